@@ -1,0 +1,30 @@
+"""memfit answers "will this fit on my GPU?" before a GPU-hour is spent. `import memfit` loads nothing heavy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.architecture import Architecture as Architecture
+    from memfit.footprint import Footprint as Footprint
+    from memfit.gpu import Gpu as Gpu
+    from memfit.job import Job as Job
+    from memfit.job import Recipe as Recipe
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Architecture": "memfit.architecture",
+    "Footprint": "memfit.footprint",
+    "Gpu": "memfit.gpu",
+    "Job": "memfit.job",
+    "Recipe": "memfit.job",
+}
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'memfit' has no attribute {name!r}")

@@ -1,0 +1,152 @@
+"""The noun Architecture: a model's dimensions and every weight it stores, read from its config.json.
+
+Dimension letters, one legend for the whole project: B micro-batch, S tokens, D width, N query heads, K key/value heads,
+H head width, F feed-forward width, L layers, V vocabulary, E experts, T tokens in a micro-batch, R adapter rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One stored parameter: its name inside its part of the model and its shape as PyTorch stores it."""
+
+    name: str  # as in named_parameters(), without the layer prefix: "self_attn.q_proj.weight"
+    shape: tuple[int, ...]  # nn.Linear: (out, in); fused experts: (E, ...)
+    kind: WeightKind
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The last module name, which is what LoRA targets match: 'q_proj'."""
+        parts = self.name.split(".")
+        return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation layer as the model's code computes it."""
+
+    kind: Literal["rms", "rms_gemma", "layer"]  # rms: fp32 inside; rms_gemma: fp32 weight multiply; layer: nn.LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The token mixer of one layer."""
+
+    kind: Literal["softmax", "mla", "linear", "none"]
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    value_dim: int  # width of one value head (= head_dim but for MLA and linear attention)
+    rotary_dim: int = 0  # part of each head that is rotated; 0: no rotary embedding
+    qk_norm: Literal["none", "head", "full"] = "none"  # head: over H; full: over N*H
+    fused_qkv: bool = False
+    bias: bool = False  # on the q, k, v projections
+    out_bias: bool = False
+    window: int | None = None  # sliding window in tokens
+    softcap: bool = False
+    causal: bool = True
+    alibi: bool = False
+    dropout: float = 0.0
+    q_lora_rank: int = 0  # MLA
+    kv_lora_rank: int = 0  # MLA
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The feed-forward part of one layer, dense or of experts."""
+
+    kind: Literal["gated", "plain", "moe", "none"]
+    width: int  # F (of one expert, when moe)
+    activation: str = "silu"
+    fused_gate_up: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    experts: int = 0  # E
+    experts_per_token: int = 0
+    shared_width: int = 0  # F of the experts every token passes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: what it computes (for activations) and what it stores (for everything else)."""
+
+    attention: Attention
+    mlp: Mlp
+    norm: Norm
+    placement: Literal["pre", "post", "sandwich", "parallel", "post_inner"]
+    # pre: Llama; post: BERT; sandwich: Gemma-2/3; parallel: NeoX, Falcon, Phi; post_inner: OLMo-2 (norm after each sub-block)
+    weights: tuple[Weight, ...]
+    dropout: float = 0.0  # on the residual branches
+    norms: int = 2  # norms on the residual stream of this layer
+
+    @property
+    def parameters(self) -> int:
+        return sum(w.numel for w in self.weights)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model. `layers` has one entry per block; equal blocks share one Layer object."""
+
+    name: str  # Hugging Face id or path, as shown to the user
+    model_type: str  # of its config.json
+    family: str  # row of the family table that read the config
+    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "vision", "multimodal", "encoder"]
+    width: int  # D
+    vocabulary: int  # V
+    layers: tuple[Layer, ...]
+    embedding: tuple[Weight, ...]  # token, position, type embeddings and their norm
+    final: tuple[Weight, ...]  # final norm and what stands between the last block and the head
+    head: tuple[Weight, ...]  # empty when tied to the embedding
+    tied: bool
+    tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
+    embedding_scale: bool = False  # Gemma multiplies the embedding output
+    logits_softcap: bool = False
+    learned_positions: bool = False
+    max_positions: int = 0  # longest sequence the positions allow; 0: unknown
+    final_norm: Norm | None = None
+    trainable_memory: str = ""  # why training memory is not modelled; "" when it is
+    checkpoint_parameters: int | None = None  # the checkpoint's own total, when known
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every stored weight, in the order of the model; tied ones once."""
+        blocks = tuple(w for layer in self.layers for w in layer.weights)
+        return (*self.embedding, *blocks, *self.final, *self.head, *self.tower)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of stored parameters, tied ones once."""
+        return sum(w.numel for w in self.weights)
+
+    def parameters_by_module(self) -> dict[str, int]:
+        """Counts by part: embedding, attention, mlp, experts, norms, head, tower."""
+        counts: dict[str, int] = {}
+        for part, weights in (("embedding", self.embedding), ("norms", self.final), ("head", self.head), ("tower", self.tower)):
+            counts[part] = sum(w.numel for w in weights)
+        for layer in self.layers:
+            for w in layer.weights:
+                part = _part_of(w)
+                counts[part] = counts.get(part, 0) + w.numel
+        return {k: v for k, v in counts.items() if v}
+
+
+def _part_of(weight: Weight) -> str:
+    if weight.kind == "experts":
+        return "experts"
+    if weight.kind == "norm":
+        return "norms"
+    return "mlp" if any(word in weight.name for word in ("mlp", "ffn", "fc", "dense_h", "intermediate", "router")) else "attention"

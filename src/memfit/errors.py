@@ -1,0 +1,55 @@
+"""Every error a user can meet, each with a one-line message, a `hint:` and an exit code.
+
+MemfitError            (never raised itself)
+├── BadInput       2   what was typed or read cannot be used
+│   ├── UnknownName    a model, GPU, optimizer ... that is in no table
+│   └── Unsupported    known, but not modelled: refused instead of guessed
+├── MissingExtra   2   an optional dependency is not installed
+└── Refused        2   the command would overwrite or destroy something
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT = 0, 2, 3, 4
+
+
+class MemfitError(Exception):
+    """Base of all errors shown to the user as one line and a hint, without a traceback."""
+
+    exit_code: int = EXIT_BAD_INPUT
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class BadInput(MemfitError):
+    """Something typed or read cannot be used."""
+
+
+class Unsupported(BadInput):
+    """Known, but not modelled; refused instead of guessed."""
+
+
+class UnknownName(BadInput):
+    """A name that is in no table; says what is near."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
+        near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
+        suggestion = f"did you mean {' or '.join(near)}?" if near else ""
+        super().__init__(f"unknown {what} '{name}'", hint=" ".join(filter(None, (suggestion, hint))))
+
+
+class MissingExtra(MemfitError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, need: str, extra: str) -> None:
+        super().__init__(f"{need} needs packages that are not installed", hint=f"pip install 'memfit[{extra}]'")
+
+
+class Refused(MemfitError):
+    """The command would overwrite or destroy something."""

@@ -1,0 +1,63 @@
+"""The noun Footprint: bytes by role at the worst instant of each phase, predicted, traced or measured alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memfit.tape import Phase, Role
+
+Source = Literal["formula", "traced", "measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The four levels of memory in bytes; requested <= allocated <= reserved <= device always holds."""
+
+    requested: int  # tensor bytes
+    allocated: int  # after rounding to blocks: torch.cuda.max_memory_allocated()
+    reserved: int  # held by the allocator: torch.cuda.max_memory_reserved()
+    device: int  # what nvidia-smi shows: reserved + context (+ NCCL)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One named share of a peak, with the formula that gave it and the numbers in it."""
+
+    role: Role
+    label: str
+    bytes: int
+    formula: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """The worst instant of one phase. `lines` add up to `levels.device`."""
+
+    phase: Phase
+    instant: str  # "forward", "loss", "backward of block 32", "optimizer step" ...
+    levels: Levels
+    lines: tuple[Line, ...]
+
+    @property
+    def by_role(self) -> dict[Role, int]:
+        """Bytes by role; the sum is `levels.device`."""
+        total: dict[Role, int] = {}
+        for line in self.lines:
+            total[line.role] = total.get(line.role, 0) + line.bytes
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """All phases of a run; the peak is the maximum over phases, never a sum."""
+
+    phases: tuple[PhasePeak, ...]
+    source: Source
+    assumptions: tuple[str, ...] = ()
+    unknowns: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The phase that reserves most (the first one on ties)."""
+        return max(self.phases, key=lambda p: p.levels.reserved)

@@ -1,0 +1,116 @@
+"""The nouns Job (what the user asked, never altered) and Recipe (what the planner may choose)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from memfit.architecture import Architecture
+from memfit.errors import BadInput
+from memfit.gpu import Gpu
+
+Method = Literal["full", "lora", "qlora"]
+Precision = Literal["bf16", "bf16-mixed", "bf16-master", "fp16-mixed", "fp32"]
+Quantization = Literal["none", "nf4", "nf4-double", "fp4", "int8"]
+Checkpointing = Literal["none", "full", "selective", "offload"]
+AttentionKernel = Literal["eager", "sdpa", "flash"]
+Loss = Literal["full", "chunked", "fused"]
+Offload = Literal["none", "optimizer", "parameters"]
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Padding = Literal["longest", "packing"]
+
+METHODS, PRECISIONS = get_args(Method), get_args(Precision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a job is trained. Field names are the flag names (with '-') and the keys of recipe.toml.
+
+    precision: what is stored and computed, because "bf16 AdamW" is ambiguous by 2x:
+      bf16         weights, gradients and optimizer states in bf16          2+2+4 = 8 B per parameter with AdamW
+      bf16-mixed   fp32 weights, bf16 compute under autocast                4+4+8 = 16 B (+ a bf16 copy while in use)
+      bf16-master  bf16 weights and gradients, fp32 master copy and states  2+2+4+8 = 16 B
+      fp16-mixed   as bf16-mixed with fp16 and a loss scaler
+      fp32         everything in fp32                                       4+4+8 = 16 B
+    With LoRA or QLoRA it names the dtype of the frozen base; adapters follow the trainer (see trainers.py).
+    """
+
+    method: Method = "full"
+    precision: Precision = "bf16"
+    quantization: Quantization = "none"
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)  # module names, or "all-linear", or "attention"
+    optimizer: str = "adamw"  # a row of optimizers.py
+    micro_batch: int = 1
+    accumulation: int = 1
+    sequence_length: int = 2048
+    padding: Padding = "longest"
+    checkpointing: Checkpointing = "none"
+    attention: AttentionKernel = "sdpa"
+    loss: Loss = "full"
+    offload: Offload = "none"
+    shard: Shard = "none"
+    num_gpus: int = 1
+    trainer: str = "trl"  # a row of trainers.py, with a version if it matters: "trl==1.3"
+    alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens in one micro-batch of one GPU."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def effective_batch(self) -> int:
+        """Sequences per optimizer step over all GPUs."""
+        return self.micro_batch * self.accumulation * self.num_gpus
+
+    def but(self, **changes: Any) -> Recipe:
+        """The same recipe with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the user asked. `wanted` holds the recipe fields that were named; the planner never changes those."""
+
+    architecture: Architecture
+    gpu: Gpu
+    num_gpus: int = 1
+    sequence_length: int = 2048
+    effective_batch: int = 16
+    method: Literal["auto", "full", "lora", "qlora"] = "auto"
+    trainer: str = "trl"
+    wanted: tuple[tuple[str, Any], ...] = ()
+    reserve: int = 0  # bytes of the card kept free on purpose
+    longest_sample: int | None = None  # tokens, from the user's data
+    dataset: str = ""
+
+
+_POSITIVE = ("lora_rank", "lora_alpha", "micro_batch", "accumulation", "sequence_length", "num_gpus")
+_LIMIT = 1 << 24
+_CHOICES = {
+    "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
+    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
+}  # fmt: skip
+
+
+def check_values(recipe: Recipe) -> Recipe:
+    """Refuse values outside their domain (types, choices, ranges); combinations are checked in combinations.py."""
+    for name in _POSITIVE:
+        value = getattr(recipe, name)
+        flag = "--" + name.replace("_", "-")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LIMIT:
+            raise BadInput(f"{flag} must be a whole number from 1 to {_LIMIT}, not {value!r}", hint=f"for example {flag} 1")
+    for name, choice in _CHOICES.items():
+        value = getattr(recipe, name)
+        if value not in get_args(choice):
+            flag = "--" + name.replace("_", "-")
+            raise BadInput(f"{flag} cannot be {value!r}", hint=f"choose one of {', '.join(get_args(choice))}")
+    if not 0.0 <= recipe.lora_dropout < 1.0:
+        raise BadInput(f"--lora-dropout must be from 0 to below 1, not {recipe.lora_dropout}", hint="0.05 is usual")
+    return recipe
+
+
+RECIPE_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Recipe))

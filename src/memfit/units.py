@@ -1,0 +1,56 @@
+"""The only place where bytes become text (GiB = 2^30; GB = 10^9, always labelled) and text becomes bytes."""
+
+from __future__ import annotations
+
+import re
+
+from memfit.errors import BadInput
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GB = 10**9
+
+_FACTOR = {
+    "b": 1, "": 1,
+    "k": 1000, "kb": 1000, "kib": KIB,
+    "m": 10**6, "mb": 10**6, "mib": MIB,
+    "g": GB, "gb": GB, "gib": GIB,
+    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def gib(size: int, digits: int = 1) -> str:
+    """Bytes as a bare number of GiB (2^30), for table columns whose head names the unit."""
+    return f"{size / GIB:.{digits}f}"
+
+
+def human(size: int) -> str:
+    """Bytes with the largest binary unit that keeps three figures: 1536 -> '1.50 KiB'."""
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            value = size / factor
+            return f"{sign}{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{sign}{size} B"
+
+
+def decimal_gb(size: int, digits: int = 2) -> str:
+    """Bytes as GB (10^9), the unit of articles and data sheets."""
+    return f"{size / GB:.{digits}f} GB"
+
+
+def parse_size(text: str) -> int:
+    """'40GiB', '24 GB', '512MiB' or plain bytes -> bytes. GB is 10^9, GiB is 2^30."""
+    found = _SIZE.match(text)
+    factor = _FACTOR.get(found.group(2).lower()) if found else None
+    if found is None or factor is None:
+        raise BadInput(f"'{text}' is not a size", hint="write it as 40GiB, 24GB or 512MiB")
+    return int(float(found.group(1)) * factor)
+
+
+def billions(count: int) -> str:
+    """A parameter count as people say it: 6738415616 -> '6.74 B'."""
+    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.{2 if count < 100 * factor else 1}f} {unit}"
+    return str(count)
