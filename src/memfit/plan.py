@@ -1,0 +1,76 @@
+"""The noun Plan: the verdict, the chosen recipe, the ladder that led to it, and what was refused and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memfit.footprint import Footprint
+from memfit.job import Job, Recipe
+
+Verdict = Literal["fits", "tight", "misfit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A footprint held against a card. Sizes are bytes."""
+
+    verdict: Verdict
+    usable: int  # what the card leaves for one process: CUDA total - context - reserve
+    need: int  # predicted reserved peak
+    band: int  # how far the prediction may be off, see accuracy.md
+    headroom: int  # usable - need; negative: bytes over
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of the ladder: the recipe up to here, and what this step buys and costs for this run."""
+
+    key: str  # row of the rung table: "checkpointing"
+    title: str  # "+ activation checkpointing"
+    recipe: Recipe
+    footprint: Footprint
+    judgement: Judgement
+    saved: int  # bytes of reserved peak against the rung before
+    step_time: float  # relative to the first rung
+    caveat: str = ""  # what it costs in quality
+    why: str = ""  # "fits", "95.1 GiB over", "not needed"
+    flags: dict[str, str] = field(default_factory=dict)  # framework -> the setting that turns it on
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A candidate that was not chosen, and the reason in words."""
+
+    title: str
+    recipe: Recipe
+    over: int  # bytes over the card; 0 or less: it fits but loses
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another card (or number of them) for the same job."""
+
+    gpu: str
+    num_gpus: int
+    recipe: Recipe
+    judgement: Judgement
+    price_per_hour: float | None
+    step_time: float  # relative to the chosen recipe on the asked card
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer to a Job. `recipe` is the chosen one, or the closest when nothing fits."""
+
+    job: Job
+    recipe: Recipe
+    footprint: Footprint
+    judgement: Judgement
+    ladder: tuple[Rung, ...]
+    refused: tuple[Refusal, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    largest: dict[str, int] = field(default_factory=dict)  # "micro_batch", "sequence_length": what would still fit
+    seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,65 @@
+"""The trainer table: name + version range -> what that training loop keeps alive and which defaults it sets.
+
+Every field is a fact about the framework's code; the source is named in the row's comment.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memfit.errors import BadInput, UnknownName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """What a training loop does to memory."""
+
+    name: str
+    since: tuple[int, ...] = (0,)  # first version of the framework this row describes
+    autocast: bool = False  # bf16/fp16 precision runs under torch.autocast even when the weights are 16-bit
+    holds_logits: bool = False  # the model output lives through backward (hand-written loops that keep `outputs`)
+    logits_to_fp32: bool = False  # accelerate casts outputs.logits to fp32 after the forward
+    default_loss: str = "full"
+    adapter_fp32: bool = True  # PEFT autocast_adapter_dtype for LoRA
+    qlora_adapter_fp32: bool = True
+    kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
+    label_tokens_only: bool = False  # the head sees label positions only
+    embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
+    default_optimizer: str = "adamw"
+    chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
+    merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
+    clip_grad: bool = True
+
+
+TRAINERS: tuple[Trainer, ...] = (
+    # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
+    Trainer(name="torch", kbit_prepare=True, embeddings_32bit=False),
+    # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
+    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    # TRL before 1.7: full logits as in transformers.Trainer
+    Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
+    Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+    Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True,
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+)  # fmt: skip
+
+CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13)}
+_SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
+
+
+def trainer(spec: str) -> Trainer:
+    """'trl', 'trl==1.3' or 'transformers' -> its row. Without a version the current one is meant."""
+    found = _SPEC.match(spec.strip().lower())
+    if found is None:
+        raise BadInput(f"'{spec}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
+    rows = [t for t in TRAINERS if t.name == found["name"]]
+    if not rows:
+        raise UnknownName("trainer", found["name"], {t.name for t in TRAINERS}, hint="see: memfit glossary trainer")
+    version = tuple(int(p) for p in found["version"].split(".")) if found["version"] else CURRENT.get(rows[0].name, (10**6,))
+    fitting = [t for t in rows if t.since <= version]
+    if not fitting:
+        raise BadInput(f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}")
+    return fitting[-1]
