@@ -37,7 +37,9 @@ class Weight:
 class Norm:
     """A normalisation layer as the model's code computes it."""
 
-    kind: Literal["rms", "rms_gemma", "layer"]  # rms: fp32 inside; rms_gemma: fp32 weight multiply; layer: nn.LayerNorm
+    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32"]
+    # rms: fp32 inside, weight multiplied after the cast back; rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2,
+    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Attention:
     q_lora_rank: int = 0  # MLA
     kv_lora_rank: int = 0  # MLA
     sinks: bool = False
+    sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
+    gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
+    shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
+    conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,8 @@ class Mlp:
     dropout: float = 0.0
     experts: int = 0  # E
     experts_per_token: int = 0
-    shared_width: int = 0  # F of the experts every token passes
+    shared_width: int = 0  # F of the experts, or of the dense part, that every token passes
+    every_token: bool = False  # each expert computes every token, whatever the router says (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class Architecture:
     name: str  # Hugging Face id or path, as shown to the user
     model_type: str  # of its config.json
     family: str  # row of the family table that read the config
-    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "vision", "multimodal", "encoder"]
+    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder"]
     width: int  # D
     vocabulary: int  # V
     layers: tuple[Layer, ...]
@@ -120,6 +127,8 @@ class Architecture:
     final_norm: Norm | None = None
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the checkpoint's own total, when known
+    layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"
+    embedding_dropout: float = 0.0
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:

@@ -1,0 +1,38 @@
+"""PyTorch's CUDA caching allocator as a pure state machine: no CUDA, no clock, the same bytes.
+
+The rules, in the order malloc applies them (c10/cuda/CUDACachingAllocator.cpp; functions here are named after or
+name their twins there):
+
+ 1. Sizes are rounded up to 512 B (`round_size`), or to a division of a power of two (`roundup_power2_divisions`).
+ 2. Up to 1 MiB a block comes from the small pool, above from the large one; each stream has its own free blocks.
+ 3. The smallest free block that suffices is taken (`get_free_block`). Among equal sizes: the lowest address (torch up
+    to 2.11), the block registered first (2.12), the oldest segment and then the lowest address (2.13).
+ 4. It is split if at least 512 B (small pool) or more than 1 MiB (large pool) would be left over: up to 1 MiB of slack
+    stays inside a large block and counts as allocated (`should_split`). The rest is free in the same segment.
+ 5. If none suffices, a segment is taken from the driver: 2 MiB for a small request, 20 MiB (`large_segment_size`)
+    below 10 MiB, else the size rounded up to 2 MiB (`get_allocation_size`).
+ 6. Before that, with a memory fraction and `garbage_collection_threshold`, old cached large segments go back.
+ 7. If the driver or the fraction refuses: with `max_split_size`, oversize cached blocks go back and it is tried again;
+    then every segment that is wholly free goes back and it is tried once more (`num_alloc_retries`). Then OutOfMemory.
+ 8. free merges a block with its free neighbours of the same segment and keeps it: memory returns to the driver only by
+    6, 7 and empty_cache. A block that other streams used (record_stream) is free again only once they caught up.
+ 9. Blocks of `max_split_size` and more are never split, and serve only requests at most
+    `max_non_split_rounding` smaller.
+10. With `expandable_segments` there is one growing segment per pool and stream: 2 MiB granules (small) or 20 MiB ones
+    (large) are mapped right after the last, any rest of 512 B is split off, and whole free granules are unmapped in 7.
+
+`requested <= allocated <= reserved <= capacity` holds at every moment.
+
+Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend, PYTORCH_NO_CUDA_MEMORY_CACHING,
+free-memory callbacks, settings changed half-way, several devices, IPC, malloc hints. The driver is a counter: it hands
+out `capacity` bytes without fragments of its own, at addresses that only grow, which decides ties for torch up to
+2.11, where real addresses may be reused. Other streams have always caught up by the next malloc. Statistics are those
+over both pools; what changed between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the keys
+of the settings is not known to matter and not looked at.
+"""
+
+from memfit.allocator.blocks import Block
+from memfit.allocator.machine import Allocator
+from memfit.allocator.reserve import OutOfMemory, Stats
+
+__all__ = ["Allocator", "Block", "OutOfMemory", "Stats"]

@@ -1,0 +1,130 @@
+"""The parts of the caching allocator: constants, a Block of a segment, a Pool of free blocks in best-fit order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Final
+
+from memfit.alloc_conf import K_MIN_LARGE_ALLOC
+from memfit.units import KIB, MIB
+
+# Twins of the constants in CUDACachingAllocator.cpp (AllocatorConfig.h since 2.11).
+K_MIN_BLOCK_SIZE: Final = 512  # kMinBlockSize: all sizes are rounded to at least this
+K_SMALL_SIZE: Final = 1024 * KIB  # kSmallSize: the largest "small" request
+K_SMALL_BUFFER: Final = 2 * MIB  # kSmallBuffer: segment that small requests are packed in
+K_ROUND_LARGE: Final = 2 * MIB  # kRoundLarge: large segments are multiples of it
+
+ALLOCATED, PENDING, FREE, UNMAPPED = range(4)  # Block.state; from FREE on nobody uses the bytes
+
+# A free block's key orders it in its pool: size first, then the tie-break. Sizes are multiples of 512, so `size << 47`
+# leaves the 56 low bits for an address or a registration number, and one int compares faster than a tuple.
+KEY_SHIFT: Final = 47
+
+
+class Block:
+    """A piece of a segment, as `struct Block`: `size` bytes at `addr`, `requested` of them asked for by the user.
+
+    `prev` and `next` are its neighbours in the segment, `order` its registration number (torch 2.12 only), `age_base`
+    the age of the large pool when it was freed (garbage collection only).
+    """
+
+    __slots__ = ("addr", "age_base", "key", "next", "order", "pool", "prev", "requested", "size", "state")
+
+    size: int
+    addr: int
+    pool: Pool
+    prev: Block | None
+    next: Block | None
+    state: int
+    requested: int
+    key: int
+    order: int
+    age_base: int
+
+    def __init__(self, size: int, addr: int, pool: Pool, prev: Block | None, next_: Block | None) -> None:
+        # The other slots are set when they first mean something: millions of blocks are made in a replay.
+        self.size = size
+        self.addr = addr
+        self.pool = pool
+        self.prev = prev
+        self.next = next_
+
+    @property
+    def is_split(self) -> bool:
+        """Is it only a part of its segment?"""
+        return self.prev is not None or self.next is not None
+
+    def __repr__(self) -> str:
+        state = ("allocated", "pending", "free", "unmapped")[self.state]
+        return f"<{state} block of {self.size} at {self.addr:#x}>"
+
+
+class Pool:
+    """The free blocks of one stream and kind, as `BlockPool`: `keys` sorted ascending, `blocks` by key.
+
+    `unmapped` holds the unmapped parts of expandable segments by address. A block is split when more than `slack`
+    bytes would be left and the request is below `split_below` (should_split).
+    """
+
+    __slots__ = ("blocks", "by_order", "granule", "keys", "slack", "small", "split_below", "stream", "unmapped")
+
+    def __init__(self, stream: int, granule: int, slack: int, split_below: int, *, small: bool, by_order: bool) -> None:
+        self.stream = stream
+        self.small = small
+        self.granule = granule  # what an expandable segment grows by
+        self.slack = slack
+        self.split_below = split_below
+        self.by_order = by_order
+        self.keys: list[int] = []
+        self.blocks: dict[int, Block] = {}
+        self.unmapped: list[Block] = []
+
+    def insert(self, block: Block) -> None:
+        """insert_into_blocks: make a free, mapped block available."""
+        block.state = FREE
+        block.key = key = block.size << KEY_SHIFT | (block.order if self.by_order else block.addr)
+        insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        """Take a free block out again."""
+        del self.keys[bisect_left(self.keys, block.key)]
+        del self.blocks[block.key]
+
+    def insert_unmapped(self, block: Block) -> None:
+        """Remember an unmapped part of an expandable segment."""
+        block.state = UNMAPPED
+        insort(self.unmapped, block, key=_address)
+
+    def lower_bound(self, size: int) -> int:
+        """Position in `keys` of the smallest free block of at least `size` bytes."""
+        return bisect_left(self.keys, size << KEY_SHIFT)
+
+
+def _address(block: Block) -> int:
+    return block.addr
+
+
+def round_up_power2(size: int, divisions: int) -> int:
+    """roundup_power2_next_division: the next multiple of (power of two below `size`) / `divisions`."""
+    if size & (size - 1) == 0:
+        return size
+    step = (1 << (size.bit_length() - 1)) // divisions
+    return -(-size // step) * step
+
+
+def round_size(size: int, divisions: tuple[int, ...]) -> int:
+    """round_size: bytes asked for -> bytes of the block, with the table of roundup_power2_divisions."""
+    ways = divisions[max(0, min(size.bit_length() - 21, len(divisions) - 1))]
+    if ways > 1 and size > K_MIN_BLOCK_SIZE * ways:
+        return round_up_power2(size, ways)
+    return (size + K_MIN_BLOCK_SIZE - 1) & -K_MIN_BLOCK_SIZE
+
+
+def allocation_size(rounded: int, large_segment_size: int) -> int:
+    """get_allocation_size: the segment to ask the driver for when no free block fits."""
+    if rounded <= K_SMALL_SIZE:
+        return K_SMALL_BUFFER
+    if rounded < K_MIN_LARGE_ALLOC:
+        return large_segment_size
+    return -(-rounded // K_ROUND_LARGE) * K_ROUND_LARGE

@@ -1,0 +1,129 @@
+"""Expandable segments: one growing range of addresses per pool and stream, mapped and unmapped by the granule.
+
+Twin of `struct ExpandableSegment` and the functions around it. A segment is a chain of blocks covering all its
+addresses, mapped or not; granules are aligned to multiples of their size because every segment starts at one.
+"""
+
+from __future__ import annotations
+
+from memfit.allocator.blocks import FREE, UNMAPPED, Block, Pool
+from memfit.allocator.reserve import Reserve
+
+
+def allocate(reserve: Reserve, pool: Pool, size: int) -> Block | None:
+    """try_allocate_expandable_block: a mapped block of at least `size` bytes taken from its pool; None without memory.
+
+    What was mapped before the driver refused stays mapped and cached.
+    """
+    block = _find_expandable_block(reserve, pool, size)
+    if block.state == UNMAPPED and not _map_block(reserve, block, min(block.size, size)):
+        return None
+    while block.size < size:
+        following = block.next
+        assert following is not None
+        if not _map_block(reserve, following, min(size - block.size, following.size)):
+            return None
+        block = following  # it swallowed the free block before it
+    pool.remove(block)
+    return block
+
+
+def best_fit(pool: Pool, position: int) -> int:
+    """From the smallest sufficient block on, prefer the next one while it could expand less than this one."""
+    keys, blocks = pool.keys, pool.blocks
+    while position + 1 < len(keys) and _expandable_size(blocks[keys[position + 1]]) < _expandable_size(
+        blocks[keys[position]]
+    ):
+        position += 1
+    return position
+
+
+def release(reserve: Reserve, pool: Pool) -> None:
+    """release_blocks: unmap every whole granule inside free blocks; forget segments that are wholly unmapped."""
+    for block in [pool.blocks[key] for key in pool.keys]:
+        _unmap_block(reserve, block)
+        if not block.is_split:
+            pool.unmapped.remove(block)
+            reserve.forget_segment(block)
+
+
+def _expandable_size(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and following.state == UNMAPPED else 0)
+
+
+def _find_expandable_block(reserve: Reserve, pool: Pool, size: int) -> Block:
+    """find_expandable_block: the lowest address with room for `size`, counting free blocks next to unmapped ones."""
+    for unmapped in pool.unmapped:
+        before = unmapped.prev
+        candidate = before if before is not None and before.state >= FREE else unmapped
+        room = 0
+        block: Block | None = candidate
+        while room < size and block is not None and block.state >= FREE:
+            room += block.size
+            block = block.next
+        if room >= size:
+            return candidate
+    return _new_segment(reserve, pool)
+
+
+def _new_segment(reserve: Reserve, pool: Pool) -> Block:
+    """`new ExpandableSegment`: addresses for 9/8 of the card, rounded up to granules, nothing mapped."""
+    granule = pool.granule
+    size = -(-(reserve.total_memory + reserve.total_memory // 8) // granule) * granule
+    block = reserve.new_block(size, reserve.reserve_address(size, granule), pool)
+    pool.insert_unmapped(block)
+    return block
+
+
+def _map_block(reserve: Reserve, block: Block, size: int) -> bool:
+    """map_block: back the first `size` bytes of an unmapped block with memory, up to the next granule."""
+    pool = block.pool
+    mapped = -(-size // pool.granule) * pool.granule
+    if reserve.reserved + mapped > reserve.capacity:
+        return False
+    pool.unmapped.remove(block)
+    if mapped < block.size:
+        rest = reserve.new_block(block.size - mapped, block.addr + mapped, pool, block, block.next)
+        pool.insert_unmapped(rest)
+        block.size = mapped
+    reserve.charge(block.addr, mapped)
+    _merge(reserve, block, FREE)
+    pool.insert(block)
+    return True
+
+
+def _unmap_block(reserve: Reserve, block: Block) -> None:
+    """unmap_block: return the whole granules inside a free block; what sticks out on either side stays free."""
+    pool, granule = block.pool, block.pool.granule
+    begin, end = -(-block.addr // granule) * granule, (block.addr + block.size) // granule * granule
+    if begin >= end:
+        return
+    pool.remove(block)
+    if begin > block.addr:
+        pool.insert(reserve.new_block(begin - block.addr, block.addr, pool, block.prev, block))
+    if end < block.addr + block.size:
+        pool.insert(reserve.new_block(block.addr + block.size - end, end, pool, block, block.next))
+    block.addr, block.size = begin, end - begin
+    reserve.discharge(begin, end - begin)
+    _merge(reserve, block, UNMAPPED)
+    pool.insert_unmapped(block)
+
+
+def _merge(reserve: Reserve, block: Block, state: int) -> None:
+    """try_merge_blocks with both neighbours, where they are in the same `state`, FREE or UNMAPPED."""
+    pool, before, after = block.pool, block.prev, block.next
+    if before is not None and before.state == state:
+        pool.remove(before) if state == FREE else pool.unmapped.remove(before)
+        block.addr, block.prev = before.addr, before.prev
+        block.size += before.size
+        if block.prev is None:
+            reserve.replace_head(block)
+        else:
+            block.prev.next = block
+    if after is not None and after.state == state:
+        pool.remove(after) if state == FREE else pool.unmapped.remove(after)
+        block.size += after.size
+        block.next = after.next
+        if block.next is not None:
+            block.next.prev = block

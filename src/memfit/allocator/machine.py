@@ -1,0 +1,255 @@
+"""The caching allocator's two verbs, malloc and free, with streams, retries and out-of-memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
+from memfit.allocator import expandable
+from memfit.allocator.blocks import (
+    ALLOCATED,
+    FREE,
+    K_MIN_BLOCK_SIZE,
+    K_SMALL_BUFFER,
+    K_SMALL_SIZE,
+    KEY_SHIFT,
+    PENDING,
+    Block,
+    Pool,
+    allocation_size,
+    round_size,
+)
+from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
+
+
+class Allocator(Reserve):
+    """One device's caching allocator, empty at first.
+
+    `capacity` is what the driver can hand out in bytes (None: as much as is asked for), `total_memory` what a memory
+    fraction refers to (default: the capacity), `torch` the version whose rules hold.
+    """
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
+        torch: Torch = LATEST_TORCH,
+        *,
+        total_memory: int | None = None,
+    ) -> None:
+        super().__init__(capacity, settings, torch, total_memory=total_memory)
+        self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
+        self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
+        self._stream_uses: dict[Block, list[int]] = {}  # blocks that record_stream was called for
+        self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
+
+    def malloc(self, size: int, stream: int = 0) -> Block | None:
+        """A block for `size` bytes used on `stream`; None for 0 bytes, as torch. Raises OutOfMemory."""
+        if size <= 0:
+            if size < 0:
+                raise ValueError(f"a block of {size} bytes cannot be allocated")
+            return None
+        if self._events:
+            self._process_events()
+        rounded = round_size(size, self.settings.roundup_power2_divisions) if self._rounds else (size + 511) & -512
+        pools = self._pools.get(stream) or self._new_pools(stream)
+        pool = pools[rounded > K_SMALL_SIZE]
+        keys = pool.keys
+        position = bisect_left(keys, rounded << KEY_SHIFT) if self._plain else self._find(pool, rounded)
+        block = pool.blocks.pop(keys.pop(position)) if position < len(keys) else self._grow(pool, rounded, size)
+
+        if block.size - rounded > pool.slack and rounded < pool.split_below:
+            block = self._split(block, rounded)
+        elif block.prev is not None or block.next is not None:
+            self.inactive_split -= block.size
+
+        block.state = ALLOCATED
+        block.requested = size
+        self.requested = requested = self.requested + size
+        if requested > self.requested_peak:
+            self.requested_peak = requested
+        self.allocated = allocated = self.allocated + block.size
+        if allocated > self.allocated_peak:
+            self.allocated_peak = allocated
+        if self.pending and allocated + self.pending > self._active_peak:
+            self._active_peak = allocated + self.pending
+        return block
+
+    def _split(self, rest: Block, rounded: int) -> Block:
+        """alloc_found_block: the front becomes a new Block of `rounded` bytes, the free rest stays the old one."""
+        before = rest.prev
+        front = Block(rounded, rest.addr, rest.pool, before, rest)
+        if self._by_order:
+            front.order = self._next_order
+            self._next_order += 1
+        left = rest.size - rounded
+        if before is not None:
+            before.next = front
+            self.inactive_split -= rounded
+        else:
+            self._heads[front.addr] = front
+            self.inactive_split += left if rest.next is None else -rounded
+            if self.inactive_split > self.inactive_split_peak:
+                self.inactive_split_peak = self.inactive_split
+        rest.prev = front
+        rest.addr += rounded
+        rest.size = left
+        rest.pool.insert(rest)
+        return front
+
+    def free(self, block: Block | None) -> None:
+        """Give a block back, to be cached. One used on other streams waits for them until the next malloc."""
+        if block is None:
+            return
+        if block.state != ALLOCATED:
+            raise ValueError(f"{block} is not allocated")
+        self.allocated -= block.size
+        if self._stream_uses and block in self._stream_uses:
+            self._insert_events(block)
+            return
+        self._free_block(block)
+
+    def _free_block(self, block: Block) -> None:
+        """free_block: merge with free neighbours of the segment, then into the pool."""
+        pool = block.pool
+        self.requested -= block.requested
+        size = block.size
+        split = self.inactive_split
+        before, after = block.prev, block.next
+        if before is not None and before.state == FREE:
+            pool.remove(before)
+            size += before.size
+            split -= before.size
+            block.addr = before.addr
+            block.prev = before = before.prev
+            if before is None:
+                self._heads[block.addr] = block
+            else:
+                before.next = block
+        if after is not None and after.state == FREE:
+            pool.remove(after)
+            size += after.size
+            split -= after.size
+            block.next = after = after.next
+            if after is not None:
+                after.prev = block
+        if before is not None or after is not None:
+            split += size
+        elif self._collects:
+            block.age_base = self._age
+        block.size = size
+        pool.insert(block)
+        self.inactive_split = split
+        if split > self.inactive_split_peak:
+            self.inactive_split_peak = split
+
+    def record_stream(self, block: Block | None, stream: int) -> None:
+        """recordStream: the block is also used on `stream`, so its reuse must wait for that stream."""
+        if block is not None and stream != block.pool.stream:
+            uses = self._stream_uses.setdefault(block, [])
+            if stream not in uses:
+                uses.append(stream)
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache(): give every segment back that is wholly free (release_cached_blocks)."""
+        self._process_events()
+        for kind in (1, 0):  # the large pool first
+            for stream in sorted(self._pools):
+                pool = self._pools[stream][kind]
+                if self.settings.expandable_segments:
+                    expandable.release(self, pool)
+                else:
+                    self._release_whole_segments(pool)
+
+    def _insert_events(self, block: Block) -> None:
+        """insert_events: freed by the user, still used on other streams; waits once for each of them."""
+        block.state = PENDING
+        self.pending += block.size
+        for stream in self._stream_uses[block]:
+            self._events.setdefault(stream, []).append(block)
+
+    def _process_events(self) -> None:
+        """process_events: all streams have caught up; a block is free once its last stream has."""
+        events, self._events = self._events, {}
+        for blocks in events.values():
+            for block in blocks:
+                uses = self._stream_uses[block]
+                uses.pop()
+                if not uses:
+                    del self._stream_uses[block]
+                    self.pending -= block.size
+                    self._free_block(block)
+
+    def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
+        """The two pools of a stream; should_split's two rules become `slack` and `split_below`."""
+        grows, max_split_size = self.settings.expandable_segments, self.settings.max_split_size
+        tight = K_MIN_BLOCK_SIZE - 1
+        small = Pool(stream, K_SMALL_BUFFER, tight, UNLIMITED, small=True, by_order=self._by_order)
+        large = Pool(
+            stream,
+            self.settings.large_segment_size,
+            tight if grows else K_SMALL_SIZE,
+            UNLIMITED if grows or max_split_size is None else max_split_size,
+            small=False,
+            by_order=self._by_order,
+        )
+        self._pools[stream] = pools = (small, large)
+        return pools
+
+    def _find(self, pool: Pool, rounded: int) -> int:
+        """get_free_block with every setting heard; the end of the list means none fits."""
+        if not pool.small:
+            self._age += 1
+        position, end = pool.lower_bound(rounded), len(pool.keys)
+        if position == end:
+            return end
+        settings = self.settings
+        if settings.expandable_segments:
+            position = expandable.best_fit(pool, position)
+        if settings.max_split_size is None:
+            return position
+        size = pool.blocks[pool.keys[position]].size
+        if rounded < settings.max_split_size:
+            return end if size >= settings.max_split_size else position
+        return end if size >= rounded + settings.max_non_split_rounding else position
+
+    def _grow(self, pool: Pool, rounded: int, requested: int) -> Block:
+        """The second half of malloc: nothing cached fits, so ask the driver, and free the cache if it has no more."""
+        size = allocation_size(rounded, self.settings.large_segment_size)
+        if self._collects:
+            self._collect_garbage()
+        block = self._alloc_block(pool, rounded, size, requested)
+        if block is None and self._release_oversize_blocks(pool, rounded):
+            block = self._alloc_block(pool, rounded, size, requested)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = self._alloc_block(pool, rounded, size, requested)
+        if block is None:
+            self.num_ooms += 1
+            raise self._out_of_memory(size, requested)
+        return block
+
+    def _alloc_block(self, pool: Pool, rounded: int, size: int, requested: int) -> Block | None:
+        """alloc_block: within the limits, a segment of `size` bytes or an expandable segment grown for `rounded`."""
+        if self.allowed is not None and self.reserved + size > self.allowed:
+            return None
+        if self.settings.throw_on_cudamalloc_oom:
+            fraction = self.settings.per_process_memory_fraction
+            if self.reserved + size > int((1.0 if fraction is None else fraction) * self.total_memory):
+                self.num_oom_rejections += 1
+                raise self._out_of_memory(size, requested)
+        if self.settings.expandable_segments:
+            return expandable.allocate(self, pool, rounded)
+        return self._cuda_malloc(pool, size)
+
+    def _out_of_memory(self, tried: int, requested: int) -> OutOfMemory:
+        return OutOfMemory(
+            requested=requested,
+            tried=tried,
+            device_total=self.total_memory,
+            device_free=self.capacity - self.reserved,
+            allowed=self.allowed,
+            allocated=self.allocated,
+            reserved=self.reserved,
+        )

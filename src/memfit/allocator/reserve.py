@@ -1,0 +1,273 @@
+"""What the allocator holds: segments taken from the driver, the limits on them, and the counters of memory_stats()."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
+from memfit.allocator.blocks import (
+    Block,
+    Pool,
+)
+from memfit.errors import EXIT_MISFIT, MemfitError, Unsupported
+from memfit.tape import SegmentAlloc, SegmentFree
+from memfit.units import human
+
+UNLIMITED = 1 << 44  # stands for the size of a card without a limit: above any card, below what addresses can hold
+
+
+class OutOfMemory(MemfitError):  # noqa: N818  (an answer of the card as much as an error)
+    """The card is full, with the numbers of torch.OutOfMemoryError; all sizes in bytes.
+
+    `tried` is what the message calls "Tried to allocate" (the segment asked for), `requested` the tensor's bytes,
+    `allowed` the limit of a memory fraction, `device_free` what the driver could still give.
+    """
+
+    exit_code = EXIT_MISFIT
+
+    def __init__(
+        self,
+        *,
+        requested: int,
+        tried: int,
+        device_total: int,
+        device_free: int,
+        allowed: int | None,
+        allocated: int,
+        reserved: int,
+    ) -> None:
+        self.requested, self.tried = requested, tried
+        self.device_total, self.device_free, self.allowed = device_total, device_free, allowed
+        self.allocated, self.reserved = allocated, reserved
+        limit = f"{human(allowed)} allowed; " if allowed is not None else ""
+        super().__init__(
+            f"CUDA out of memory. Tried to allocate {human(tried)}. GPU has a total capacity of {human(device_total)} "
+            f"of which {human(device_free)} is free. {limit}Of the allocated memory {human(allocated)} is allocated "
+            f"by PyTorch, and {human(reserved - allocated)} is reserved by PyTorch but unallocated.",
+            hint="if much is reserved but unallocated, try PYTORCH_ALLOC_CONF=expandable_segments:True",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """torch.cuda.memory_stats() over both pools; sizes in bytes. `inactive_split` stays 0 with expandable segments."""
+
+    requested: int
+    requested_peak: int
+    allocated: int
+    allocated_peak: int
+    active: int
+    active_peak: int
+    reserved: int
+    reserved_peak: int
+    inactive_split: int
+    inactive_split_peak: int
+    segments: int
+    num_alloc_retries: int
+    num_ooms: int
+    num_oom_rejections: int
+    num_device_alloc: int
+    num_device_free: int
+
+    def as_memory_stats(self) -> dict[str, int]:
+        """The same numbers under the keys of torch.cuda.memory_stats()."""
+        stats = {
+            f"{name}_bytes.all.{moment}": getattr(self, name + suffix)
+            for name in ("requested", "allocated", "active", "reserved", "inactive_split")
+            for moment, suffix in (("current", ""), ("peak", "_peak"))
+        }
+        counts = ("num_alloc_retries", "num_ooms", "num_oom_rejections", "num_device_alloc", "num_device_free")
+        return stats | {"segment.all.current": self.segments} | {name: getattr(self, name) for name in counts}
+
+
+class Reserve:
+    """DeviceCachingAllocator without malloc and free: pools, segments, limits, counters.
+
+    Counters are plain attributes, in bytes, because malloc and free touch them at every event.
+    """
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
+        torch: Torch = LATEST_TORCH,
+        *,
+        total_memory: int | None = None,
+    ) -> None:
+        if settings.backend != "native":
+            raise Unsupported(
+                f"the allocator backend {settings.backend} is not modelled", hint="use backend:native, the default"
+            )
+        self.settings = settings
+        self.torch = torch
+        self.capacity = UNLIMITED if capacity is None else capacity
+        self.total_memory = self.capacity if total_memory is None else total_memory
+        self.allowed = self._allowed_memory_maximum()
+
+        self.requested = self.requested_peak = 0
+        self.allocated = self.allocated_peak = 0
+        self.pending = self._active_peak = 0
+        self.reserved = self.reserved_peak = 0
+        self.inactive_split = self.inactive_split_peak = 0
+        self.segments = self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
+        self.num_device_alloc = self.num_device_free = 0
+        self.driver_calls: list[SegmentAlloc | SegmentFree] = []  # cudaMalloc, cudaFree, and maps and unmaps likewise
+
+        self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> (small, large)
+        self._heads: dict[int, Block] = {}  # address of a segment -> its first block, oldest segment first
+        self._next_address = 0
+        self._next_order = 0
+        self._by_order = torch == (2, 12)  # BlockComparatorRegistrationCounter; older and newer order by address
+        self._collects = self.allowed is not None and settings.garbage_collection_threshold > 0.0
+        self._age = 0  # get_free_blocks_call_count of the large pool
+
+    def _allowed_memory_maximum(self) -> int | None:
+        """setMemoryFraction: up to 2.9 any fraction arms the limit, from 2.10 on only one below 1."""
+        fraction = self.settings.per_process_memory_fraction
+        if fraction is None or (fraction >= 1.0 and self.torch >= (2, 10)):
+            return None
+        return int(fraction * self.total_memory)
+
+    @property
+    def stats(self) -> Stats:
+        """All counters at this moment."""
+        expandable = self.settings.expandable_segments
+        return Stats(
+            requested=self.requested,
+            requested_peak=self.requested_peak,
+            allocated=self.allocated,
+            allocated_peak=self.allocated_peak,
+            active=self.allocated + self.pending,
+            active_peak=max(self.allocated_peak, self._active_peak),
+            reserved=self.reserved,
+            reserved_peak=self.reserved_peak,
+            inactive_split=0 if expandable else self.inactive_split,
+            inactive_split_peak=0 if expandable else self.inactive_split_peak,
+            segments=self.segments,
+            num_alloc_retries=self.num_alloc_retries,
+            num_ooms=self.num_ooms,
+            num_oom_rejections=self.num_oom_rejections,
+            num_device_alloc=self.num_device_alloc,
+            num_device_free=self.num_device_free,
+        )
+
+    def reset_peak_stats(self) -> None:
+        """torch.cuda.reset_peak_memory_stats(): every peak becomes the current value."""
+        self.requested_peak, self.allocated_peak = self.requested, self.allocated
+        self._active_peak = self.allocated + self.pending
+        self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
+
+    def blocks(self) -> Iterator[tuple[Block, ...]]:
+        """The segments, oldest first, each as its blocks in address order (unmapped ones included)."""
+        for head in self._heads.values():
+            chain: list[Block] = []
+            block: Block | None = head
+            while block is not None:
+                chain.append(block)
+                block = block.next
+            yield tuple(chain)
+
+    def new_block(
+        self, size: int, addr: int, pool: Pool, prev: Block | None = None, next_: Block | None = None
+    ) -> Block:
+        """`new Block`, linked between its neighbours, with a registration number where the order needs one."""
+        block = Block(size, addr, pool, prev, next_)
+        if self._by_order:
+            block.order = self._next_order
+            self._next_order += 1
+        if prev is None:
+            self._heads[addr] = block
+        else:
+            prev.next = block
+        if next_ is not None:
+            next_.prev = block
+        return block
+
+    def reserve_address(self, size: int, alignment: int = 1) -> int:
+        """Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order."""
+        address = -(-self._next_address // alignment) * alignment
+        self._next_address = address + size
+        return address
+
+    def forget_segment(self, block: Block) -> None:
+        """Strike the segment that `block` is the whole of."""
+        del self._heads[block.addr]
+
+    def replace_head(self, block: Block) -> None:
+        """`block` starts its segment now."""
+        self._heads[block.addr] = block
+
+    def charge(self, address: int, size: int) -> None:
+        """The driver gave `size` bytes."""
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        self.num_device_alloc += 1
+        self.driver_calls.append(SegmentAlloc(address, size))
+
+    def discharge(self, address: int, size: int) -> None:
+        """The driver took `size` bytes back."""
+        self.reserved -= size
+        self.num_device_free += 1
+        self.driver_calls.append(SegmentFree(address, size))
+
+    def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
+        """A new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
+        if self.reserved + size > self.capacity:
+            return None
+        block = self.new_block(size, self.reserve_address(size), pool)
+        self.segments += 1
+        self.charge(block.addr, size)
+        return block
+
+    def _release_block(self, block: Block) -> None:
+        """release_block: give a segment that is one free block back to the driver."""
+        block.pool.remove(block)
+        self.forget_segment(block)
+        self.segments -= 1
+        self.discharge(block.addr, block.size)
+
+    def _release_whole_segments(self, pool: Pool) -> None:
+        """release_blocks: cudaFree every segment of the pool that is one free block."""
+        for block in [pool.blocks[key] for key in pool.keys]:
+            if not block.is_split:
+                self._release_block(block)
+
+    def _release_oversize_blocks(self, pool: Pool, rounded: int) -> bool:
+        """release_available_cached_blocks: free just enough unsplittable cached blocks; was it enough?"""
+        max_split_size = self.settings.max_split_size
+        if max_split_size is None:
+            return False
+        wanted = max(rounded, max_split_size)
+        position = pool.lower_bound(wanted)
+        if self.settings.expandable_segments:
+            return False  # no block here came from cudaMalloc
+        if position < len(pool.keys):
+            self._release_block(pool.blocks[pool.keys[position]])
+            return True
+        released = 0
+        while released < wanted and pool.keys and (largest := pool.blocks[pool.keys[-1]]).size >= max_split_size:
+            released += largest.size
+            self._release_block(largest)
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """garbage_collect_cached_blocks: above the threshold, free cached large segments older than the average."""
+        assert self.allowed is not None
+        excess = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
+        if excess <= 0:
+            return
+        cached = [
+            block
+            for stream in sorted(self._pools)
+            for block in self._pools[stream][1].blocks.values()
+            if not block.is_split and not self.settings.expandable_segments
+        ]
+        reclaimed = 0
+        while reclaimed < excess and cached:
+            average = sum(self._age - block.age_base for block in cached) / len(cached)
+            old = [block for block in cached if self._age - block.age_base >= average]
+            cached = [block for block in cached if self._age - block.age_base < average]
+            for block in old:
+                reclaimed += block.size
+                self._release_block(block)

@@ -1,0 +1,281 @@
+"""Finds the Gpu that is meant: by name in gpus.toml, by memory size, or the one in this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memfit.errors import BadInput, UnknownName
+from memfit.gpu import Gpu
+from memfit.units import GB, GIB, MIB, human
+
+TABLE = Path(__file__).parent / "catalogue" / "gpus.toml"
+SEE_ALL = "'memfit gpus' lists all; for another card give its memory: --gpu-memory 40GiB"
+MAX_COUNT = 1 << 16
+UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards about which nothing is published
+SAME_CARD = 0.08  # a measured total further than this from the row's is another card with the same name
+SMI_TIMEOUT = 10  # seconds; a hung driver must not hang the plan
+
+MAX_NAME = 100  # characters; no card's name is longer
+
+_COUNT = (
+    re.compile(r"(?P<count>\d+)\s*[x×*]\s*(?P<name>\D.*|\d{2,}.*)"),
+    re.compile(r"(?P<name>.+?)\s*:\s*(?P<count>\d+)"),
+)
+_MAKERS = re.compile("nvidia|amd|intel|apple|geforce|tesla|quadro|radeon|instinct|gpu|generation")
+_FORM = re.compile(r"\d+gb|sxm\d?|pcie|nvl|hbm\d")  # words that tell apart cards of one model
+
+
+@cache
+def list_gpus() -> tuple[Gpu, ...]:
+    """Every row of gpus.toml, in its order."""
+    import tomllib  # here, because most uses of this module's importers need no table
+
+    return tuple(_gpu(row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpu"])
+
+
+def _gpu(row: dict[str, Any]) -> Gpu:
+    """One row of the table; TOML arrays become tuples."""
+    cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    return Gpu(**cells)
+
+
+def find_gpu(text: str) -> Gpu:
+    """The card called `text`, whatever its case, spaces and dashes.
+
+    Takes a short name, an alias, a full name, what nvidia-smi prints, or a part that only one card has ("ti super").
+    Raises UnknownName with what is near, or BadInput listing the candidates when several cards are meant ("a100").
+    """
+    text = text.strip()[:MAX_NAME]
+    words = _words(text)
+    if exact := _by_name().get("".join(words)):
+        return exact
+    found = _having(words)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        known = (name for gpu in list_gpus() for name in (gpu.short, *gpu.aliases))
+        raise UnknownName("GPU", text, known, hint=SEE_ALL)
+    raise BadInput(f"'{text}' could be {len(found)} GPUs", hint=f"choose one of {_listed(found)}")
+
+
+def reading(text: str, gpu: Gpu) -> str:
+    """What `text` was taken to mean, to be said where it also fits other forms or memory sizes of that model; else "".
+
+    "h100" -> "'h100' read as H100 SXM (80 GB), not h100-pcie or h100-nvl".
+    """
+    words, model = _words(text), _model(gpu)
+    others = [g for g in _having(words) if g is not gpu and _model(g) == model]
+    if not others or words == _words(gpu.name):
+        return ""
+    size = f"{gpu.sold_bytes // GB} GB"
+    name = gpu.name if size in gpu.name else f"{gpu.name} ({size})"
+    return f"'{text.strip()}' read as {name}, not {_listed(others)}"
+
+
+def parse_gpu(text: str) -> tuple[Gpu, int]:
+    """A card and how many: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
+    stripped = text.strip()
+    for pattern in _COUNT:
+        if found := pattern.fullmatch(stripped):
+            count = int(found["count"])
+            if not 1 <= count <= MAX_COUNT:
+                raise BadInput(f"'{stripped}' asks for {count} GPUs", hint=f"from 1 to {MAX_COUNT}, for example 8xh100")
+            return find_gpu(found["name"]), count
+    return find_gpu(stripped), 1
+
+
+def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
+    """A card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
+
+    Raises BadInput when not even the CUDA context would fit.
+    """
+    context = base.context_bytes if base else UNKNOWN_CONTEXT
+    if memory <= context:
+        raise BadInput(
+            f"{human(memory)} of GPU memory is not more than the CUDA context takes ({human(context)})",
+            hint="give the card's memory with its unit, for example 24GiB",
+        )
+    if base is None:
+        return Gpu(
+            name=f"GPU with {human(memory)}",
+            short="custom",
+            vendor="",
+            sold_bytes=memory,
+            total_bytes=memory,
+            context_bytes=context,
+            unverified=("context_bytes",),
+            note="nothing but its memory is known, so no times or prices",
+        )
+    return replace(
+        base,
+        name=f"{base.name} with {human(memory)}",
+        aliases=(),
+        sold_bytes=memory,
+        total_bytes=memory,
+        price_per_hour=None,
+        spot_per_hour=None,
+        price_source="",
+        unverified=tuple(u for u in base.unverified if u != "total_bytes"),
+        note=f"like {base.name}, with the memory that was given",
+    )
+
+
+# ---- the card in this machine ------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """What the driver says about one card; memory in bytes, 0 where it does not say."""
+
+    name: str
+    total: int  # as nvidia-smi shows it
+    reserved: int  # kept back by the driver: CUDA's total is total - reserved
+    capability: tuple[int, int] | None
+
+
+def local_gpu() -> Gpu:
+    """The card PyTorch would call cuda:0 here, with its measured memory; no CUDA context is made.
+
+    Asks NVML through pynvml where it is installed, else nvidia-smi. Raises BadInput where there is no NVIDIA driver.
+    Among unlike cards CUDA counts the fastest first and the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if device in ("", "-1"):
+        raise BadInput(
+            "CUDA_VISIBLE_DEVICES hides every GPU of this machine", hint="unset it, or name the card: --gpu rtx-4090"
+        )
+    seen = _ask_nvml(device) or _ask_smi(device)
+    if seen is None:
+        raise BadInput(
+            "no NVIDIA GPU was found in this machine (neither NVML nor nvidia-smi answered)",
+            hint="name the card: --gpu rtx-4090",
+        )
+    return recognise(seen)
+
+
+def recognise(seen: Seen) -> Gpu:
+    """The catalogue's row for what the driver reports, with the measured memory; a custom card where there is none."""
+    measured, words = seen.total - seen.reserved, _words(seen.name)
+    exact, model = _by_name().get("".join(words)), _without_form(words)
+    rows = ([exact] if exact else []) + [g for g in list_gpus() if _model(g) == model]
+    if exact and not measured:  # unified memory: the driver reports none
+        return exact
+    for row in rows:
+        if abs(measured - row.total_bytes) <= SAME_CARD * row.total_bytes:
+            rest = tuple(u for u in row.unverified if u != "total_bytes")
+            return replace(row, total_bytes=measured, unverified=rest)
+    if not measured:
+        raise BadInput(
+            f"the driver does not say how much memory the {seen.name} has", hint="give it: --gpu-memory 24GiB"
+        )
+    card = custom_gpu(measured)
+    return replace(
+        card,
+        name=seen.name,
+        short="-".join(_words(seen.name)) or "local",
+        vendor="NVIDIA",
+        compute_capability=seen.capability,
+        sold_bytes=round(seen.total / GIB) * GB or measured,
+    )
+
+
+def _ask_nvml(device: str) -> Seen | None:
+    """Through pynvml; None where it is not installed or finds no driver."""
+    try:
+        import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        by_index = device.isdecimal()
+        handle = (pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID)(
+            int(device) if by_index else device
+        )
+        name = pynvml.nvmlDeviceGetName(handle)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        return Seen(text, int(memory.total), int(memory.reserved), (int(capability[0]), int(capability[1])))
+    except (pynvml.NVMLError, AttributeError):  # no driver, no such card, or a pynvml too old for memory v2
+        return None
+
+
+def _ask_smi(device: str) -> Seen | None:
+    """Through nvidia-smi; None where it is missing, hangs or fails."""
+    import shutil
+    import subprocess
+
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = ["--query-gpu=name,memory.total,memory.reserved,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(
+            [program, f"--id={device}", *query], capture_output=True, text=True, timeout=SMI_TIMEOUT, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return read_smi(asked.stdout)
+
+
+def read_smi(output: str) -> Seen | None:
+    """The first line of `nvidia-smi --query-gpu=name,memory.total,memory.reserved,compute_cap` in MiB; None if odd."""
+    cells = [cell.strip() for cell in output.strip().split("\n")[0].split(",")]
+    if len(cells) != 4 or not cells[0]:
+        return None
+    total, reserved = (int(c) * MIB if c.isdecimal() else 0 for c in cells[1:3])  # "[N/A]" with unified memory
+    found = re.fullmatch(r"(\d+)\.(\d+)", cells[3])
+    return Seen(cells[0], total, reserved, (int(found[1]), int(found[2])) if found else None)
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _by_name() -> dict[str, Gpu]:
+    """Short names, full names and aliases, squeezed: 'rtx4090' -> its row."""
+    return {"".join(_words(name)): g for g in list_gpus() for name in (g.name, *g.aliases, g.short)}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words that tell cards apart: 'Tesla V100-SXM2-16 GB' -> ('v100', 'sxm2', '16gb')."""
+    joined = re.sub(r"(\d)\s+(gb)\b", r"\1\2", text.lower())
+    return tuple(w for w in re.findall(r"[a-z0-9]+", joined) if not _MAKERS.fullmatch(w))
+
+
+def _model(gpu: Gpu) -> tuple[str, ...]:
+    """The words of its name without form factor and memory: 'H100 SXM' -> ('h100',)."""
+    return _without_form(_words(gpu.name))
+
+
+def _without_form(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(w for w in words if not _FORM.fullmatch(w))
+
+
+def _having(words: Iterable[str]) -> list[Gpu]:
+    """The cards whose names, with their memory, contain every word; digits are never cut, so 'a10' is not in 'a100'."""
+    patterns = [_pattern(word) for word in words]
+    return [g for g in list_gpus() if patterns and all(p.search(_haystack(g)) for p in patterns)]
+
+
+@cache
+def _haystack(gpu: Gpu) -> str:
+    names = _words(" ".join((gpu.short, gpu.name, *gpu.aliases)))
+    return "-".join((*names, f"{gpu.sold_bytes // GB}gb"))
+
+
+def _pattern(word: str) -> re.Pattern[str]:
+    """Finds 'rtx4090' in 'rtx-4090': a dash may stand where letters meet digits, and no run of either is cut."""
+    runs = re.findall(r"[a-z]+|\d+", word)
+    before, after = (r"\d" if run[0].isdigit() else "[a-z]" for run in (runs[0], runs[-1]))
+    return re.compile(f"(?<!{before})" + "-?".join(runs) + f"(?!{after})")
+
+
+def _listed(gpus: Iterable[Gpu]) -> str:
+    *rest, last = (g.short for g in gpus)
+    return f"{', '.join(rest)} or {last}" if rest else last

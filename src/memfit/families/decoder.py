@@ -1,0 +1,91 @@
+"""The builder of decoder-only models: a config read through a Dialect becomes an Architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from memfit.architecture import Architecture, Layer, Norm, Weight
+from memfit.families.dialect import Dialect, flag
+from memfit.families.fields import Fields
+from memfit.families.parts import Weights, embedding, linear, norm, prefixed
+
+Task = Literal["causal-lm", "classification", "encoder"]
+
+
+def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture:
+    """A decoder-only language model, with the head its `architectures` entry names."""
+    f = Fields(config, name, d.aliases, d.defaults)
+    d = d.variant(f, d) if d.variant else d
+    width, vocabulary, layers = f.size("hidden_size"), f.size("vocab_size"), blocks(f, d)
+    head, task, tied = head_of(f, d)
+    # a bare model class has no attribute of its own around it: "layers.0", not "model.layers.0"
+    stem = d.stem if task != "encoder" else d.stem.partition(".")[2]
+    below, above = (d.frame or frame)(f, d)
+    return Architecture(
+        name=name,
+        model_type=f.text("model_type", ""),
+        family=f.text("model_type", ""),
+        task=task,
+        width=width,
+        vocabulary=vocabulary,
+        layers=layers,
+        embedding=prefixed(stem, below),
+        final=prefixed(stem, above),
+        head=head,
+        tied=tied,
+        embedding_scale=d.embedding_scale,
+        logits_softcap=bool(f.raw("final_logit_softcapping")),
+        learned_positions=bool(d.positions),
+        max_positions=f.size("max_position_embeddings", 0, least=0),
+        final_norm=Norm(d.norm) if d.final else None,
+        trainable_memory=d.untrainable,
+        layer_names=tuple(f"{stem}.{d.layers}.{i}".removeprefix(".") for i in range(len(layers))),
+        embedding_dropout=f.number(d.embedding_dropout) if d.embedding_dropout else 0.0,
+    )
+
+
+def blocks(f: Fields, d: Dialect) -> tuple[Layer, ...]:
+    """Every block of the model; equal ones are one object."""
+    seen: dict[Layer, Layer] = {}
+    made = (block(f, d, i) for i in range(f.layers()))
+    return tuple(seen.setdefault(layer, layer) for layer in made)
+
+
+def block(f: Fields, d: Dialect, index: int) -> Layer:
+    """One block, its weights in the order in which the module defines them."""
+    width = f.size("hidden_size")
+    attention, attention_weights = d.attention(f, d, index)
+    mlp, mlp_weights = d.mlp(f, d, index)
+    parts = {"@attention": attention_weights, "@mlp": mlp_weights, "@extras": d.extras(f, d, index) if d.extras else ()}
+    weights = tuple(w for part in d.body for w in (parts[part] if part in parts else norm(part, width, d.norm_bias)))
+    residual_norms = [w for w in weights if w.kind == "norm" and w.name.count(".") == 1 and w.name.endswith("weight")]
+    return Layer(
+        attention, mlp, Norm(d.norm), d.placement, weights, dropout=d.residual_dropout_of(f), norms=len(residual_norms)
+    )
+
+
+def head_of(f: Fields, d: Dialect) -> tuple[Weights, Task, bool]:
+    """The weights above the final norm, the task, and whether the head is the embedding."""
+    width, vocabulary = f.size("hidden_size"), f.size("vocab_size")
+    kind = f.head_class()
+    if kind == "model":
+        return (), "encoder", False
+    if kind == "classification":
+        return linear("score", f.labels(), width), "classification", False
+    weights = linear(d.head, vocabulary, width, flag(f, d.head_bias))
+    if f.flag("tie_word_embeddings"):
+        return weights[1:], "causal-lm", True
+    return weights, "causal-lm", False
+
+
+def frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
+    """What stands below and above the blocks: embeddings, and the final norm."""
+    width = f.size("hidden_size")
+    below = embedding(d.embed, f.size("vocab_size"), width)
+    if d.positions:
+        below += embedding(d.positions, f.size("max_position_embeddings") + d.position_offset, width)
+    if d.embed_norm:
+        below += norm(d.embed_norm, width, d.norm_bias)
+    return below, norm(d.final, width, d.norm_bias) if d.final else ()
+

@@ -1,0 +1,147 @@
+"""Fields: a config.json as a checked reader; every wrong or missing value becomes one error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memfit.errors import BadInput, Unsupported
+
+MAX_SIZE = 1 << 26  # no dimension of a published model comes near; larger numbers are typing errors or attacks
+MAX_LAYERS = 4096  # the list of layers is built one by one
+_ABSENT = object()
+_HEADS = (
+    ("ForCausalLM", "lm"),
+    ("LMHeadModel", "lm"),
+    ("ForConditionalGeneration", "lm"),
+    ("ForMaskedLM", "masked-lm"),
+    ("ForSequenceClassification", "classification"),
+    ("Model", "model"),
+)
+
+
+class Fields:
+    """Reads dimensions by their canonical name; a family's `aliases` say where its config keeps them instead.
+
+    `defaults` are the values that the family's own config class uses for keys published files leave out;
+    a key that is neither in the file nor among them is an error, never a guess.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        name: str,
+        aliases: Mapping[str, str] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
+        self.values, self.name = values, name
+        self.aliases, self.defaults = aliases or {}, defaults or {}
+
+    def raw(self, key: str) -> object:
+        """The value as written; null stays None, for null in a file means "none", not "the default"."""
+        for written in (self.aliases.get(key, key), key):
+            if written in self.values:
+                return self.values[written]
+        return self.defaults.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether the file itself writes the key, null included."""
+        return key in self.values or self.aliases.get(key, key) in self.values
+
+    def size(self, key: str, default: int | object = _ABSENT, least: int = 1, most: int = MAX_SIZE) -> int:
+        """A whole number from `least` to `most`; `default` stands in for an absent or null key."""
+        value = self.raw(key)
+        if value is None:
+            if default is _ABSENT:
+                raise self._missing(key)
+            value = default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self._wrong(key, value, f"a whole number from {least} to {most}")
+        return value
+
+    def layers(self, key: str = "num_hidden_layers") -> int:
+        return self.size(key, most=MAX_LAYERS)
+
+    def number(self, key: str, default: float = 0.0) -> float:
+        """A finite number: a dropout probability, a fraction."""
+        value = self.raw(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.raw(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.raw(key)
+        value = default if value is None else value
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def items(self, key: str, kind: type = str) -> tuple[object, ...] | None:
+        """A list whose members are all of `kind`, or None when absent."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(type(item) is kind for item in value):
+            raise self._wrong(key, value, f"a list of {kind.__name__}")
+        if len(value) > MAX_LAYERS:
+            raise self._wrong(key, f"{len(value)} entries", f"at most {MAX_LAYERS} entries")
+        return tuple(value)
+
+    def per_layer(self, key: str, layers: int, kind: type = str) -> tuple[object, ...] | None:
+        """A list with exactly one entry per layer, or None when absent."""
+        value = self.items(key, kind)
+        if value is not None and len(value) != layers:
+            raise self._wrong(key, f"{len(value)} entries", f"one entry for each of the {layers} layers")
+        return value
+
+    def section(self, key: str) -> Mapping[str, object]:
+        """A nested config, such as text_config."""
+        value = self.raw(key)
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value, "an object")
+        return value
+
+    def head_class(self) -> str:
+        """What `architectures` puts above the stack: 'lm', 'masked-lm', 'classification' or 'model' (nothing)."""
+        names = self.items("architectures") or ("ForCausalLM",)
+        for suffix, kind in _HEADS:
+            if str(names[0]).endswith(suffix):
+                return kind
+        raise self.unsupported(f"the head of class '{names[0]}' is not modelled")
+
+    def labels(self) -> int:
+        """Number of classes of a classification head; 2 unless the file says otherwise, as in transformers."""
+        names = self.raw("id2label")
+        return len(names) if isinstance(names, Mapping) and names else self.size("num_labels", 2)
+
+    def unsupported(self, reason: str) -> Unsupported:
+        return Unsupported(f"{self.name}: {reason}", hint=TRACE_HINT)
+
+    def _missing(self, key: str) -> BadInput:
+        written = self.aliases.get(key, key)
+        return BadInput(
+            f"{self.name}: its config.json has no '{written}'",
+            hint=f"add \"{written}\" to the file; memfit does not guess a model's dimensions",
+        )
+
+    def _wrong(self, key: str, value: object, wanted: str) -> BadInput:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        written = self.aliases.get(key, key)
+        return BadInput(f"{self.name}: '{written}' is {shown} in config.json", hint=f"it must be {wanted}")
+
+
+TRACE_HINT = "'memfit trace' runs the model's real code on a virtual GPU and needs no formula"

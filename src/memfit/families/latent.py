@@ -1,0 +1,114 @@
+"""Families with latent attention (MLA): DeepSeek, Kimi, GLM 4.7 Flash and 5; and the delta attention of Kimi Linear."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.architecture import Attention
+from memfit.families.blocks import Moe, from_first_dense, shared_experts
+from memfit.families.dialect import Dialect, flag
+from memfit.families.fields import Fields
+from memfit.families.parts import Weights, conv, linear, norm, other, prefixed
+from memfit.families.rows import LLAMA, UNTIED
+
+
+def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """Queries, and keys with values, squeezed through a low rank; only `qk_rope_head_dim` of each head rotates."""
+    width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
+    rope, head_v, rank = f.size("qk_rope_head_dim"), f.size("v_head_dim"), f.size("kv_lora_rank")
+    head = f.size("qk_nope_head_dim") + rope
+    # null means a full-rank query; an absent key is an error, since the class default is not the checkpoint's
+    q_rank = f.size("q_lora_rank", 0 if f.has("q_lora_rank") else None, least=0)
+    weights = linear("q_proj", heads * head, width)
+    if q_rank:
+        weights = linear("q_a_proj", q_rank, width, bias) + norm("q_a_layernorm", q_rank)
+        weights += linear("q_b_proj", heads * head, q_rank)
+    weights += linear("kv_a_proj_with_mqa", rank + rope, width, bias) + norm("kv_a_layernorm", rank)
+    weights += linear("kv_b_proj", heads * (head - rope + head_v), rank)
+    weights += linear("o_proj", width, heads * head_v, bias)
+    trait = Attention(
+        "mla", heads, heads, head, head_v, rotary_dim=d.rotary(f, index), bias=bias, out_bias=bias,
+        dropout=f.number(d.attention_dropout), q_lora_rank=q_rank, kv_lora_rank=rank, sdpa=d.sdpa,
+    )  # fmt: skip
+    return trait, prefixed(d.attention_module, weights)
+
+
+def _rope_part(f: Fields, index: int) -> int:
+    return f.size("qk_rope_head_dim")
+
+
+def _none_rotated(f: Fields, index: int) -> int:
+    """Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
+    return 0
+
+
+def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """Latent attention whose keys an indexer picks; some layers reuse the choice of an earlier one."""
+    trait, weights = latent_attention(f, d, index)
+    modes = f.per_layer("indexer_types", f.layers())
+    if modes and modes[index] != "full":
+        return trait, weights
+    if not modes and (f.raw("index_topk_pattern") is not None or f.size("index_topk_freq", 1) != 1):
+        raise f.unsupported("a schedule of shared indexers is read only from 'indexer_types'")
+    width, heads, head = f.size("hidden_size"), f.size("index_n_heads"), f.size("index_head_dim")
+    indexer = linear("wq_b", heads * head, f.size("q_lora_rank")) + linear("wk", head, width)
+    indexer += norm("k_norm", head, bias=True) + linear("weights_proj", heads, width)
+    return trait, weights + prefixed(f"{d.attention_module}.indexer", indexer)
+
+
+def _kimi_linear_config(f: Fields) -> Fields:
+    """The published file keeps the linear layers' dimensions in `linear_attn_config`."""
+    nested = f.section("linear_attn_config") if f.raw("linear_attn_config") is not None else {}
+    keys = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size"}
+    found = {key: nested[inner] for key, inner in keys.items() if inner in nested}
+    return Fields({**f.values, **found}, f.name, f.aliases, f.defaults)
+
+
+def _kimi_full(f: Fields, index: int) -> bool:
+    """Whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
+    if f.raw("linear_attn_config") is not None:
+        nested = Fields(f.section("linear_attn_config"), f.name)
+        return index + 1 in (nested.items("full_attn_layers", int) or ())
+    types = f.per_layer("layer_types", f.layers())
+    return types[index] == "full_attention" if types else bool(index and index % 4 == 0)
+
+
+def _kimi_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """Every fourth layer latent attention, the others Kimi's gated delta rule."""
+    if _kimi_full(f, index):
+        return latent_attention(f, d, index)
+    g = _kimi_linear_config(f)
+    width, heads, head = g.size("hidden_size"), g.size("linear_num_heads"), g.size("linear_head_dim")
+    kernel, inner = g.size("linear_conv_kernel_dim"), heads * head
+    weights = tuple(w for part in ("q_proj", "k_proj", "v_proj") for w in linear(part, inner, width))
+    weights += conv("conv1d", 3 * inner, 1, kernel)
+    weights += other("forget_gate.dt_bias", inner) + other("forget_gate.A_log", 1, 1, heads, 1)
+    weights += linear("forget_gate.f_a_proj", head, width) + linear("forget_gate.f_b_proj", inner, head)
+    weights += linear("b_proj", heads, width)
+    weights += linear("g_a_proj", head, width) + linear("g_b_proj", inner, head)
+    weights += norm("o_norm", head) + linear("o_proj", width, inner)
+    return Attention("linear", heads, heads, head, head, conv=kernel), prefixed(d.attention_module, weights)
+
+
+_EXPERTS = Moe(count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts)
+MLA = replace(
+    LLAMA, attention=latent_attention, mlp=_EXPERTS, defaults=UNTIED, qkv_bias="attention_bias", mlp_bias=False,
+    rotary=_rope_part,
+)  # fmt: skip
+
+LATENTS: dict[str, Dialect] = {
+    "deepseek_v2": replace(MLA, mlp_bias="mlp_bias", defaults={**UNTIED, "mlp_bias": False}),
+    "deepseek_v3": MLA,
+    "kimi_k2": MLA,  # DeepSeek-V3's code under another name
+    "glm4_moe_lite": replace(MLA, defaults={**UNTIED, "first_k_dense_replace": 1}),
+    "glm_moe_dsa": replace(
+        MLA, attention=_indexed_attention, defaults={**UNTIED, "first_k_dense_replace": 3},
+        untrainable="sparse attention chosen by an indexer is not modelled",
+    ),
+    "kimi_linear": replace(
+        MLA, attention=_kimi_attention, rotary=_none_rotated,
+        aliases={"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token",
+                 "n_shared_experts": "num_shared_experts", "n_routed_experts": "num_experts"},
+        defaults={**UNTIED, "first_k_dense_replace": 1},
+    ),
+}  # fmt: skip

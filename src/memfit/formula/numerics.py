@@ -1,0 +1,91 @@
+"""From a recipe to widths and kernels: what is stored in how many bytes, and which attention kernel the card runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.architecture import Architecture, Attention, Layer, Weight
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.trainers import Trainer
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Widths in bytes per element."""
+
+    weight: int  # stored base weights
+    autocast: int  # compute dtype under autocast, 0 when off
+    other: int  # embeddings, norms and head beside a quantised base
+    residual: int  # hidden states between blocks
+    adapter: int
+    master: int  # extra fp32 copy of trained weights, 0 when none
+    gradient: int
+    state: int  # of an optimizer whose states are as wide as the parameter
+
+
+def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
+    """The widths a recipe means under a trainer."""
+    mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
+    weight = 4 if mixed or recipe.precision == "fp32" else 2
+    autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
+    quantised = recipe.method == "qlora"
+    upcast = quantised and trainer.kbit_prepare
+    adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
+    other = 4 if upcast else weight
+    return Numerics(
+        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or weight == 4 else 2,
+        master=4 if recipe.precision == "bf16-master" else 0, gradient=weight,
+        state=4 if recipe.precision == "bf16-master" else weight,
+    )  # fmt: skip
+
+
+def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, padded: bool) -> str:
+    """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
+
+    Source: sdp_utils.cpp's order of preference, recorded on cc 7.5 to 12.0. `width`: itemsize of q, k and v.
+    """
+    if recipe.attention == "eager" or not a.sdpa:
+        return "eager"
+    if recipe.attention == "flash":
+        return "flash2"
+    cc = capability or (8, 0)
+    grouped, masked = a.heads != a.kv_heads, padded or a.window is not None and a.window < recipe.sequence_length
+    if width == 4:
+        return "math" if grouped and not masked else "efficient"
+    if a.head_dim % 8:
+        return "math" if masked else "flash"
+    if cc < (8, 0):
+        return "math" if grouped or recipe.precision.startswith("bf16") else "efficient"
+    if cc[0] in (9, 10) and a.head_dim <= (256 if cc[0] == 9 else 128) and not a.dropout:
+        return "cudnn"
+    if masked:
+        return "efficient"
+    return "flash" if a.head_dim <= 256 else "math"
+
+
+def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
+    """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
+    linears = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
+    if targets == ("all-linear",):
+        return frozenset(linears - {"router"})
+    if targets == ("attention",):
+        names = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear" and "attn" in w.name}
+        return frozenset(names or linears)
+    return frozenset(targets)
+
+
+def adapter_weights(layer: Layer, modules: frozenset[str], rank: int) -> list[Weight]:
+    """lora_A [rank, in] and lora_B [out, rank] of every adapted linear of a layer."""
+    found = []
+    for w in layer.weights:
+        if w.kind == "linear" and w.module in modules:
+            out, ins = w.shape[0], w.shape[-1]
+            found += [Weight(f"{w.module}.lora_A", (rank, ins), "linear"), Weight(f"{w.module}.lora_B", (out, rank), "linear")]
+    return found
+
+
+def capability_of(gpu: Gpu) -> Capability | None:
+    return gpu.compute_capability

@@ -1,0 +1,82 @@
+"""One micro-step as a list of segments: embedding, blocks, head and back, ready to be folded or unrolled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+from memfit.architecture import Architecture, Layer
+from memfit.formula.ends import EmbeddingStyle, HeadStyle, embedding_program, head_program
+from memfit.formula.program import Program, Segment, block_program
+from memfit.formula.style import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program in its place: block `index` (from 0), or an end of the model."""
+
+    program: Program
+    title: str
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A segment at its moment."""
+
+    instant: str
+    segment: Segment
+    part: Part
+    repeat: int = 1  # equal neighbours are folded together
+
+
+@dataclass(frozen=True, eq=False)
+class MicroStep:
+    """Forward and backward of one micro-batch."""
+
+    embedding: Part
+    blocks: tuple[Part, ...]
+    head: Part
+    holds_embedding: bool  # the model's forward keeps `inputs_embeds` until it returns
+
+    @cached_property
+    def forward(self) -> list[Step]:
+        """In order of time."""
+        first = [Step("forward, embedding", self.embedding.program.forward, self.embedding)]
+        middle = [Step("forward", p.program.forward, p) for p in self.blocks]
+        return [*first, *middle, Step("loss", self.head.program.forward, self.head)]
+
+    @cached_property
+    def exits(self) -> list[Step]:
+        """What the end of the forward frees."""
+        parts = [self.embedding, *self.blocks, self.head]
+        return [Step("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+
+    @cached_property
+    def backward(self) -> list[Step]:
+        """In order of time."""
+        first = [Step("backward of the loss", self.head.program.backward, self.head)]
+        middle = [Step(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)]
+        return [*first, *middle, Step("backward of the embedding", self.embedding.program.backward, self.embedding)]
+
+
+@lru_cache(maxsize=2048)
+def micro_step(
+    architecture: Architecture, styles: tuple[Style, ...], embedding: EmbeddingStyle, head: HeadStyle
+) -> MicroStep:
+    """Trace the distinct blocks once; `styles` has one entry per layer."""
+    blocks = []
+    for i, (layer, style) in enumerate(zip(architecture.layers, styles, strict=True)):
+        blocks.append(Part(block_program(layer, style, architecture.width), f"block {i + 1}", i))
+    end_style = replace(styles[-1], checkpointing="none")
+    first = replace(styles[0], checkpointing="none")
+    return MicroStep(
+        Part(embedding_program(embedding, first), "embedding"), tuple(blocks), Part(head_program(head, end_style), "head"),
+        holds_embedding=styles[0].checkpointing == "none",
+    )  # fmt: skip
+
+
+def runs(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
+    """Equal neighbouring layers with their count."""
+    return [(layer, len(list(group))) for layer, group in groupby(layers)]

@@ -1,0 +1,42 @@
+"""Style: everything about a recipe that changes which tensors a block makes, and nothing that only changes their size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """Hashable key of a traced block program."""
+
+    weight: int = 2  # bytes per element of the stored base weights that are not quantised
+    norm_weight: int = 2  # of norms and other parameters that prepare_model_for_kbit_training upcasts
+    autocast: int = 0  # itemsize of the compute dtype, 0 when there is no autocast
+    residual: int = 2  # itemsize of the hidden states between blocks
+    trained: bool = True  # base weights receive gradients
+    quantization: str = "none"
+    lora_rank: int = 0
+    lora_targets: frozenset[str] = frozenset()
+    lora_dropout: bool = False
+    adapter: int = 4  # itemsize of the adapter weights
+    kernel: Kernel = "flash"
+    padded: bool = False  # the batch has padding: a [B,1,S,S] mask reaches the kernel
+    checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    dropout: bool = True  # train mode: the model's own dropout is active
+    grad: bool = True  # False: evaluation under no_grad
+    input_grad: bool = True  # the block's input needs a gradient
+    accumulating: bool = False  # gradients of an earlier micro-batch exist
+    release_gradients: bool = False  # optimizer in backward
+    use_cache: bool = False
+    full_precision_multiply: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The few numbers of a model that the blocks share."""
+
+    width: int
+    rotary_tables: int = 0  # elements per position of cos and sin each

@@ -1,0 +1,224 @@
+"""Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
+
+A run must fit its *longest* batch: memory follows the tokens of one micro-batch, batches are drawn at random, and sooner
+or later the longest sample comes up. A run that passes its first steps on average samples dies at step 2000 on that one.
+So `longest_batch` is what a plan is made for, and the averages here (`padding_waste`, `packed`) only tell about time.
+
+Everything is computed from how many samples have each length, which is exact and stays small however large the data is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, exp, lgamma
+from typing import Any, Literal
+
+from memfit.errors import BadInput
+from memfit.job import Padding
+
+PERCENTILES = (50, 90, 95, 99, 100)
+BINS = 20
+Order = Literal["random", "sorted"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the samples are. `counts` holds (tokens, samples of that length), shortest first; never empty."""
+
+    counts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, samples: Iterable[int]) -> Lengths:
+        """From the token count of each sample."""
+        return cls.counted(Counter(samples))
+
+    @classmethod
+    def counted(cls, counts: Mapping[int, int]) -> Lengths:
+        """From {tokens: samples}. Raises BadInput when there is no sample, ValueError on a negative number."""
+        kept = tuple(sorted((t, n) for t, n in counts.items() if n))
+        if any(t < 0 or n < 0 for t, n in kept):
+            raise ValueError("lengths and counts cannot be negative")
+        if not kept:
+            raise BadInput("there are no samples", hint="give a file with at least one sample")
+        return cls(kept)
+
+    @cached_property
+    def count(self) -> int:
+        """Samples."""
+        return sum(n for _, n in self.counts)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(t * n for t, n in self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.counts[-1][0]
+
+    @cached_property
+    def _up_to(self) -> tuple[int, ...]:
+        """For each entry of `counts`, how many samples are at most that long."""
+        return tuple(accumulate(n for _, n in self.counts))
+
+    def percentile(self, percent: float) -> int:
+        """The smallest length that at least `percent` % of the samples do not exceed (nearest rank)."""
+        if not 0 < percent <= 100:
+            raise BadInput(f"a percentile is above 0 and at most 100, not {percent}", hint="99 is usual")
+        rank = ceil(self.count * percent / 100)
+        return next(t for (t, _), below in zip(self.counts, self._up_to, strict=True) if below >= rank)
+
+    def cut(self, length: int) -> Lengths:
+        """The lengths after truncation to `length` tokens."""
+        counts: Counter[int] = Counter()
+        for t, n in self.counts:
+            counts[min(t, length)] += n
+        return Lengths.counted(counts)
+
+    def histogram(self, bins: int = BINS) -> tuple[tuple[int, int, int], ...]:
+        """(from, up to and including, samples) of equally wide bins that cover every sample."""
+        low, width = self.counts[0][0], ceil((self.longest - self.counts[0][0] + 1) / bins)
+        found = Counter[int]()
+        for t, n in self.counts:
+            found[(t - low) // width] += n
+        last = (self.longest - low) // width
+        return tuple((low + i * width, low + (i + 1) * width - 1, found[i]) for i in range(last + 1))
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for JSON: samples, tokens, mean, percentiles by name, histogram."""
+        return {
+            "samples": self.count,
+            "tokens": self.tokens,
+            "mean": self.tokens / self.count,
+            "percentiles": {"max" if p == 100 else f"p{p}": self.percentile(p) for p in PERCENTILES},
+            "histogram": [list(row) for row in self.histogram()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A sequence length and what it costs: shares are of 1."""
+
+    length: int
+    truncated: float  # share of the samples that are longer
+    lost: float  # share of the tokens that are cut off
+
+
+def truncation(lengths: Lengths, length: int) -> Cut:
+    """What cutting every sample at `length` tokens loses."""
+    longer = sum(n for t, n in lengths.counts if t > length)
+    lost = sum((t - length) * n for t, n in lengths.counts if t > length)
+    return Cut(length, longer / lengths.count, lost / lengths.tokens if lengths.tokens else 0.0)
+
+
+def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: int = 64) -> Cut:
+    """The percentile rounded up to a multiple, and what it cuts off. Kernels are fastest on multiples of 64 or 128."""
+    if multiple < 1:
+        raise BadInput(f"the sequence length must be a multiple of at least 1, not {multiple}", hint="64 is usual")
+    return truncation(lengths, max(1, ceil(lengths.percentile(percentile) / multiple)) * multiple)
+
+
+def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padding: Padding = "longest") -> int:
+    """Tokens of the worst micro-batch, padding included: what the memory of a run must be planned for.
+
+    longest: every sample of a batch is padded to its longest one, so one long sample sets the size of the whole batch;
+    a dataset smaller than the micro-batch cannot fill it. packing: sequences are filled up to `sequence_length`.
+    """
+    if padding == "packing":
+        return micro_batch * sequence_length
+    return min(micro_batch, lengths.count) * min(lengths.longest, sequence_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Tokens the model computes in one epoch against those of the data."""
+
+    real: int  # tokens of the samples, after truncation
+    computed: float  # with padding; an expectation where batches are random
+
+    @property
+    def share(self) -> float:
+        """Share of the computed tokens that is padding."""
+        return 1 - self.real / self.computed if self.computed else 0.0
+
+
+def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, order: Order = "random") -> Waste:
+    """Padding of one epoch when each micro-batch is padded to its longest sample; the last batch may be smaller.
+
+    random: the exact expectation over all shuffles. sorted: batches of neighbours in order of length, as length-grouped
+    samplers make them: the least padding there is.
+    """
+    kept = lengths.cut(sequence_length)
+    full, rest = divmod(kept.count, micro_batch)
+    if order == "sorted":
+        return Waste(kept.tokens, _sorted_tokens(kept, micro_batch))
+    computed = full * micro_batch * _expected_longest(kept, micro_batch) if full else 0.0
+    return Waste(kept.tokens, computed + (rest * _expected_longest(kept, rest) if rest else 0.0))
+
+
+def _expected_longest(lengths: Lengths, draws: int) -> float:
+    """Mean of the longest of `draws` samples drawn without replacement: sum of t * (P(all <= t) - P(all < t))."""
+    mean, before = 0.0, 0.0
+    for (t, _), at_most in zip(lengths.counts, lengths._up_to, strict=True):
+        share = _share_of_draws(at_most, lengths.count, draws)
+        mean += t * (share - before)
+        before = share
+    return mean
+
+
+def _share_of_draws(some: int, of: int, draws: int) -> float:
+    """P(all draws fall among `some` of `of`) = C(some, draws) / C(of, draws), through logarithms against overflow."""
+    if some < draws:
+        return 0.0
+    if some == of:
+        return 1.0
+    return exp(lgamma(some + 1) - lgamma(some - draws + 1) - lgamma(of + 1) + lgamma(of - draws + 1))
+
+
+def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
+    """Tokens with batches cut from the longest down; whole runs of equal samples at once."""
+    computed, room, longest = 0, 0, 0  # room: places left in the batch begun, whose samples are padded to `longest`
+    for t, n in reversed(lengths.counts):
+        joined = min(n, room)
+        computed, room, n = computed + joined * longest, room - joined, n - joined
+        if n:
+            computed, room, longest = computed + n * t, -n % micro_batch, t
+    return computed
+
+
+def packed(lengths: Lengths, sequence_length: int) -> int:
+    """Sequences after packing by best fit, longest sample first, as TRL's packing_strategy="bfd".
+
+    Longer samples are truncated, empty ones dropped, and a sample goes where the least room is left over. TRL packs each
+    map batch (1000 samples) by itself, so it makes at most one or two sequences more per 1000 samples than this.
+    """
+    bins: Counter[int] = Counter()  # room left -> sequences with that room
+    rooms: list[int] = []  # the keys of `bins`, in order
+    for t, n in reversed(lengths.cut(sequence_length).counts):
+        while t and n:
+            at = bisect_left(rooms, t)
+            room = rooms[at] if at < len(rooms) else sequence_length
+            each = room // t  # a sequence that took one sample of t tokens has the least room for the next: fill it up
+            filled = min(n // each, bins[room]) if at < len(rooms) else n // each
+            if filled == 0:  # fewer samples than one sequence has room for
+                filled, each = 1, n
+            if at < len(rooms):
+                _move(bins, rooms, room, -filled)
+            _move(bins, rooms, room - each * t, filled)
+            n -= filled * each
+    return sum(bins.values())
+
+
+def _move(bins: Counter[int], rooms: list[int], room: int, sequences: int) -> None:
+    """Add (or take away, when negative) sequences with that much room, keeping `rooms` in step."""
+    if not bins[room]:
+        insort(rooms, room)
+    bins[room] += sequences
+    if not bins[room]:
+        rooms.remove(room)

@@ -1,0 +1,61 @@
+"""The quantisation table: payload, block scales and extra tensors of a quantised weight, in exact bytes.
+
+Source: bitsandbytes 0.49 (functional.py, nn/modules.py), measured on its CUDA build.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.errors import UnknownName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How one weight matrix is stored."""
+
+    key: str
+    title: str
+    bits: int  # payload bits per element
+    block: int = 0  # elements per first-level scale
+    scale_bytes: int = 4  # bytes of a first-level scale
+    second_block: int = 0  # first-level scales per second-level scale (double quantisation)
+    per_tensor: int = 0  # bytes of tables kept with every tensor
+    per_row: int = 0  # bytes per output row
+
+    def payload(self, numel: int) -> int:
+        """Bytes of the packed elements alone, the number articles quote."""
+        return -(-numel * self.bits // 8)
+
+    def scales(self, numel: int, rows: int) -> int:
+        """Bytes of everything that makes the payload readable: block scales, tables, row scales."""
+        total = self.per_tensor + self.per_row * rows
+        if self.block:
+            blocks = -(-numel // self.block)
+            total += blocks * self.scale_bytes
+            if self.second_block:
+                total += -(-blocks // self.second_block) * 4
+        return total
+
+    def bytes(self, numel: int, rows: int) -> int:
+        """Bytes on the card."""
+        return self.payload(numel) + self.scales(numel, rows)
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    row.key: row
+    for row in (
+        Quantization(key="nf4", title="4-bit NormalFloat", bits=4, block=64, per_tensor=64),
+        Quantization(key="nf4-double", title="4-bit NormalFloat, scales quantised too", bits=4, block=64, scale_bytes=1,
+                     second_block=256, per_tensor=64 + 1024 + 4),
+        Quantization(key="fp4", title="4-bit float", bits=4, block=64, per_tensor=64),
+        Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
+    )
+}  # fmt: skip
+
+
+def quantization(key: str) -> Quantization:
+    """The row of a quantisation."""
+    if key not in QUANTIZATIONS:
+        raise UnknownName("quantization", key, QUANTIZATIONS)
+    return QUANTIZATIONS[key]
