@@ -96,6 +96,10 @@ class Pool:
         block.state = UNMAPPED
         insort(self.unmapped, block, key=_address)
 
+    def in_order(self) -> list[Block]:
+        """The free blocks as they lie in the pool; a copy, so that they may be removed meanwhile."""
+        return [self.blocks[key] for key in self.keys]
+
     def lower_bound(self, size: int) -> int:
         """Position in `keys` of the smallest free block of at least `size` bytes."""
         return bisect_left(self.keys, size << KEY_SHIFT)

@@ -40,7 +40,7 @@ def best_fit(pool: Pool, position: int) -> int:
 
 def release(reserve: Reserve, pool: Pool) -> None:
     """release_blocks: unmap every whole granule inside free blocks; forget segments that are wholly unmapped."""
-    for block in [pool.blocks[key] for key in pool.keys]:
+    for block in pool.in_order():
         _unmap_block(reserve, block)
         if not block.is_split:
             pool.unmapped.remove(block)

@@ -109,6 +109,7 @@ class Reserve:
         self.allocated = self.allocated_peak = 0
         self.pending = self._active_peak = 0
         self.reserved = self.reserved_peak = 0
+        self.least_refused = UNLIMITED  # the smallest `reserved` that the driver refused to grow to
         self.inactive_split = self.inactive_split_peak = 0
         self.segments = self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
         self.num_device_alloc = self.num_device_free = 0
@@ -214,6 +215,7 @@ class Reserve:
     def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
         """A new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
         if self.reserved + size > self.capacity:
+            self.least_refused = min(self.least_refused, self.reserved + size)
             return None
         block = self.new_block(size, self.reserve_address(size), pool)
         self.segments += 1
@@ -229,19 +231,17 @@ class Reserve:
 
     def _release_whole_segments(self, pool: Pool) -> None:
         """release_blocks: cudaFree every segment of the pool that is one free block."""
-        for block in [pool.blocks[key] for key in pool.keys]:
+        for block in pool.in_order():
             if not block.is_split:
                 self._release_block(block)
 
     def _release_oversize_blocks(self, pool: Pool, rounded: int) -> bool:
         """release_available_cached_blocks: free just enough unsplittable cached blocks; was it enough?"""
         max_split_size = self.settings.max_split_size
-        if max_split_size is None:
+        if max_split_size is None or self.settings.expandable_segments:  # no expandable block came from cudaMalloc
             return False
         wanted = max(rounded, max_split_size)
         position = pool.lower_bound(wanted)
-        if self.settings.expandable_segments:
-            return False  # no block here came from cudaMalloc
         if position < len(pool.keys):
             self._release_block(pool.blocks[pool.keys[position]])
             return True
@@ -257,12 +257,8 @@ class Reserve:
         excess = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
         if excess <= 0:
             return
-        cached = [
-            block
-            for stream in sorted(self._pools)
-            for block in self._pools[stream][1].blocks.values()
-            if not block.is_split and not self.settings.expandable_segments
-        ]
+        large = [self._pools[stream][1] for stream in sorted(self._pools)]
+        cached = [block for pool in large for block in pool.in_order() if not block.is_split]
         reclaimed = 0
         while reclaimed < excess and cached:
             average = sum(self._age - block.age_base for block in cached) / len(cached)

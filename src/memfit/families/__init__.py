@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.families.decoder import decoder
+from memfit.families.encoders import ENCODERS
 from memfit.families.fields import TRACE_HINT
 from memfit.families.classic import CLASSICS
 from memfit.families.gemma import GEMMAS
@@ -14,7 +15,7 @@ from memfit.families.hybrid import HYBRIDS
 from memfit.families.latent import LATENTS
 from memfit.families.rows import DECODERS
 
-DIALECTS = {**DECODERS, **CLASSICS, **LATENTS, **HYBRIDS, **GEMMAS}
+DIALECTS = {**DECODERS, **CLASSICS, **LATENTS, **HYBRIDS, **GEMMAS, **ENCODERS}
 
 
 def architecture(config: Mapping[str, object], name: str) -> Architecture:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
-from memfit.architecture import Architecture, Layer, Norm, Weight
-from memfit.families.dialect import Dialect, flag
+from memfit.architecture import Architecture, Layer, Norm
+from memfit.families.dialect import Dialect, Head, flag
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, embedding, linear, norm, prefixed
-
-Task = Literal["causal-lm", "classification", "encoder"]
 
 
 def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture:
@@ -18,7 +15,7 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
     f = Fields(config, name, d.aliases, d.defaults)
     d = d.variant(f, d) if d.variant else d
     width, vocabulary, layers = f.size("hidden_size"), f.size("vocab_size"), blocks(f, d)
-    head, task, tied = head_of(f, d)
+    head, task, tied = (d.heads or head_of)(f, d)
     # a bare model class has no attribute of its own around it: "layers.0", not "model.layers.0"
     stem = d.stem if task != "encoder" else d.stem.partition(".")[2]
     below, above = (d.frame or frame)(f, d)
@@ -57,15 +54,16 @@ def block(f: Fields, d: Dialect, index: int) -> Layer:
     width = f.size("hidden_size")
     attention, attention_weights = d.attention(f, d, index)
     mlp, mlp_weights = d.mlp(f, d, index)
-    parts = {"@attention": attention_weights, "@mlp": mlp_weights, "@extras": d.extras(f, d, index) if d.extras else ()}
-    weights = tuple(w for part in d.body for w in (parts[part] if part in parts else norm(part, width, d.norm_bias)))
-    residual_norms = [w for w in weights if w.kind == "norm" and w.name.count(".") == 1 and w.name.endswith("weight")]
-    return Layer(
-        attention, mlp, Norm(d.norm), d.placement, weights, dropout=d.residual_dropout_of(f), norms=len(residual_norms)
-    )
+    extras = d.extras(f, d, index) if d.extras else ()
+    parts = {"@attention": attention_weights, "@mlp": mlp_weights, "@extras": extras}
+    body = d.bodies(f, d, index) if d.bodies else d.body
+    weights = tuple(w for part in body for w in (parts[part] if part in parts else norm(part, width, d.norm_bias)))
+    own_norms = sum(w.kind == "norm" and w.name.count(".") == 1 for w in extras)
+    norms = sum(part not in parts for part in body) + own_norms
+    return Layer(attention, mlp, Norm(d.norm), d.placement, weights, dropout=d.residual_dropout_of(f), norms=norms)
 
 
-def head_of(f: Fields, d: Dialect) -> tuple[Weights, Task, bool]:
+def head_of(f: Fields, d: Dialect) -> Head:
     """The weights above the final norm, the task, and whether the head is the embedding."""
     width, vocabulary = f.size("hidden_size"), f.size("vocab_size")
     kind = f.head_class()

@@ -11,9 +11,11 @@ from memfit.families.fields import Fields
 from memfit.families.parts import Weights
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
+Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]
 NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32"]
 QkNorm = Literal["none", "head", "full"]
 Flag = bool | str  # a fact of the modeling code, or the config key that decides it
+Head = tuple[Weights, Task, bool]  # weights above the blocks, the task, whether the output matrix is the embedding
 AttentionMaker = Callable[[Fields, "Dialect", int], tuple[Attention, Weights]]
 MlpMaker = Callable[[Fields, "Dialect", int], tuple[Mlp, Weights]]
 
@@ -58,6 +60,7 @@ class Dialect:
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the config class, for keys files may omit
     variant: Callable[[Fields, Dialect], Dialect] | None = None  # the row that this very config needs
     frame: Callable[[Fields, Dialect], tuple[Weights, Weights]] | None = None  # embedding and final weights
+    heads: Callable[[Fields, Dialect], Head] | None = None
     extras: Callable[[Fields, Dialect, int], Weights] | None = None  # weights of a block beside the two parts
     untrainable: str = ""  # why training memory is not modelled
 
@@ -73,6 +76,7 @@ class Dialect:
 
     # order of the block's modules: @attention, @mlp, @extras, and the names of its norms
     body: tuple[str, ...] = ("@attention", "@mlp", "input_layernorm", "post_attention_layernorm")
+    bodies: Callable[[Fields, Dialect, int], tuple[str, ...]] | None = None  # where blocks differ in their norms
     placement: Placement = "pre"
     norm: NormKind = "rms"
     norm_bias: bool = False

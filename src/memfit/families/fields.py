@@ -14,6 +14,8 @@ _HEADS = (
     ("LMHeadModel", "lm"),
     ("ForConditionalGeneration", "lm"),
     ("ForMaskedLM", "masked-lm"),
+    ("ForPreTraining", "pretraining"),
+    ("ForTokenClassification", "token-classification"),
     ("ForSequenceClassification", "classification"),
     ("Model", "model"),
 )
@@ -115,7 +117,7 @@ class Fields:
         return value
 
     def head_class(self) -> str:
-        """What `architectures` puts above the stack: 'lm', 'masked-lm', 'classification' or 'model' (nothing)."""
+        """What `architectures` puts above the stack: 'lm', 'classification', ... or 'model' for nothing."""
         names = self.items("architectures") or ("ForCausalLM",)
         for suffix, kind in _HEADS:
             if str(names[0]).endswith(suffix):

@@ -30,9 +30,14 @@ def _softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
         q, k = block.norm(q, "q_norm", a.heads * a.head_dim), block.norm(k, "k_norm", a.kv_heads * a.head_dim)
     if a.rotary_dim:
         q, k = rotate(rec, q, a.heads, a), rotate(rec, k, a.kv_heads, a)
-    if block.style.use_cache:
-        k, v = ops.copy(rec, k, label="cached keys"), ops.copy(rec, v, label="cached values")
+    if block.style.use_cache:  # DynamicCache concatenates even the first time and lives until the model returns
+        k = ops.copy(rec, k, label="cached keys")
+        v = ops.copy(rec, v, label="cached values")
+        rec.until_exit += [Tensor(k.storage, k.elements, k.itemsize), Tensor(v.storage, v.elements, v.itemsize)]
     out = kernel(block, q, k, v, a)
+    head_major = 0 < a.rotary_dim < a.head_dim  # cat() of the rotated part leaves [B, N, S, H], which the output inherits
+    if head_major and block.style.kernel in ("flash", "cudnn"):
+        out = ops.copy(rec, out, label="contiguous output")
     return block.linear("o", out, block.width)
 
 
@@ -108,7 +113,7 @@ def kernel(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tenso
     dropout = a.dropout if style.dropout else 0.0
     if style.kernel == "math":
         return _math(block, q, k, v, a)
-    if style.padded and style.kernel == "efficient" and a.kv_heads != a.heads:
+    if style.masked and a.kv_heads != a.heads:  # use_gqa_in_sdpa: never with a mask
         k, v = _repeat(rec, k, a), _repeat(rec, v, a)
     return _fused(block, q, k, v, a, dropout)
 
@@ -125,10 +130,10 @@ def _fused(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout:
     rows = "T32" if style.kernel == "efficient" else "T"
     logsumexp = rec.new({rows: a.heads}, 4, "log-sum-exp")
     kept: list[Tensor | None] = [q, k, v, out, logsumexp, rec.buffer({"1": 24}, "random state")]
-    if style.padded and style.kernel == "efficient":
+    if style.masked:
         kept.append(rec.new({"TS": 1}, q.itemsize, "mask in compute dtype"))
     sizes = (q.elements, k.elements, v.elements)
-    width, expanded, name = q.itemsize, a.kv_heads != a.heads, style.kernel
+    width, expanded, name = q.itemsize, k.elements != q.elements, style.kernel
 
     def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
         if name == "cudnn":

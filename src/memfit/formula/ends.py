@@ -22,6 +22,7 @@ class EmbeddingStyle:
     width: int
     rotary_dim: int = 0
     tied: bool = False
+    tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
     positions: int = 0  # rows of a learned position table
     types: bool = False  # BERT's token types
     normed: bool = False  # a norm right after the embedding
@@ -76,6 +77,9 @@ def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: dict[Basis, int]) -> Tens
         """embedding_dense_backward; with a tied head both gradients wait and are added into a third tensor."""
         dense = rec.new(table, e.itemsize, "embedding gradient", "gradients")
         rec.buffer({("embed", e.width, e.itemsize): 1}, "embedding sort buffers")
+        if e.tied and e.tied_in_place:
+            del dense
+            return [None]
         if e.tied:
             total = rec.new(table, e.itemsize, "sum of tied gradients", "gradients")
             del dense, total
@@ -225,10 +229,10 @@ def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor,
 
 def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """TRL's fused LM head: one tile of logits at a time, log-sum-exp of every row kept."""
-    x = ops.autocast(rec, x)
-    w = ops.autocast(rec, ops.weight(h.vocabulary * h.width, h.itemsize, "head", h.trained))
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "head", h.trained)
+    compute = rec.autocast or w.itemsize
     vectors = [rec.new({"T": 1}, 4, "row statistics", "activations") for _ in range(7)]
-    tile = _tile(rec, h, w.itemsize)
+    tile = _tile(rec, h, compute)
     del tile
     loss = rec.new({"1": 1}, 4, "loss")
     elements, width, need = x.elements, x.itemsize, w.requires_grad
@@ -237,7 +241,7 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor
     def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
         hidden = rec.new(elements, 4, "fp32 gradient of hidden states")
         grad_weight = rec.new(weight_elements, 4, "fp32 gradient of the head") if need else None
-        tile = _tile(rec, h, weight_width)
+        tile = _tile(rec, h, compute)
         del tile
         result = ops.cast(rec, hidden, width, "gradient of hidden states")
         del hidden

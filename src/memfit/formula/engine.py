@@ -78,6 +78,7 @@ class Recorder:
         self.scope: list[str] = []
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
+        self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
         self.accumulating = False  # a gradient exists already
         self.release_gradients = False  # optimizer in backward: gradients die at once
@@ -128,8 +129,9 @@ class Recorder:
             self.silent = True
 
     def exit_autocast(self) -> None:
-        """The autocast region ends: its weight cache is emptied."""
+        """The forward returns: autocast's weight cache is emptied and a key/value cache goes."""
         self.cache.clear()
+        self.until_exit.clear()
 
     def backward(self, root: Tensor, gradient: Tensor, until: int = 0) -> Tensor | None:
         """Run the nodes created since `until` from `root`; returns the gradient of the tensor named "input"."""

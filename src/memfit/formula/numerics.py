@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.architecture import Architecture, Attention, Layer, Weight
-from memfit.gpu import Gpu
+from memfit.formula.style import Kernel
 from memfit.job import Recipe
 from memfit.trainers import Trainer
 
@@ -42,7 +42,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     )  # fmt: skip
 
 
-def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, padded: bool) -> str:
+def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:
     """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
 
     Source: sdp_utils.cpp's order of preference, recorded on cc 7.5 to 12.0. `width`: itemsize of q, k and v.
@@ -52,7 +52,7 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
     if recipe.attention == "flash":
         return "flash2"
     cc = capability or (8, 0)
-    grouped, masked = a.heads != a.kv_heads, padded or a.window is not None and a.window < recipe.sequence_length
+    grouped = a.heads != a.kv_heads
     if width == 4:
         return "math" if grouped and not masked else "efficient"
     if a.head_dim % 8:
@@ -85,7 +85,3 @@ def adapter_weights(layer: Layer, modules: frozenset[str], rank: int) -> list[We
             out, ins = w.shape[0], w.shape[-1]
             found += [Weight(f"{w.module}.lora_A", (rank, ins), "linear"), Weight(f"{w.module}.lora_B", (out, rank), "linear")]
     return found
-
-
-def capability_of(gpu: Gpu) -> Capability | None:
-    return gpu.compute_capability

@@ -8,7 +8,7 @@ from memfit.architecture import Architecture, Layer
 from memfit.formula.ends import EmbeddingStyle, HeadStyle
 from memfit.formula.numerics import Capability, Numerics, attention_kernel, lora_modules
 from memfit.formula.run import MicroStep, micro_step
-from memfit.formula.style import Style
+from memfit.formula.style import Kernel, Style
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.trainers import Trainer
@@ -32,7 +32,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=n.residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else lora_modules(a, r.lora_targets),
-        lora_dropout=r.lora_dropout > 0, adapter=n.adapter, padded=s.padded,
+        lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=o.in_backward, use_cache=s.use_cache,
     )  # fmt: skip
@@ -41,16 +41,18 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
     for i, layer in enumerate(a.layers):
         style = made.get(id(layer))
         if style is None:
-            style = made[id(layer)] = replace(common, kernel=_kernel(layer, r, n, capability, s.padded))
+            window = layer.attention.window
+            masked = s.padded or (window is not None and window < r.sequence_length)
+            style = made[id(layer)] = replace(common, kernel=_kernel(layer, r, n, capability, masked), masked=masked)
         # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
         frozen_input = i == 0 and not full and r.checkpointing == "none" and s.train
         styles.append(replace(style, input_grad=False) if frozen_input else style)
     return tuple(styles)
 
 
-def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, padded: bool) -> str:
+def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
     width = n.autocast or (n.residual if r.method == "qlora" else n.weight)
-    return attention_kernel(layer.attention, r, width, capability, padded)
+    return attention_kernel(layer.attention, r, width, capability, masked)
 
 
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
@@ -66,7 +68,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     names = " ".join(w.name for w in a.embedding)
     embedding = EmbeddingStyle(
         vocabulary=table.shape[0], width=table.shape[1], rotary_dim=max(layer.attention.rotary_dim for layer in a.layers),
-        tied=a.tied, positions=a.max_positions if a.learned_positions else 0, types="token_type" in names,
+        tied=a.tied, tied_in_place=r.loss != "full" or (n.autocast not in (0, n.other)), positions=a.max_positions if a.learned_positions else 0, types="token_type" in names,
         normed=any(w.kind == "norm" for w in a.embedding), scaled=a.embedding_scale, mask=mask, trained=full,
         itemsize=n.other,
     )  # fmt: skip

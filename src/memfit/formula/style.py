@@ -23,7 +23,7 @@ class Style:
     lora_dropout: bool = False
     adapter: int = 4  # itemsize of the adapter weights
     kernel: Kernel = "flash"
-    padded: bool = False  # the batch has padding: a [B,1,S,S] mask reaches the kernel
+    masked: bool = False  # a [B,1,S,S] mask reaches the kernel: padding, or a window shorter than the sequence
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     dropout: bool = True  # train mode: the model's own dropout is active
     grad: bool = True  # False: evaluation under no_grad
@@ -31,12 +31,4 @@ class Style:
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
     use_cache: bool = False
-    full_precision_multiply: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The few numbers of a model that the blocks share."""
-
-    width: int
-    rotary_tables: int = 0  # elements per position of cos and sin each

@@ -1,0 +1,204 @@
+"""Encoders: BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3 and ModernBERT, with masked-language and classification heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from memfit.architecture import Attention, Mlp
+from memfit.families.blocks import gated_mlp, plain_mlp, softmax_attention
+from memfit.families.dialect import Dialect, Head, no_rotary
+from memfit.families.fields import Fields
+from memfit.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What an encoder family puts above its blocks for each task; calling it reads `architectures`."""
+
+    masked: Callable[[Fields], Weights]  # the masked-language head, its tied output matrix left out
+    pooler: str = ""  # of the bare model
+    dense: str = ""  # the D x D layer in front of the classifier; {stem} stands for the model's attribute
+    classifier: str = "classifier"
+
+    def __call__(self, f: Fields, d: Dialect) -> Head:
+        width, kind = f.size("hidden_size"), f.head_class()
+        pooler = linear(self.pooler, width, width, bias=True) if self.pooler else ()
+        if kind == "model":
+            return pooler, "encoder", False
+        if kind == "token-classification":
+            return linear("classifier", f.labels(), width, bias=True), "classification", False
+        if kind == "classification":
+            dense = linear(self.dense.format(stem=d.stem), width, width, bias=True)
+            return dense + linear(self.classifier, f.labels(), width, bias=True), "classification", False
+        if kind == "pretraining" and self.pooler:
+            below = prefixed(d.stem, pooler)
+            return below + self.masked(f) + linear("cls.seq_relationship", 2, width, bias=True), "masked-lm", True
+        if not f.flag("tie_word_embeddings"):
+            raise f.unsupported("a masked-language head that is not tied to the embedding is not modelled")
+        return self.masked(f), "masked-lm", True
+
+
+def _bert_masked(f: Fields) -> Weights:
+    width = f.size("hidden_size")
+    transform = linear("dense", width, width, bias=True) + norm("LayerNorm", width, bias=True)
+    return other("cls.predictions.bias", f.size("vocab_size")) + prefixed("cls.predictions.transform", transform)
+
+
+def _roberta_masked(f: Fields) -> Weights:
+    width = f.size("hidden_size")
+    dense = linear("dense", width, width, bias=True) + norm("layer_norm", width, bias=True)
+    return prefixed("lm_head", other("bias", f.size("vocab_size")) + dense)
+
+
+def _distilbert_masked(f: Fields) -> Weights:
+    width = f.size("hidden_size")
+    dense = linear("vocab_transform", width, width, bias=True) + norm("vocab_layer_norm", width, bias=True)
+    return dense + other("vocab_projector.bias", f.size("vocab_size"))
+
+
+def _deberta_masked(f: Fields) -> Weights:
+    if not f.flag("legacy"):
+        raise f.unsupported("the masked-language head with 'legacy': false is not modelled")
+    return _bert_masked(f)
+
+
+def _modernbert_head(f: Fields, d: Dialect) -> Head:
+    width, kind = f.size("hidden_size"), f.head_class()
+    if kind == "model":
+        return (), "encoder", False
+    head = linear("head.dense", width, width, f.flag("classifier_bias")) + norm("head.norm", width, d.norm_bias)
+    if kind in ("classification", "token-classification"):
+        return head + linear("classifier", f.labels(), width, bias=True), "classification", False
+    if not f.flag("tie_word_embeddings"):
+        raise f.unsupported("a masked-language head that is not tied to the embedding is not modelled")
+    return head + (other("decoder.bias", f.size("vocab_size")) if f.flag("decoder_bias") else ()), "masked-lm", True
+
+
+def _both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """Softmax attention without a causal mask."""
+    trait, weights = softmax_attention(f, d, index)
+    return replace(trait, causal=False), weights
+
+
+def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """DeBERTa: content and position attend to each other; positions have projections of their own unless shared."""
+    trait, weights = _both_ways(f, d, index)
+    kinds = str(f.raw("pos_att_type") or "")
+    if f.flag("relative_attention") and not f.flag("share_att_key"):
+        width = f.size("hidden_size")
+        for kind, name in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj")):
+            own = linear(f"attention.self.{name}", trait.heads * trait.head_dim, width, bias=True)
+            weights += own if kind in kinds else ()
+    return trait, weights
+
+
+def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
+    """Word, position and segment embeddings under one norm; nothing above the blocks."""
+    width, segments = f.size("hidden_size"), f.size("type_vocab_size", 0, least=0)
+    below = embedding("word_embeddings", f.size("vocab_size"), width)
+    if f.flag("position_biased_input", True):
+        below += embedding("position_embeddings", f.size("max_position_embeddings"), width)
+    below += embedding("token_type_embeddings", segments, width) if segments else ()
+    return prefixed("embeddings", below + norm("LayerNorm", width, bias=True)), ()
+
+
+def _deberta_frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
+    """As BERT's, with the table of relative positions, its norm and a convolution beside the blocks."""
+    below, above = _frame(f, d)
+    width, kernel = f.size("hidden_size"), f.size("conv_kernel_size", 0, least=0)
+    if f.flag("relative_attention"):
+        buckets, reach = f.size("position_buckets", -1, least=-1), f.size("max_relative_positions", -1, least=-1)
+        reach = reach if reach > 0 else f.size("max_position_embeddings")
+        above += embedding("rel_embeddings", 2 * (buckets if buckets > 0 else reach), width)
+    if "layer_norm" in f.text("norm_rel_ebd", "none"):
+        above += norm("LayerNorm", width, bias=True)
+    if kernel:
+        mixed = conv("conv", width, width // f.size("conv_groups", 1), kernel, bias=True)
+        above += prefixed("conv", mixed + norm("LayerNorm", width, bias=True))
+    return below, prefixed("encoder", above)
+
+
+def _bert(f: Fields, d: Dialect) -> Dialect:
+    if f.flag("add_cross_attention") or f.flag("is_decoder"):
+        raise f.unsupported("an encoder used as a decoder is not modelled")
+    return d
+
+
+def _deberta(f: Fields, d: Dialect) -> Dialect:
+    if f.size("embedding_size", f.size("hidden_size")) != f.size("hidden_size"):
+        raise f.unsupported("embeddings narrower than the model are not modelled for DeBERTa")
+    return replace(d, positions="position_embeddings" if f.flag("position_biased_input") else "")
+
+
+def _local_window(f: Fields, index: int) -> int | None:
+    """ModernBERT: two of three layers look `local_attention` tokens around them."""
+    types = f.per_layer("layer_types", f.layers())
+    local = types[index] == "sliding_attention" if types else index % f.size("global_attn_every_n_layers") != 0
+    return f.size("local_attention") if local else None
+
+
+def _modernbert_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
+    trait, weights = gated_mlp(f, d, index)
+    return replace(trait, dropout=f.number("mlp_dropout")), weights
+
+
+def _modernbert_body(f: Fields, d: Dialect, index: int) -> tuple[str, ...]:
+    """The first block has no norm before its attention: the embedding's own norm stands there."""
+    return ("@attention", "mlp_norm", "@mlp") if index == 0 else ("attn_norm", "@attention", "mlp_norm", "@mlp")
+
+
+_DEFAULTS: dict[str, object] = {
+    "tie_word_embeddings": True, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+}  # fmt: skip
+BERT = Dialect(
+    attention=_both_ways, mlp=plain_mlp, defaults=_DEFAULTS, variant=_bert, frame=_frame,
+    heads=Heads(masked=_bert_masked, pooler="pooler.dense", dense="{stem}.pooler.dense"),
+    stem="bert", layers="encoder.layer", positions="position_embeddings", final="",
+    body=("@attention", "attention.output.LayerNorm", "@mlp", "output.LayerNorm"), placement="post",
+    norm="layer", norm_bias=True, attention_module="attention", q="self.query", k="self.key", v="self.value",
+    o="output.dense", qkv_bias=True, out_bias=True, rotary=no_rotary, mlp_module="", up="intermediate.dense",
+    down="output.dense", mlp_bias=True, attention_dropout="attention_probs_dropout_prob",
+    residual_dropout="hidden_dropout_prob", embedding_dropout="hidden_dropout_prob",
+)  # fmt: skip
+ROBERTA = replace(
+    BERT, stem="roberta", heads=Heads(
+        masked=_roberta_masked, pooler="pooler.dense", dense="classifier.dense", classifier="classifier.out_proj",
+    ),
+)  # fmt: skip
+
+ENCODERS: dict[str, Dialect] = {
+    "bert": BERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "camembert": ROBERTA,
+    "distilbert": replace(
+        BERT, aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
+                       "intermediate_size": "hidden_dim"},
+        defaults={"tie_word_embeddings": True, "activation": "gelu", "dropout": 0.1, "attention_dropout": 0.1},
+        stem="distilbert", layers="transformer.layer", activation="activation",
+        heads=Heads(masked=_distilbert_masked, dense="pre_classifier"),
+        body=("@attention", "sa_layer_norm", "@mlp", "output_layer_norm"), q="q_lin", k="k_lin", v="v_lin", o="out_lin",
+        mlp_module="ffn", up="lin1", down="lin2", attention_dropout="attention_dropout", residual_dropout="dropout",
+        embedding_dropout="dropout",
+    ),
+    "deberta-v2": replace(
+        BERT, attention=_disentangled, variant=_deberta, frame=_deberta_frame, stem="deberta", sdpa=False,
+        aliases={"head_dim": "attention_head_size"},
+        defaults={**_DEFAULTS, "type_vocab_size": 0, "relative_attention": False, "position_biased_input": True,
+                  "legacy": True, "share_att_key": False},
+        heads=Heads(masked=_deberta_masked, dense="pooler.dense"),
+        q="self.query_proj", k="self.key_proj", v="self.value_proj",
+        untrainable="DeBERTa's content-to-position and position-to-content scores are not modelled",
+    ),
+    "modernbert": Dialect(
+        attention=_both_ways, mlp=_modernbert_mlp, bodies=_modernbert_body, heads=_modernbert_head,
+        defaults={"tie_word_embeddings": True, "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False,
+                  "decoder_bias": True, "classifier_bias": False, "global_attn_every_n_layers": 3,
+                  "local_attention": 128},
+        embed="embeddings.tok_embeddings", embed_norm="embeddings.norm", final="final_norm", norm="layer",
+        attention_module="attn", qkv="Wqkv", o="Wo", attention_order=("qkv", "o"), qkv_bias="attention_bias",
+        out_bias="attention_bias", window=_local_window, gate_up="Wi", down="Wo", mlp_bias="mlp_bias",
+        activation="hidden_activation", embedding_dropout="embedding_dropout",
+    ),
+}  # fmt: skip

@@ -1,0 +1,286 @@
+"""Tape x allocator -> Timeline: what a run's events reserve on a card, where they run out, and the smallest card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.errors import BadInput
+from memfit.footprint import Levels
+from memfit.tape import Alloc, Event, Free, Mark, Phase
+from memfit.units import MIB
+
+DEFAULTS = AllocSettings()
+ONE_STREAM: Mapping[int, int] = {}
+_START = Mark("load", "start")  # where events before the first mark belong
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The events from one Mark to the next; `peak` is the highest of each level, what was there at its start included.
+
+    `first` is the index of its first event, `at` that of the event after which most was allocated.
+    """
+
+    phase: Phase
+    instant: str
+    first: int
+    at: int
+    peak: Levels
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A replayed tape, span by span. `peak` holds each level's own maximum; they need not fall together.
+
+    `retries` counts how often the cache had to be given back to go on. At an out-of-memory the replay ends: `oom`
+    holds its numbers, `oom_at` the index of the event; it happened in the last span.
+    """
+
+    spans: tuple[Span, ...]
+    peak: Levels
+    retries: int
+    oom: OutOfMemory | None = None
+    oom_at: int | None = None
+
+    @property
+    def worst(self) -> Span | None:
+        """The span that reserves most, of equals the one that allocates most; None for an empty tape."""
+        return max(self.spans, key=lambda span: (span.peak.reserved, span.peak.allocated), default=None)
+
+    def by_phase(self) -> dict[Phase, Levels]:
+        """Each level's maximum within each phase, in the order the phases first came."""
+        peaks: dict[Phase, Levels] = {}
+        for span in self.spans:
+            peaks[span.phase] = _higher(peaks.get(span.phase, span.peak), span.peak)
+        return peaks
+
+
+class Peaks(NamedTuple):
+    """The highest of each level over a run, in bytes."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+class _Walk:
+    """A replay under way: the allocator, what is alive, and the span being filled."""
+
+    def __init__(self, allocator: Allocator, context: int) -> None:
+        self.allocator = allocator
+        self.context = context
+        self.spans: list[Span] = []
+        self.mark, self.first, self.at, self.top = _START, 0, 0, -1
+
+    def through(self, events: Iterable[Event]) -> tuple[OutOfMemory | None, int]:
+        """Play the events; the out-of-memory that ended it, if any, and the index of the last event played."""
+        allocator, live, index = self.allocator, dict[int, Block | None](), -1
+        for index, event in enumerate(events):
+            if isinstance(event, Alloc):
+                if event.id in live or event.size < 0:
+                    raise _bad_event(index, event)
+                try:
+                    live[event.id] = allocator.malloc(event.size, event.stream)
+                except OutOfMemory as error:
+                    return error, index
+                if allocator.allocated > self.top:
+                    self.top, self.at = allocator.allocated, index
+            elif isinstance(event, Free):
+                if event.id not in live:
+                    raise _bad_event(index, event)
+                allocator.free(live.pop(event.id))
+            elif isinstance(event, Mark):
+                self.begin(event, index)
+        return None, index
+
+    def begin(self, mark: Mark, index: int) -> None:
+        """A new span begins at event `index`."""
+        if index > self.first:
+            self.end()
+        self.mark, self.first, self.at, self.top = mark, index, index, self.allocator.allocated
+        self.allocator.reset_peak_stats()
+
+    def end(self) -> None:
+        """The span is complete."""
+        peak = self.allocator
+        levels = Levels(
+            peak.requested_peak, peak.allocated_peak, peak.reserved_peak, device=peak.reserved_peak + self.context
+        )
+        self.spans.append(Span(self.mark.phase, self.mark.instant, self.first, self.at, levels))
+
+
+def replay(
+    events: Iterable[Event],
+    *,
+    capacity: int | None = None,
+    settings: AllocSettings = DEFAULTS,
+    torch: Torch = LATEST_TORCH,
+    context: int = 0,
+) -> Timeline:
+    """Run a tape's Alloc and Free events on a card whose driver can hand out `capacity` bytes (None: any number).
+
+    `context` bytes are added to `reserved` to give the level `device`; they are not taken from the capacity. What the
+    tape says of segments and out-of-memory is not read: the allocator finds it again. Raises BadInput for a Free of an
+    unknown id, an id born twice, or a negative size.
+    """
+    walk = _Walk(Allocator(capacity, settings, torch), context)
+    oom, last = walk.through(events)
+    if last >= walk.first:
+        walk.end()
+    peak = Levels(0, 0, 0, context)
+    for span in walk.spans:
+        peak = _higher(peak, span.peak)
+    retries = walk.allocator.num_alloc_retries
+    return Timeline(tuple(walk.spans), peak, retries, oom, None if oom is None else last)
+
+
+def alive_at(events: Iterable[Event], index: int) -> tuple[Alloc, ...]:
+    """The allocations alive after event `index` (a span's `at`, say), oldest first; their sizes sum to `requested`."""
+    live: dict[int, Alloc] = {}
+    for position, event in enumerate(events):
+        if position > index:
+            break
+        if isinstance(event, Alloc):
+            live[event.id] = event
+        elif isinstance(event, Free):
+            live.pop(event.id, None)
+    return tuple(live.values())
+
+
+def to_ops(events: Iterable[Event]) -> tuple[list[int], dict[int, int]]:
+    """Events -> what `run` takes: sizes and frees, and the streams of the allocations that are not on stream 0.
+
+    Raises BadInput as `replay` does.
+    """
+    ops: list[int] = []
+    streams: dict[int, int] = {}
+    number_of: dict[int, int] = {}
+    born = 0
+    for index, event in enumerate(events):
+        if isinstance(event, Alloc):
+            if event.id in number_of or event.size < 0:
+                raise _bad_event(index, event)
+            ops.append(event.size)
+            number_of[event.id] = born
+            if event.stream:
+                streams[born] = event.stream
+            born += 1
+        elif isinstance(event, Free):
+            if event.id not in number_of:
+                raise _bad_event(index, event)
+            ops.append(~number_of.pop(event.id))
+    return ops, streams
+
+
+def run(
+    ops: Sequence[int],
+    *,
+    capacity: int | None = None,
+    settings: AllocSettings = DEFAULTS,
+    torch: Torch = LATEST_TORCH,
+    streams: Mapping[int, int] = ONE_STREAM,
+) -> Peaks:
+    """The fast road for planners: `op >= 0` allocates that many bytes, `op < 0` frees allocation number `~op`.
+
+    Allocations are numbered from 0 in their order, so -1 frees the first; `streams` names those not on stream 0.
+    Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
+    """
+    allocator = Allocator(capacity, settings, torch)
+    _play(allocator, ops, streams)
+    return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
+
+
+def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int]) -> None:
+    malloc, free = allocator.malloc, allocator.free
+    blocks: list[Block | None] = []
+    born = blocks.append
+    if not streams:
+        for op in ops:
+            if op >= 0:
+                born(malloc(op))
+            else:
+                free(blocks[~op])
+        return
+    for op in ops:
+        if op >= 0:
+            born(malloc(op, streams.get(len(blocks), 0)))
+        else:
+            free(blocks[~op])
+
+
+def smallest_capacity(
+    events: Iterable[Event],
+    settings: AllocSettings = DEFAULTS,
+    granularity: int = 2 * MIB,
+    torch: Torch = LATEST_TORCH,
+) -> int:
+    """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
+    ops, streams = to_ops(events)
+    return smallest_capacity_of(ops, streams, settings, granularity, torch)
+
+
+def smallest_capacity_of(
+    ops: Sequence[int],
+    streams: Mapping[int, int] = ONE_STREAM,
+    settings: AllocSettings = DEFAULTS,
+    granularity: int = 2 * MIB,
+    torch: Torch = LATEST_TORCH,
+) -> int:
+    """`smallest_capacity` of what `run` takes.
+
+    A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
+    just below it does not.
+    """
+
+    def attempt(capacity: int | None) -> tuple[bool, Allocator]:
+        allocator = Allocator(capacity, settings, torch)
+        try:
+            _play(allocator, ops, streams)
+        except OutOfMemory:
+            return False, allocator
+        return True, allocator
+
+    _, unlimited = attempt(None)
+    # The allocator looks at the capacity only to compare a total with it. So a run that fits does the same on any card
+    # down to its reserved peak, and one that fails, on any card below the least total it was refused. Not so where
+    # the capacity also sets a fraction's limit or the length of an expandable segment.
+    only_compared = (
+        settings.per_process_memory_fraction is None
+        and not settings.expandable_segments
+        and not settings.throw_on_cudamalloc_oom
+    )
+    low = max(unlimited.requested_peak - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
+    high = -(-unlimited.reserved_peak // granularity) * granularity
+    while not only_compared and not attempt(high)[0]:
+        low, high = high, 2 * high
+    while high - low > granularity:
+        middle = (low + high) // 2 // granularity * granularity
+        fits, allocator = attempt(middle)
+        if fits:
+            high = -(-allocator.reserved_peak // granularity) * granularity if only_compared else middle
+        else:
+            low = (allocator.least_refused - 1) // granularity * granularity if only_compared else middle
+    return high
+
+
+def _higher(one: Levels, other: Levels) -> Levels:
+    return Levels(
+        max(one.requested, other.requested),
+        max(one.allocated, other.allocated),
+        max(one.reserved, other.reserved),
+        max(one.device, other.device),
+    )
+
+
+def _bad_event(index: int, event: Alloc | Free) -> BadInput:
+    if isinstance(event, Free):
+        wrong = f"frees {event.id}, which is not allocated"
+    elif event.size < 0:
+        wrong = f"allocates {event.size} bytes"
+    else:
+        wrong = f"allocates {event.id} a second time"
+    return BadInput(f"event {index} of the tape {wrong}", hint="the tape is incomplete or damaged; record it again")
