@@ -144,7 +144,12 @@ class Architecture:
     def parameters_by_module(self) -> dict[str, int]:
         """Counts by part: embedding, attention, mlp, experts, norms, head, tower."""
         counts: dict[str, int] = {}
-        for part, weights in (("embedding", self.embedding), ("norms", self.final), ("head", self.head), ("tower", self.tower)):
+        for part, weights in (
+            ("embedding", self.embedding),
+            ("norms", self.final),
+            ("head", self.head),
+            ("tower", self.tower),
+        ):
             counts[part] = sum(w.numel for w in weights)
         for layer in self.layers:
             for w in layer.weights:
@@ -158,4 +163,8 @@ def _part_of(weight: Weight) -> str:
         return "experts"
     if weight.kind == "norm":
         return "norms"
-    return "mlp" if any(word in weight.name for word in ("mlp", "ffn", "fc", "dense_h", "intermediate", "router")) else "attention"
+    return (
+        "mlp"
+        if any(word in weight.name for word in ("mlp", "ffn", "fc", "dense_h", "intermediate", "router"))
+        else "attention"
+    )

@@ -102,7 +102,9 @@ def check_values(recipe: Recipe) -> Recipe:
         value = getattr(recipe, name)
         flag = "--" + name.replace("_", "-")
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LIMIT:
-            raise BadInput(f"{flag} must be a whole number from 1 to {_LIMIT}, not {value!r}", hint=f"for example {flag} 1")
+            raise BadInput(
+                f"{flag} must be a whole number from 1 to {_LIMIT}, not {value!r}", hint=f"for example {flag} 1"
+            )
     for name, choice in _CHOICES.items():
         value = getattr(recipe, name)
         if value not in get_args(choice):

@@ -1,8 +1,8 @@
 """Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
 
-A run must fit its *longest* batch: memory follows the tokens of one micro-batch, batches are drawn at random, and sooner
-or later the longest sample comes up. A run that passes its first steps on average samples dies at step 2000 on that one.
-So `longest_batch` is what a plan is made for, and the averages here (`padding_waste`, `packed`) only tell about time.
+A run must fit its *longest* batch: memory follows the tokens of one micro-batch, batches are drawn at random, and
+sooner or later the longest sample comes up; a run that passed its first steps dies on it at step 2000. So
+`longest_batch` is what a plan is made for, and the averages here (`padding_waste`, `packed`) only tell about time.
 
 Everything is computed from how many samples have each length, which is exact and stays small however large the data is.
 """
@@ -195,8 +195,8 @@ def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
 def packed(lengths: Lengths, sequence_length: int) -> int:
     """Sequences after packing by best fit, longest sample first, as TRL's packing_strategy="bfd".
 
-    Longer samples are truncated, empty ones dropped, and a sample goes where the least room is left over. TRL packs each
-    map batch (1000 samples) by itself, so it makes at most one or two sequences more per 1000 samples than this.
+    Longer samples are truncated, empty ones dropped, and a sample goes where the least room is left over. TRL packs
+    each map batch (1000 samples unless told otherwise) by itself, so it makes slightly more sequences than this.
     """
     bins: Counter[int] = Counter()  # room left -> sequences with that room
     rooms: list[int] = []  # the keys of `bins`, in order

@@ -5,14 +5,11 @@ A new optimizer is one row. Measured rows: recorded on PyTorch 2.13 and bitsandb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from memfit.architecture import Weight
 from memfit.errors import UnknownName
-
-Step = Literal["none", "copy", "largest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +25,9 @@ class Optimizer:
     tables: int = 0  # bytes shared by all parameters (quantisation maps)
     factored: bool = False  # rows + columns in fp32 instead of a full matrix
     rank_of: int = 0  # GaLore/APOLLO: states live in a space of this rank
-    step: Step = "none"  # temporaries of step(): none, a copy of all trained weights, or of the largest one
-    step_factor: float = 1.0  # copies (step="copy") or bytes per element of the largest weight (step="largest")
+    step_copies: float = 0.0  # step() makes this many copies of all trained weights at once (foreach)
+    step_now: tuple[int, int] = (0, 0)  # step() goes weight by weight: bytes per element of a 2-byte, a 4-byte weight
+    step_before: tuple[int, int] = (0, 0)  # ... and what is still held of the weight before it
     step_counter: int = 0  # bytes of `step` kept on the card per parameter tensor
     paged: bool = False  # states of tensors with >= 1e5 elements live in host-backed managed memory
     in_backward: bool = False  # gradients are consumed as they appear
@@ -38,75 +36,76 @@ class Optimizer:
     package: str = "torch"
     note: str = ""
 
-    def state_bytes(self, weight: Weight, itemsize: int) -> int:
-        """Bytes of state on the card for one trained weight stored with `itemsize` bytes per element."""
+    def state_tensors(self, weight: Weight, itemsize: int) -> tuple[int, ...]:
+        """Bytes of each state tensor on the card for one trained weight of `itemsize` bytes per element."""
         n = weight.numel
+        counter = (self.step_counter,) if self.step_counter else ()
         if self.factored:
-            return 4 * _rows_and_columns(weight) + (4 * n if len(weight.shape) < 2 else 0)
+            return _rows_and_columns(weight) if len(weight.shape) > 1 else (4 * n,)
         if self.rank_of and len(weight.shape) == 2:
             small, big = sorted(weight.shape)
             rank = min(self.rank_of, small)
-            return 4 * (2 * rank * big + small * rank)
+            return (4 * rank * big, 4 * rank * big, 4 * small * rank)
         if self.width is None:
-            return self.moments * n * itemsize + self.step_counter
+            return (n * itemsize,) * self.moments + counter
         if n < self.smallest:
-            return self.moments * n * 4
-        scales = 4 * -(-n // self.block) if self.block else 0
-        payload = 0 if self.paged and n >= PAGED_FROM else int(n * self.width)
-        return self.moments * (payload + scales) + self.step_counter
+            return (4 * n,) * self.moments + counter
+        payload = () if self.paged and n >= PAGED_FROM else (int(n * self.width),)
+        scales = (4 * -(-n // self.block),) if self.block else ()
+        return (*payload, *scales) * self.moments + counter
 
-    def total_state_bytes(self, weights: Iterable[tuple[Weight, int]]) -> int:
-        """Bytes of state for (weight, itemsize) pairs, with the shared tables."""
-        return sum(self.state_bytes(w, size) for w, size in weights) + self.tables
+    def state_bytes(self, weight: Weight, itemsize: int) -> int:
+        """Bytes of all states of one trained weight on the card."""
+        return sum(self.state_tensors(weight, itemsize))
 
-    def step_bytes(self, weights: Iterable[tuple[Weight, int]]) -> int:
-        """Bytes that step() needs above its states, at its worst instant."""
-        sizes = [(w.numel, size) for w, size in weights]
-        if self.step == "none" or not sizes:
-            return 0
-        if self.step == "copy":
-            return int(self.step_factor * sum(n * size for n, size in sizes))
-        return int(self.step_factor * max(n for n, _ in sizes))
+    def step_buffers(self, weights: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Temporaries of step() that live together at its worst instant, for (elements, itemsize) in order."""
+        if self.step_copies:
+            return tuple(int(self.step_copies * n * size) for n, size in weights)
+        worst, before = 0, 0
+        for n, size in weights:
+            wide = size == 4
+            worst = max(worst, n * self.step_now[wide] + before)
+            before = n * self.step_before[wide]
+        return (worst,) if worst else ()
 
 
 PAGED_FROM = 100_000  # bitsandbytes: get_state_buffer pages tensors of at least 1e5 elements
 
 
-def _rows_and_columns(weight: Weight) -> int:
-    if len(weight.shape) < 2:
-        return 0
+def _rows_and_columns(weight: Weight) -> tuple[int, ...]:
     lead = weight.numel // (weight.shape[-1] * weight.shape[-2])
-    return lead * (weight.shape[-1] + weight.shape[-2])
+    return 4 * lead * weight.shape[-2], 4 * lead * weight.shape[-1]
 
 
 _ROWS = (
     Optimizer(key="adamw", title="AdamW (fused)", moments=2, step_counter=4, hf_name="adamw_torch_fused"),
-    Optimizer(key="adamw-foreach", title="AdamW (foreach)", moments=2, step="copy", hf_name="adamw_torch",
+    Optimizer(key="adamw-foreach", title="AdamW (foreach)", moments=2, step_copies=1, hf_name="adamw_torch",
               note="torch's default on CUDA: one extra copy of all trained weights during the step"),
-    Optimizer(key="adamw-forloop", title="AdamW (for-loop)", moments=2, step="largest", step_factor=12.0, hf_name="adamw_torch",
-              note="foreach=False: three copies of the largest weight"),
+    Optimizer(key="adamw-forloop", title="AdamW (for-loop)", moments=2, step_now=(4, 8), step_before=(2, 4), hf_name="adamw_torch",
+              note="foreach=False: two copies of a weight and one of the weight before it"),
     Optimizer(key="adamw-8bit", title="AdamW 8-bit (bitsandbytes)", moments=2, width=1, block=256, smallest=4096, tables=2048,
               hf_name="adamw_bnb_8bit", package="bitsandbytes"),
-    Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step="largest",
-              step_factor=12.0, hf_name="adamw_torch_8bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
-    Optimizer(key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096, step="largest",
-              step_factor=12.0, hf_name="adamw_torch_4bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
+    Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step_now=(12, 12),
+              hf_name="adamw_torch_8bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
+    Optimizer(key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096, step_now=(12, 12),
+              hf_name="adamw_torch_4bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
     Optimizer(key="paged-adamw-32bit", title="paged AdamW 32-bit", moments=2, width=4, paged=True, hf_name="paged_adamw_32bit",
               package="bitsandbytes"),
     Optimizer(key="paged-adamw-8bit", title="paged AdamW 8-bit", moments=2, width=1, block=256, smallest=4096, tables=2048, paged=True,
               hf_name="paged_adamw_8bit", package="bitsandbytes"),
-    Optimizer(key="adafactor", title="Adafactor (transformers)", moments=0, factored=True, step="largest", step_factor=20.0,
-              hf_name="adafactor", package="transformers", note="fp32 rows and columns; 12 B (fp32) to 20 B (bf16) per element of the largest weight"),
+    Optimizer(key="adafactor", title="Adafactor (transformers)", moments=0, factored=True, step_now=(16, 8), step_before=(4, 4),
+              hf_name="adafactor", package="transformers", note="fp32 rows and columns; fp32 copies of one 16-bit weight and its gradient during the step"),
     Optimizer(key="lion", title="Lion 32-bit", moments=1, width=4, hf_name="lion_32bit", package="bitsandbytes"),
     Optimizer(key="lion-8bit", title="Lion 8-bit", moments=1, width=1, block=256, smallest=4096, tables=1024, hf_name="lion_8bit",
               package="bitsandbytes"),
     Optimizer(key="sgd", title="SGD", moments=0, hf_name="sgd"),
     Optimizer(key="sgd-momentum", title="SGD with momentum", moments=1, hf_name="sgd"),
-    Optimizer(key="muon", title="Muon (torch)", moments=1, step="largest", step_factor=12.0,
+    Optimizer(key="muon", title="Muon (torch)", moments=1, step_now=(10, 12),
               note="one momentum; Newton-Schulz on the largest matrix: 12 B (fp32) or 10 B (bf16) per element"),
-    Optimizer(key="galore", title="GaLore AdamW (rank 128)", moments=2, rank_of=128, step="largest", step_factor=8.0, hf_name="galore_adamw",
+    Optimizer(key="galore", title="GaLore AdamW (rank 128)", moments=2, rank_of=128, step_now=(8, 8), hf_name="galore_adamw",
               package="galore-torch", note="derived: moments in rank 128, projector in fp32"),
-    Optimizer(key="apollo", title="APOLLO AdamW (rank 128)", moments=2, rank_of=128, step="largest", step_factor=8.0, hf_name="apollo_adamw",
+    Optimizer(key="apollo", title="APOLLO AdamW (rank 128)", moments=2, rank_of=128, step_now=(8, 8), hf_name="apollo_adamw",
               package="apollo-torch", note="derived: as GaLore"),
     Optimizer(key="adamw-in-backward", title="AdamW in backward", moments=2, in_backward=True, step_counter=4,
               note="gradients never exist together; no clipping, no accumulation"),

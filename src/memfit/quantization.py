@@ -37,6 +37,14 @@ class Quantization:
                 total += -(-blocks // self.second_block) * 4
         return total
 
+    def tensors(self, numel: int, rows: int) -> tuple[int, ...]:
+        """Bytes of each tensor a quantised weight is stored in."""
+        blocks = -(-numel // self.block) if self.block else 0
+        parts = [self.payload(numel), blocks * self.scale_bytes, self.per_tensor, self.per_row * rows]
+        if self.second_block:
+            parts.append(-(-blocks // self.second_block) * 4)
+        return tuple(p for p in parts if p)
+
     def bytes(self, numel: int, rows: int) -> int:
         """Bytes on the card."""
         return self.payload(numel) + self.scales(numel, rows)

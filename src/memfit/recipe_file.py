@@ -3,15 +3,125 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 import tomli_w
 
-from memfit.errors import BadInput, Unsupported, closest
-from memfit.job import RECIPE_FIELDS, Recipe, check_values
+from memfit.errors import BadInput, UnknownName, Unsupported
+from memfit.job import Recipe, check_values
 
-SCHEMA = 1  # raised when a key changes its meaning; adding a key with a default does not
-SIZE_LIMIT = 1 << 20  # bytes; a real recipe.toml has about 800
+T = TypeVar("T")
+SCHEMA = 1  # raised when a key changes its meaning; a new key with a default does not
+SIZE_LIMIT = 1 << 20  # bytes of a file that is read; a real recipe.toml has under a thousand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeFile:
+    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest` is in tokens."""
+
+    model: str
+    recipe: Recipe
+    gpu: str = ""
+    data: str = ""
+    effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
+    longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+
+
+def dumps(file: RecipeFile) -> str:
+    """The file as TOML text; `loads` gives the same RecipeFile back."""
+    job = {f.name: getattr(file, f.name) for f in fields(file) if f.name != "recipe"}
+    recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
+    known = {name: value for name, value in job.items() if value != "" and value != 0}
+    return tomli_w.dumps({"schema": SCHEMA, "job": known, "recipe": recipe})
+
+
+def loads(text: str) -> RecipeFile:
+    """TOML text -> RecipeFile. Raises BadInput for broken text, unknown keys, wrong types and values out of range."""
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise BadInput(f"not valid TOML: {error}", hint="write a fresh one with: memfit plan MODEL --out DIR") from None
+    return from_dict(data)
+
+
+def from_dict(data: Mapping[str, Any]) -> RecipeFile:
+    """A parsed recipe.toml -> RecipeFile; the same refusals as `loads`."""
+    schema = data.get("schema")
+    if type(schema) is not int:
+        raise BadInput("the recipe has no `schema` number", hint=f"add the line: schema = {SCHEMA}")
+    if schema != SCHEMA:
+        raise Unsupported(
+            f"the recipe has schema {schema}, this memfit reads {SCHEMA}", hint="pip install --upgrade memfit"
+        )
+    _refuse_unknown("table", data, ("schema", "job", "recipe"))
+    job, recipe = _table(data, "job"), _table(data, "recipe")
+    _refuse_unknown("key", recipe, [f.name for f in fields(Recipe)])
+    _refuse_unknown("key", job, [f.name for f in fields(RecipeFile) if f.name != "recipe"])
+    if "recipe" not in data or "model" not in job:
+        raise BadInput(
+            "a recipe needs the key `model` under [job] and a [recipe] table", hint='model = "Qwen/Qwen2.5-7B"'
+        )
+    converted = check_values(_typed(recipe, Recipe, "recipe"))
+    file = _typed({**job, "recipe": converted}, RecipeFile, "job")
+    if file.effective_batch < 0 or file.longest_sample < 0:
+        raise BadInput(
+            "effective_batch and longest_sample cannot be negative", hint="leave the key out when it is unknown"
+        )
+    return file
+
+
+def read(path: Path) -> RecipeFile:
+    """The recipe in a file of at most SIZE_LIMIT bytes."""
+    try:
+        return loads(read_text(path))
+    except BadInput as error:
+        error.message = f"{path}: {error.message}" if str(path) not in error.message else error.message
+        raise
+
+
+def read_text(path: Path) -> str:
+    """A small UTF-8 file as text. Raises BadInput when it is missing, not a file, too large or not text."""
+    try:
+        if not path.is_file():
+            raise BadInput(
+                f"{path} is not a file" if path.exists() else f"there is no file {path}", hint="check the path"
+            )
+        with path.open("rb") as stream:
+            raw = stream.read(SIZE_LIMIT + 1)
+        if len(raw) > SIZE_LIMIT:
+            raise BadInput(f"{path} is larger than {SIZE_LIMIT} bytes", hint="a configuration file is a few kilobytes")
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not a text file", hint="it must be UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot read {path}: {error}", hint="check the path and its permissions") from None
+
+
+def _table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = data.get(name, {})
+    if not isinstance(table, dict):
+        raise BadInput(f"`{name}` must be a table", hint=f"start it with a line: [{name}]")
+    return table
+
+
+def _refuse_unknown(what: str, found: Mapping[str, Any], known: list[str] | tuple[str, ...]) -> None:
+    for name in found:
+        if name not in known:
+            raise UnknownName(f"{what} in recipe.toml", name, known)
+
+
+def _typed(values: dict[str, Any], shape: type[T], table: str) -> T:
+    """Strictly typed dataclass from plain values; msgspec names the place: '... - at `$.micro_batch`'."""
+    try:
+        return msgspec.convert(values, shape, strict=True)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$.")
+        name = place.rstrip("`")
+        choices = get_args(get_type_hints(shape).get(name))
+        words = [c for c in choices if isinstance(c, str)]
+        hint = f"choose one of {', '.join(words)}" if words else "TOML: numbers bare, text in quotes, lists in []"
+        raise BadInput(f"{table}.{name} in recipe.toml: {problem}", hint=hint) from None

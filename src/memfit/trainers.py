@@ -58,8 +58,12 @@ def trainer(spec: str) -> Trainer:
     rows = [t for t in TRAINERS if t.name == found["name"]]
     if not rows:
         raise UnknownName("trainer", found["name"], {t.name for t in TRAINERS}, hint="see: memfit glossary trainer")
-    version = tuple(int(p) for p in found["version"].split(".")) if found["version"] else CURRENT.get(rows[0].name, (10**6,))
+    version = (
+        tuple(int(p) for p in found["version"].split(".")) if found["version"] else CURRENT.get(rows[0].name, (10**6,))
+    )
     fitting = [t for t in rows if t.since <= version]
     if not fitting:
-        raise BadInput(f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}")
+        raise BadInput(
+            f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
+        )
     return fitting[-1]

@@ -71,8 +71,6 @@ class Allocator(Reserve):
         self.allocated = allocated = self.allocated + block.size
         if allocated > self.allocated_peak:
             self.allocated_peak = allocated
-        if self.pending and allocated + self.pending > self._active_peak:
-            self._active_peak = allocated + self.pending
         return block
 
     def _split(self, rest: Block, rounded: int) -> Block:

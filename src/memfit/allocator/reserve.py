@@ -107,7 +107,7 @@ class Reserve:
 
         self.requested = self.requested_peak = 0
         self.allocated = self.allocated_peak = 0
-        self.pending = self._active_peak = 0
+        self.pending = self._active_at_reset = 0
         self.reserved = self.reserved_peak = 0
         self.least_refused = UNLIMITED  # the smallest `reserved` that the driver refused to grow to
         self.inactive_split = self.inactive_split_peak = 0
@@ -140,7 +140,7 @@ class Reserve:
             allocated=self.allocated,
             allocated_peak=self.allocated_peak,
             active=self.allocated + self.pending,
-            active_peak=max(self.allocated_peak, self._active_peak),
+            active_peak=max(self.allocated_peak, self._active_at_reset),
             reserved=self.reserved,
             reserved_peak=self.reserved_peak,
             inactive_split=0 if expandable else self.inactive_split,
@@ -156,7 +156,7 @@ class Reserve:
     def reset_peak_stats(self) -> None:
         """torch.cuda.reset_peak_memory_stats(): every peak becomes the current value."""
         self.requested_peak, self.allocated_peak = self.requested, self.allocated
-        self._active_peak = self.allocated + self.pending
+        self._active_at_reset = self.allocated + self.pending  # malloc sees none pending, so later peaks are allocated's
         self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
 
     def blocks(self) -> Iterator[tuple[Block, ...]]:

@@ -86,4 +86,3 @@ def frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
     if d.embed_norm:
         below += norm(d.embed_norm, width, d.norm_bias)
     return below, norm(d.final, width, d.norm_bias) if d.final else ()
-

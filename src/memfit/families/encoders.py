@@ -75,7 +75,7 @@ def _modernbert_head(f: Fields, d: Dialect) -> Head:
     return head + (other("decoder.bias", f.size("vocab_size")) if f.flag("decoder_bias") else ()), "masked-lm", True
 
 
-def _both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+def both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
     """Softmax attention without a causal mask."""
     trait, weights = softmax_attention(f, d, index)
     return replace(trait, causal=False), weights
@@ -83,7 +83,7 @@ def _both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
 
 def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
     """DeBERTa: content and position attend to each other; positions have projections of their own unless shared."""
-    trait, weights = _both_ways(f, d, index)
+    trait, weights = both_ways(f, d, index)
     kinds = str(f.raw("pos_att_type") or "")
     if f.flag("relative_attention") and not f.flag("share_att_key"):
         width = f.size("hidden_size")
@@ -152,7 +152,7 @@ _DEFAULTS: dict[str, object] = {
     "tie_word_embeddings": True, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
 BERT = Dialect(
-    attention=_both_ways, mlp=plain_mlp, defaults=_DEFAULTS, variant=_bert, frame=_frame,
+    attention=both_ways, mlp=plain_mlp, defaults=_DEFAULTS, variant=_bert, frame=_frame,
     heads=Heads(masked=_bert_masked, pooler="pooler.dense", dense="{stem}.pooler.dense"),
     stem="bert", layers="encoder.layer", positions="position_embeddings", final="",
     body=("@attention", "attention.output.LayerNorm", "@mlp", "output.LayerNorm"), placement="post",
@@ -192,7 +192,7 @@ ENCODERS: dict[str, Dialect] = {
         untrainable="DeBERTa's content-to-position and position-to-content scores are not modelled",
     ),
     "modernbert": Dialect(
-        attention=_both_ways, mlp=_modernbert_mlp, bodies=_modernbert_body, heads=_modernbert_head,
+        attention=both_ways, mlp=_modernbert_mlp, bodies=_modernbert_body, heads=_modernbert_head,
         defaults={"tie_word_embeddings": True, "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False,
                   "decoder_bias": True, "classifier_bias": False, "global_attn_every_n_layers": 3,
                   "local_attention": 128},

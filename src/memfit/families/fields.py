@@ -136,7 +136,7 @@ class Fields:
         written = self.aliases.get(key, key)
         return BadInput(
             f"{self.name}: its config.json has no '{written}'",
-            hint=f"add \"{written}\" to the file; memfit does not guess a model's dimensions",
+            hint=f'add "{written}" to the file; memfit does not guess a model\'s dimensions',
         )
 
     def _wrong(self, key: str, value: object, wanted: str) -> BadInput:

@@ -18,7 +18,7 @@ def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weig
     rope, head_v, rank = f.size("qk_rope_head_dim"), f.size("v_head_dim"), f.size("kv_lora_rank")
     head = f.size("qk_nope_head_dim") + rope
     # null means a full-rank query; an absent key is an error, since the class default is not the checkpoint's
-    q_rank = f.size("q_lora_rank", 0 if f.has("q_lora_rank") else None, least=0)
+    q_rank = f.size("q_lora_rank", 0, least=0) if f.has("q_lora_rank") else f.size("q_lora_rank")
     weights = linear("q_proj", heads * head, width)
     if q_rank:
         weights = linear("q_a_proj", q_rank, width, bias) + norm("q_a_layernorm", q_rank)
@@ -59,7 +59,11 @@ def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, We
 def _kimi_linear_config(f: Fields) -> Fields:
     """The published file keeps the linear layers' dimensions in `linear_attn_config`."""
     nested = f.section("linear_attn_config") if f.raw("linear_attn_config") is not None else {}
-    keys = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size"}
+    keys = {
+        "linear_head_dim": "head_dim",
+        "linear_num_heads": "num_heads",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    }
     found = {key: nested[inner] for key, inner in keys.items() if inner in nested}
     return Fields({**f.values, **found}, f.name, f.aliases, f.defaults)
 

@@ -35,7 +35,9 @@ def _softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
         v = ops.copy(rec, v, label="cached values")
         rec.until_exit += [Tensor(k.storage, k.elements, k.itemsize), Tensor(v.storage, v.elements, v.itemsize)]
     out = kernel(block, q, k, v, a)
-    head_major = 0 < a.rotary_dim < a.head_dim  # cat() of the rotated part leaves [B, N, S, H], which the output inherits
+    head_major = (
+        0 < a.rotary_dim < a.head_dim
+    )  # cat() of the rotated part leaves [B, N, S, H], which the output inherits
     if head_major and block.style.kernel in ("flash", "cudnn"):
         out = ops.copy(rec, out, label="contiguous output")
     return block.linear("o", out, block.width)
@@ -144,7 +146,10 @@ def _fused(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout:
             held = [rec.new({"T": a.heads}, 4, "row sums"), *_efficient_workspace(rec, a, width)]
         else:
             grads = [rec.new(s, width, "attention gradient") for s in sizes]
-            held = [rec.new({"T128": a.heads}, 4, "row sums"), rec.new({"T128": a.heads * _round32(a.head_dim)}, 4, "dq accumulator")]
+            held = [
+                rec.new({"T128": a.heads}, 4, "row sums"),
+                rec.new({"T128": a.heads * _round32(a.head_dim)}, 4, "dq accumulator"),
+            ]
             if expanded:
                 held += [rec.new({"T": a.heads * a.head_dim}, width, "expanded key gradient") for _ in range(2)]
         del held

@@ -89,7 +89,9 @@ def mlp(block: Block, x: Tensor) -> Tensor:
             return _gated(block, x)
         if kind == "plain":
             return _plain(block, x)
-        raise Unsupported(f"activations of a {kind} feed-forward are not modelled", hint="use memfit trace for this model")
+        raise Unsupported(
+            f"activations of a {kind} feed-forward are not modelled", hint="use memfit trace for this model"
+        )
     finally:
         block.rec.scope.pop()
 

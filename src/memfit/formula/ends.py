@@ -245,7 +245,10 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor
         del tile
         result = ops.cast(rec, hidden, width, "gradient of hidden states")
         del hidden
-        return [result, None if grad_weight is None else ops.cast(rec, grad_weight, weight_width, "gradient of the head")]
+        return [
+            result,
+            None if grad_weight is None else ops.cast(rec, grad_weight, weight_width, "gradient of the head"),
+        ]
 
     return rec.record(loss, [x, w], [x, w, *vectors], backward), []
 

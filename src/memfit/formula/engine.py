@@ -102,9 +102,7 @@ class Recorder:
         """A kernel's own buffer, in bytes."""
         return self.new(size, 1, label, "temporaries")
 
-    def record(
-        self, out: Tensor, inputs: list[Tensor | None], saved: list[Tensor | None], apply: Backward
-    ) -> Tensor:
+    def record(self, out: Tensor, inputs: list[Tensor | None], saved: list[Tensor | None], apply: Backward) -> Tensor:
         """Attach the backward node that PyTorch would attach to `out`."""
         if not self.grad or not any(t is not None and t.requires_grad for t in inputs):
             return out

@@ -72,7 +72,12 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})
     if targets == ("attention",):
-        names = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear" and "attn" in w.name}
+        names = {
+            w.module
+            for layer in set(architecture.layers)
+            for w in layer.weights
+            if w.kind == "linear" and "attn" in w.name
+        }
         return frozenset(names or linears)
     return frozenset(targets)
 
@@ -83,5 +88,8 @@ def adapter_weights(layer: Layer, modules: frozenset[str], rank: int) -> list[We
     for w in layer.weights:
         if w.kind == "linear" and w.module in modules:
             out, ins = w.shape[0], w.shape[-1]
-            found += [Weight(f"{w.module}.lora_A", (rank, ins), "linear"), Weight(f"{w.module}.lora_B", (out, rank), "linear")]
+            found += [
+                Weight(f"{w.module}.lora_A", (rank, ins), "linear"),
+                Weight(f"{w.module}.lora_B", (out, rank), "linear"),
+            ]
     return found

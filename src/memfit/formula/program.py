@@ -17,7 +17,7 @@ from memfit.tape import Role
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """A run of events inside a program: the peaks above its start and what it leaves behind."""
 
@@ -37,7 +37,9 @@ class Segment:
                 if not any(covers(p, now) for p, _ in peaks):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, by_role(events, sizes, roles))
+        return Segment(
+            tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, by_role(events, sizes, roles)
+        )
 
 
 def by_role(
@@ -50,7 +52,7 @@ def by_role(
     return split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
 
@@ -111,7 +113,14 @@ def _run_forward(rec: Recorder, layer: Layer, style: Style, width: int, x: Tenso
 
 
 def _run_backward(
-    rec: Recorder, layer: Layer, style: Style, width: int, out: Tensor, kept: list[Tensor], saves: int, grads: list[Tensor]
+    rec: Recorder,
+    layer: Layer,
+    style: Style,
+    width: int,
+    out: Tensor,
+    kept: list[Tensor],
+    saves: int,
+    grads: list[Tensor],
 ) -> Tensor | None:
     if style.checkpointing == "none":
         return rec.backward(out, grads.pop())

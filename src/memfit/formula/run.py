@@ -12,7 +12,7 @@ from memfit.formula.program import Program, Segment, block_program
 from memfit.formula.style import Style
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """A program in its place: block `index` (from 0), or an end of the model."""
 

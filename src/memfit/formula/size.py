@@ -82,7 +82,9 @@ def _power_of_two_below(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n > 0 else 1
 
 
-def reduce_staging(rows: int, columns: int, acc_bytes: int, multiprocessors: int, threads_per_multiprocessor: int) -> int:
+def reduce_staging(
+    rows: int, columns: int, acc_bytes: int, multiprocessors: int, threads_per_multiprocessor: int
+) -> int:
     """Bytes of the staging buffer of `x.sum(0)` over [rows, columns] (ATen Reduce.cuh, setReduceConfig).
 
     Source: the launch rules of at::native::gpu_reduce_kernel, checked against recorded kernels on cc 8.0 and 9.0.

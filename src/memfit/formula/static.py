@@ -1,4 +1,4 @@
-"""What lies on the card between steps: parameters, adapters, quantised payload and scales, gradients, states."""
+"""What lies on the card between steps, tensor by tensor: weights, adapters, quantised payload and scales, states."""
 
 from __future__ import annotations
 
@@ -13,69 +13,102 @@ from memfit.quantization import QUANTIZATIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
-    """Bytes; every field is one line of the account."""
+class Stored:
+    """One weight as it arrives on the card: the tensors that stay, and what is gone once it is converted."""
 
-    base: int  # weights as stored (payload only when quantised)
+    stays: tuple[int, ...]
+    passing: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Static:
+    """Everything that is not an activation. Plain numbers are bytes; each is one line of the account."""
+
+    base: int  # weights as stored (payload alone when quantised)
     scales: int  # block scales and tables of a quantised base
-    upcast: int  # extra bytes of prepare_model_for_kbit_training's fp32 copies (part of what is stored)
+    upcast: int  # what prepare_model_for_kbit_training's fp32 copies add
     adapter: int
     master: int
-    gradients: int  # when all exist
+    gradients: int  # when all of them exist
     states: int
-    step: int  # temporaries of optimizer.step()
-    buffers: int  # rotary inverse frequencies and the like
     trained: int  # number of trained elements
-    largest_quantised: int  # elements of the largest quantised matrix
+    parameters: int  # number of stored elements of the base
+    quantised: int  # how many of them are quantised
+    largest: int  # elements of the largest linear weight
+    stored: tuple[Stored, ...]
+    state_tensors: tuple[tuple[int, ...], ...]
+    step_buffers: tuple[int, ...]
+
+    @property
+    def weights(self) -> int:
+        """All weights on the card."""
+        return self.base + self.scales + self.upcast + self.adapter + self.master
 
 
-@lru_cache(maxsize=2048)
-def static_bytes(architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...],
-                 n: Numerics, optimizer: Optimizer, embeddings_32bit: bool) -> Static:  # fmt: skip
-    """Exact bytes of everything that is not an activation; lru_cache because searches ask for the same few again."""
-    weights = architecture.weights
-    base = scales = upcast = largest = 0
+@lru_cache(maxsize=512)
+def static_bytes(
+    architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
+    optimizer: Optimizer, embeddings_32bit: bool,
+) -> Static:  # fmt: skip
+    """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
-    row = QUANTIZATIONS.get(quantization) if quantization != "none" else None
-    for w in weights:
+    row = QUANTIZATIONS.get(quantization) if method == "qlora" else None
+    stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
+    for w in architecture.weights:
+        largest = max(largest, w.numel if w.kind == "linear" else 0)
         if row is not None and id(w) in linears:
+            stored.append(Stored(row.tensors(w.numel, w.shape[0]), w.numel * n.weight))
             base += row.payload(w.numel)
             scales += row.scales(w.numel, w.shape[0])
-            largest = max(largest, w.numel)
+            quantised += w.numel
         else:
             width = n.other if row is not None else n.weight
-            base += w.numel * width
-            upcast += w.numel * (width - n.weight) if row is not None else 0
-    trained = _trained(architecture, method, rank, targets, n)
-    adapter = 0 if method == "full" else sum(w.numel * size for w, size in trained)
-    state_width = [(w, n.state if method == "full" else size) for w, size in trained]
-    states = optimizer.total_state_bytes(state_width)
-    if embeddings_32bit and optimizer.package == "bitsandbytes" and method == "full":
-        states += _embedding_extra(architecture, optimizer, n)
-    gradients = sum(w.numel * size for w, size in trained)
+            stored.append(Stored((w.numel * width,), w.numel * n.weight if width != n.weight else 0))
+            base += w.numel * n.weight
+            upcast += w.numel * (width - n.weight)
+    trained = trained_weights(architecture, method, rank, targets, n)
+    adapter = 0
+    if method != "full":
+        stored += [Stored((w.numel * size,)) for w, size in trained]
+        adapter = sum(w.numel * size for w, size in trained)
+    if n.master:
+        stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
         base=base, scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
-        gradients=gradients, states=states, step=optimizer.step_bytes(trained), buffers=0,
-        trained=sum(w.numel for w, _ in trained), largest_quantised=largest,
+        gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
+        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
+        stored=tuple(stored), state_tensors=states, step_buffers=optimizer.step_buffers([(w.numel, s) for w, s in trained]),
     )  # fmt: skip
 
 
-def _trained(architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics) -> list[tuple[Weight, int]]:
+def trained_weights(
+    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics
+) -> list[tuple[Weight, int]]:
+    """(weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     modules = lora_modules(architecture, targets)
     return [(w, n.adapter) for layer in architecture.layers for w in adapter_weights(layer, modules, rank)]
 
 
-def _embedding_extra(architecture: Architecture, optimizer: Optimizer, n: Numerics) -> int:
-    """transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers."""
-    if optimizer.width is None or optimizer.width >= 4:
-        return 0
-    tables = [w for w in architecture.embedding if w.kind == "embedding"]
-    return sum(optimizer.moments * 4 * w.numel - optimizer.state_bytes(w, n.weight) for w in tables)
+def _state_tensors(
+    trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
+) -> tuple[tuple[int, ...], ...]:
+    """State tensors per trained weight; the first entry holds the tables they share.
+
+    transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
+    """
+    wide = embeddings_32bit and optimizer.package == "bitsandbytes" and optimizer.width == 1
+    tensors: list[tuple[int, ...]] = [(optimizer.tables,)] if optimizer.tables else []
+    for w, size in trained:
+        if wide and w.kind == "embedding":
+            tensors.append((4 * w.numel,) * optimizer.moments)
+        else:
+            tensors.append(optimizer.state_tensors(w, 4 if n.master else size))
+    return tuple(tensors)
 
 
-def of(architecture: Architecture, recipe: Recipe, n: Numerics, optimizer: Optimizer, embeddings_32bit: bool) -> Static:
+def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, embeddings_32bit: bool) -> Static:
     """`static_bytes` for a recipe."""
-    quantization = recipe.quantization if recipe.method == "qlora" else "none"
-    return static_bytes(architecture, recipe.method, quantization, recipe.lora_rank, recipe.lora_targets, n, optimizer, embeddings_32bit)
+    return static_bytes(a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit)

@@ -31,4 +31,3 @@ class Style:
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
     use_cache: bool = False
-

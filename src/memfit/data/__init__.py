@@ -1,0 +1,175 @@
+"""Token lengths of a training file: `files` reads records, `samples` finds their text, `tokens` counts; tied here.
+
+Nothing is held but a batch of samples and a table of lengths, so a file of any size is read in bounded memory, and a
+line that cannot be used is counted and reported instead of ending the reading.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memfit.data.files import Broken, Record, reader_for
+from memfit.data.samples import KNOWN_FIELDS, Sample, UnusableError, sample_of
+from memfit.data.tokens import Tokens, find_tokenizer
+from memfit.errors import BadInput
+from memfit.lengths import Lengths
+from memfit.units import MIB
+
+BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # what is tokenised at once
+KEPT = 5  # examples of broken lines and longest samples that are kept
+Progress = Callable[[int, int], None]  # (bytes read, bytes of the file)
+
+__all__ = ["Broken", "Dataset", "read_dataset"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What a training file holds, in tokens."""
+
+    path: str
+    lengths: Lengths
+    layouts: tuple[tuple[str, int], ...]  # (fields read, samples), most frequent first
+    tokenizer: str  # as shown to the user
+    estimate: bool  # the counts are not those of the model's tokenizer
+    longest: tuple[tuple[int, int], ...]  # (tokens, line) of the longest samples, longest first
+    broken: int
+    examples: tuple[Broken, ...]  # of the broken lines, the first few
+    complete: bool  # False when reading stopped at the limit
+    notes: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "path": self.path,
+            "tokenizer": self.tokenizer,
+            "estimate": self.estimate,
+            "complete": self.complete,
+            "layouts": dict(self.layouts),
+            "lengths": self.lengths.summary(),
+            "longest": [{"tokens": tokens, "line": line} for tokens, line in self.longest],
+            "broken": self.broken,
+            "broken_examples": [{"line": b.line, "reason": b.reason} for b in self.examples],
+            "notes": list(self.notes),
+        }
+
+
+def read_dataset(
+    path: str | Path,
+    tokenizer: str | Path | None = None,
+    *,
+    text_field: str = "",
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Count the tokens of every sample of a .jsonl, .json, .txt, .csv, .tsv or .parquet file.
+
+    tokenizer: a tokenizer.json or a folder holding one, "bytes", or None for an estimate. text_field: read this field
+    alone instead of the known ones. limit: stop after so many samples. progress is called between batches.
+    Raises BadInput when the file or the tokenizer cannot be used at all; single broken lines are only counted.
+    """
+    source, tally = Path(path), _Tally()
+    if limit is not None and limit < 1:
+        raise BadInput(f"the limit must be at least 1 sample, not {limit}", hint="leave it out to read the whole file")
+    tokens = find_tokenizer(tokenizer)
+    try:
+        read = reader_for(source)
+        size = source.stat().st_size
+        fields = {*KNOWN_FIELDS, text_field} if text_field else KNOWN_FIELDS
+        with source.open("rb") as file, closing(read(file, fields)) as records:
+            for batch in _batches(tally.usable(records, text_field, limit)):
+                tally.add(batch, tokens)
+                if progress:
+                    progress(file.tell(), size)
+    except OSError as error:
+        raise BadInput(
+            f"{source} cannot be read: {error.strerror or error}", hint="check the path and its rights"
+        ) from None
+    return tally.dataset(source, tokens)
+
+
+def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Samples in lists that are worth a call of the tokenizer and fit in memory."""
+    batch: list[Sample] = []
+    chars = 0
+    for sample in samples:
+        batch.append(sample)
+        chars += sum(map(len, sample.texts))
+        if len(batch) >= BATCH_SAMPLES or chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is known so far while a file is read."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    layouts: Counter[str] = field(default_factory=Counter)
+    longest: list[tuple[int, int]] = field(default_factory=list)  # a heap of (tokens, -line)
+    broken: int = 0
+    examples: list[Broken] = field(default_factory=list)
+    notes: set[str] = field(default_factory=set)
+    complete: bool = True
+
+    def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Sample]:
+        """The samples among the records, at most `limit`; the rest is counted as broken."""
+        found = 0
+        for record in records:
+            if found == limit:
+                self.complete = False
+                return
+            try:
+                if isinstance(record, Broken):
+                    raise UnusableError(record.reason)
+                yield sample_of(record, text_field)
+                found += 1
+            except UnusableError as error:
+                self.broken += 1
+                if len(self.examples) < KEPT:
+                    self.examples.append(Broken(record.line, str(error)))
+
+    def add(self, batch: list[Sample], tokens: Tokens) -> None:
+        """Count one batch."""
+        counted = iter(tokens.count([text for sample in batch for text in sample.texts]))
+        for sample in batch:
+            total = sample.tokens + sum(next(counted) for _ in sample.texts)
+            total += tokens.special if sample.texts else 0
+            self.counts[total] += 1
+            self.layouts[sample.layout] += 1
+            heapq.heappush(self.longest, (total, -sample.line))
+            if len(self.longest) > KEPT:
+                heapq.heappop(self.longest)
+            if sample.note:
+                self.notes.add(sample.note)
+
+    def dataset(self, source: Path, tokens: Tokens) -> Dataset:
+        """The result; raises BadInput when not one sample could be used."""
+        if not self.counts:
+            if not self.broken:
+                raise BadInput(f"{source} holds no samples", hint="give a file with at least one sample")
+            first = self.examples[0]
+            raise BadInput(
+                f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",
+                hint="a sample has text, messages, prompt and completion, instruction and output, or input_ids; "
+                "name another field with --text-field",
+            )
+        return Dataset(
+            path=str(source),
+            lengths=Lengths.counted(self.counts),
+            layouts=tuple(self.layouts.most_common()),
+            tokenizer=tokens.label,
+            estimate=tokens.estimate,
+            longest=tuple((total, -line) for total, line in sorted(self.longest, reverse=True)),
+            broken=self.broken,
+            examples=tuple(self.examples),
+            complete=self.complete,
+            notes=tuple(sorted(self.notes)),
+        )

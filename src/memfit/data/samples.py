@@ -1,0 +1,142 @@
+"""Finds the text of a record: which fields hold it in each of the layouts that trainers read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from memfit.data.files import Record
+
+CHAT_TOKENS = 5  # around each message: <|im_start|> role \n ... <|im_end|> \n, and as many in Llama 3's template
+END = 1  # the end of the sequence, which trainers append to plain text
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
+)
+NOT_TEXT = "images, audio and other parts of messages that are not text were not counted"
+
+
+class Sample(NamedTuple):
+    """What of one record is tokenised, and the tokens that come with it without being text."""
+
+    line: int
+    layout: str
+    texts: list[str]
+    tokens: int  # besides the texts: ready token ids, chat markup, the end of the sequence
+    note: str = ""
+
+
+class UnusableError(Exception):
+    """A record without usable fields; the message says what was found."""
+
+
+def sample_of(record: Record, text_field: str = "") -> Sample:
+    """Find the layout of a record, or take the one field that was named; raises UnusableError where neither is there."""
+    value = {"text": record.value} if isinstance(record.value, str) else record.value
+    if not isinstance(value, dict):
+        raise UnusableError(f"a sample must be an object with fields, not {_kind(value)}")
+    if text_field and not isinstance(record.value, str):
+        return Sample(record.line, text_field, [_text(value, text_field)], END)
+    for layout, needed, read in LAYOUTS:
+        if all(value.get(name) is not None for name in needed):
+            return read(record.line, layout, value)
+    found = ", ".join(f"'{str(name)[:30]}'" for name in list(value)[:6]) or "none"
+    raise UnusableError(f"no known fields; found {found}")
+
+
+def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Sample:
+    ids = _parsed(value["input_ids"])
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise UnusableError("'input_ids' is not a list of whole numbers")
+    return Sample(line, layout, [], len(ids))
+
+
+def _plain(line: int, layout: str, value: dict[str, Any]) -> Sample:
+    return Sample(line, layout, [_text(value, "text")], END)
+
+
+def _chat(line: int, layout: str, value: dict[str, Any]) -> Sample:
+    texts, note = _messages(_parsed(value[layout]))
+    return Sample(line, layout, texts, CHAT_TOKENS * len(texts), note)
+
+
+def _pair(line: int, layout: str, value: dict[str, Any]) -> Sample:
+    """Two fields in a row, each a text or a list of messages."""
+    texts: list[str] = []
+    tokens, note = END, ""
+    for name in layout.split("+"):
+        if isinstance(value[name], list):
+            said, more = _messages(value[name])
+            texts, tokens, note = texts + said, tokens + CHAT_TOKENS * len(said), note or more
+        else:
+            texts.append(_text(value, name))
+    return Sample(line, layout, texts, tokens, note)
+
+
+def _instruction(line: int, layout: str, value: dict[str, Any]) -> Sample:
+    """In the Alpaca template; where the trainer uses a chat template instead, that is about 30 tokens too many."""
+    given = _text(value, "input") if value.get("input") is not None else ""
+    return Sample(line, layout, [ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))], END)
+
+
+LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], Sample]], ...] = (
+    ("input_ids", ("input_ids",), _input_ids),
+    ("messages", ("messages",), _chat),
+    ("conversations", ("conversations",), _chat),
+    ("text", ("text",), _plain),
+    ("prompt+completion", ("prompt", "completion"), _pair),
+    ("prompt+response", ("prompt", "response"), _pair),
+    ("question+answer", ("question", "answer"), _pair),
+    ("instruction+input+output", ("instruction", "output"), _instruction),
+)
+KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | {"input"}
+
+
+def _text(value: dict[str, Any], name: str) -> str:
+    found = value.get(name)
+    if not isinstance(found, str):
+        raise UnusableError(f"'{name}' is {'missing' if found is None else f'not text but {_kind(found)}'}")
+    return _sound(found)
+
+
+def _sound(text: str) -> str:
+    """The text, refused when it holds half a character, on which tokenizers fail."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UnusableError(
+                "the text is not valid Unicode (a byte that is not UTF-8, or half a surrogate pair)"
+            ) from None
+    return text
+
+
+def _messages(value: Any) -> tuple[list[str], str]:
+    """The text of each message, and a note about what is not text; takes role/content and from/value."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
+        raise UnusableError("the messages are not a list of objects")
+    texts, note = [], ""
+    for message in value:
+        content = message.get("content", message.get("value"))
+        parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
+        said = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+        note = note if len(said) == len(parts) else NOT_TEXT
+        calls = json.dumps(message["tool_calls"], default=str) if message.get("tool_calls") else ""
+        texts.append(_sound("".join(said) + calls))
+    return texts, note
+
+
+def _parsed(value: Any) -> Any:
+    """A list that was written as JSON into a CSV cell."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -1,0 +1,63 @@
+"""Export target deepspeed: ds_config.json, the ZeRO stage, buckets, offload and precision of a recipe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memfit.export import launch, names
+from memfit.job import Recipe
+from memfit.plan import Plan
+
+# DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
+BUCKET = 50_000_000
+
+
+def export(plan: Plan) -> dict[str, str]:
+    """ds_config.json with every number written out, for any launcher. Raises Unsupported."""
+    names.check_method(plan.recipe)
+    launch.check_deepspeed(plan.recipe)
+    return {launch.DEEPSPEED_FILE: to_json(config(plan.recipe))}
+
+
+def to_json(settings: dict[str, Any]) -> str:
+    """The settings as JSON."""
+    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+
+
+def config(recipe: Recipe, *, auto: bool = False) -> dict[str, Any]:
+    """DeepSpeed's settings. auto: batch sizes are left to the Trainer, which knows them and refuses a mismatch."""
+    batch = {
+        "train_batch_size": "auto" if auto else recipe.effective_batch,
+        "train_micro_batch_size_per_gpu": "auto" if auto else recipe.micro_batch,
+        "gradient_accumulation_steps": "auto" if auto else recipe.accumulation,
+        "gradient_clipping": "auto" if auto else 1.0,
+    }
+    return batch | _precision(recipe) | {"zero_optimization": _zero(recipe)}
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    if recipe.precision == "fp32":
+        return {}
+    if recipe.precision == "fp16-mixed":
+        return {"fp16": {"enabled": True}}
+    settings = {"enabled": True}
+    if recipe.precision == "bf16" and recipe.method == "full":  # else bf16 weights get an fp32 master copy
+        settings |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"bf16": settings}
+
+
+def _zero(recipe: Recipe) -> dict[str, Any]:
+    stage = launch.zero_stage(recipe)
+    settings: dict[str, Any] = {"stage": stage}
+    if stage:
+        settings |= {"reduce_bucket_size": BUCKET, "contiguous_gradients": True, "overlap_comm": True}
+    if stage in (1, 2):
+        settings["allgather_bucket_size"] = BUCKET
+    if stage == 3:
+        settings |= {"stage3_prefetch_bucket_size": BUCKET, "stage3_gather_16bit_weights_on_model_save": True}
+    if recipe.offload != "none":
+        settings["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if recipe.offload == "parameters":
+        settings["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return settings

@@ -1,0 +1,136 @@
+"""Parts shared by the Python scripts memfit writes: head, constants, arguments, data, and calls with comments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memfit.export import launch
+from memfit.export.text import WIDTH, comment, literal, stamp, summary
+from memfit.job import Recipe
+from memfit.plan import Plan
+
+Setting = tuple[str, str, str]  # name, value as source text, comment
+
+DATA_HELP = "JSON Lines file, or dataset on the Hub"
+ROWS = 'Each line of the data holds {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}.'
+
+
+def head(plan: Plan, what: str, versions: str) -> list[str]:
+    """The docstring of the script, with the prediction and the two commands to type."""
+    return [
+        f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}: {summary(plan)}.',
+        "",
+        f"The recipe is in recipe.toml; {stamp(versions)}.",
+        "",
+        "    pip install -r requirements.txt",
+        f"    {launch.command(plan.recipe)} --data {_default_data(plan, shell=True)}",
+        "",
+        ROWS,
+        '"""',
+        "",
+    ]
+
+
+def _default_data(plan: Plan, *, shell: bool = False) -> str:
+    data = plan.job.dataset or "data.jsonl"
+    if shell:
+        return data if all(c.isalnum() or c in "._-/" for c in data) else "data.jsonl"
+    return literal(data)
+
+
+def imports(plan: Plan, standard: Sequence[str], others: Sequence[str], saved: str = "") -> list[str]:
+    """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
+    lines = [f"import {name}" for name in standard if not name.startswith("from")]
+    if plan.recipe.alloc_conf:
+        lines = sorted({*lines, "import os"})
+    lines += [name for name in standard if name.startswith("from")]
+    lines.append("")
+    if not plan.recipe.alloc_conf:
+        return [*lines, *others, ""]
+    why = "before torch is imported, which reads it once" + (f"; {saved}" if saved else "")
+    setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
+    return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *others, ""]
+
+
+def with_comment(code: str, note: str, indent: str = "") -> list[str]:
+    """One line of code with its comment behind it, or above it when the line would be too long."""
+    line = indent + code
+    if not note:
+        return [line]
+    together = f"{line}  # {note}"
+    return [together] if len(together) <= WIDTH else [f"{indent}# {note}", line]
+
+
+def constants(settings: Iterable[Setting]) -> list[str]:
+    """NAME = value  # comment."""
+    return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)] + ["", ""]
+
+
+def call(opening: str, settings: Iterable[Setting], closing: str = ")", indent: str = "    ") -> list[str]:
+    """A call with one keyword argument per line."""
+    inner = indent + "    "
+    body = [line for name, value, note in settings for line in with_comment(f"{name}={value},", note, inner)]
+    return [indent + opening, *body, indent + closing]
+
+
+def one_line(function: str, settings: dict[str, object]) -> str:
+    """A call as one expression."""
+    return f"{function}({', '.join(f'{k}={literal(v)}' for k, v in settings.items())})"
+
+
+def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
+    """The constants every script has: model, data, sizes."""
+    r = plan.recipe
+    product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
+    notes = {
+        "micro": saved.get("micro_batch", ""),
+        "steps": "; ".join(filter(None, (f"{product} = {r.effective_batch} sequences per optimizer step", saved.get("accumulation", "")))),
+    }
+    return [
+        ("MODEL", literal(plan.job.architecture.name), ""),
+        ("DATA", _default_data(plan), ""),
+        ("MAX_LENGTH", str(r.sequence_length), "tokens; longer samples are cut"),
+        ("MICRO_BATCH", str(r.micro_batch), notes["micro"]),
+        ("ACCUMULATION", str(r.accumulation), notes["steps"]),
+        ("LEARNING_RATE", learning_rate(r), "this and EPOCHS do not change memory"),
+        ("EPOCHS", "1", ""),
+    ]
+
+
+def learning_rate(recipe: Recipe) -> str:
+    """TRL's own advice: 2e-5 for full fine-tuning, ten times that for adapters."""
+    return "2e-5" if recipe.method == "full" else "2e-4"
+
+
+def arguments() -> list[str]:
+    """The command line of the script."""
+    return [
+        "def arguments() -> argparse.Namespace:",
+        "    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)",
+        '    parser.add_argument("--model", default=MODEL)',
+        f'    parser.add_argument("--data", default=DATA, help="{DATA_HELP}")',
+        '    parser.add_argument("--output", default="output")',
+        '    parser.add_argument("--resume", nargs="?", const=True, help="continue from the last, or the named, checkpoint")',
+        '    parser.add_argument("--max-steps", type=int, default=-1)',
+        '    parser.add_argument("--cpu", action="store_true", help="try the script without a GPU")',
+        "    return parser.parse_args()",
+        "",
+        "",
+    ]
+
+
+def data() -> list[str]:
+    """The function that loads the data."""
+    return [
+        "def load(data: str) -> Dataset:",
+        "    if Path(data).exists():",
+        '        return load_dataset("json", data_files=data, split="train")',
+        '    return load_dataset(data, split="train")',
+        "",
+        "",
+    ]
+
+
+def ending() -> list[str]:
+    """Run main() when started as a script."""
+    return ["", "", 'if __name__ == "__main__":', "    main()", ""]

@@ -1,0 +1,91 @@
+"""Text shared by the exports: literals, comments, YAML with comments, and what each rung of the ladder saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from memfit import __version__
+from memfit.job import RECIPE_FIELDS, Recipe
+from memfit.plan import Plan
+from memfit.units import human
+
+WIDTH = 120
+
+
+def literal(value: object) -> str:
+    """A Python literal with double quotes; safe for any text."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(literal(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def comment(value: str) -> str:
+    """Text that may stand in a comment or docstring: one line, no quotes or backslashes that could end it."""
+    kept = "".join(c if c.isprintable() else " " for c in value)
+    return kept.replace("\\", "/").replace('"', "'").strip()
+
+
+def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = None, head: Sequence[str] = ()) -> str:
+    """YAML of a flat or nested mapping in its own order; `notes` puts a comment behind a top-level key."""
+    lines = list(head)
+    for key, value in settings.items():
+        first, *rest = (
+            yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n").split("\n")
+        )
+        note = (notes or {}).get(key, "")
+        lines += [f"{first}  # {note}" if note else first, *rest]
+    return "\n".join(lines) + "\n"
+
+
+def savings(plan: Plan) -> dict[str, str]:
+    """Recipe field -> "saves 13.4 GiB: + activation checkpointing", for every rung the chosen recipe still stands on.
+
+    A rung that moved several fields is told at the one that names it, so that no byte is claimed twice.
+    """
+    if not plan.ladder:
+        return {}
+    before = plan.ladder[0].recipe
+    saved: dict[str, int] = {}
+    titles: dict[str, str] = {}
+    for rung in plan.ladder[1:]:
+        moved = [f for f in _TELLING if getattr(rung.recipe, f) != getattr(before, f)]
+        kept = [f for f in moved if getattr(plan.recipe, f) != getattr(plan.ladder[0].recipe, f)]
+        if kept:
+            saved[kept[0]] = saved.get(kept[0], 0) + rung.saved
+            titles[kept[0]] = comment(rung.title.removeprefix("+ "))
+        before = rung.recipe
+    return {f: f"saves {human(size)}: {titles[f]}" for f, size in saved.items() if size > 0}
+
+
+# the field that names a rung comes first
+_TELLING = ("quantization", "method", *(f for f in RECIPE_FIELDS if f not in ("quantization", "method")))
+
+
+def summary(plan: Plan) -> str:
+    """'qlora, 14.1 GiB of the 23.2 GiB usable on RTX 4090', for the first line of a file."""
+    card = (
+        comment(plan.job.gpu.name)
+        if plan.recipe.num_gpus == 1
+        else f"{plan.recipe.num_gpus} x {comment(plan.job.gpu.name)}"
+    )
+    short = "" if plan.judgement.need <= plan.judgement.usable else ", which does NOT fit"
+    return f"{title(plan.recipe)}, {human(plan.judgement.need)} of the {human(plan.judgement.usable)} usable on {card}{short}"
+
+
+def title(recipe: Recipe) -> str:
+    """'QLoRA r16', 'LoRA r8' or 'full fine-tuning'."""
+    words = {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}
+    return words[recipe.method]
+
+
+def stamp(target: str) -> str:
+    """Who wrote the file, and for which versions of the framework."""
+    return f"written by memfit {__version__} for {target}"

@@ -1,0 +1,53 @@
+"""A whole run as one integer tape: the load weight by weight, then optimizer steps built from unrolled passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.formula.fold import Meter
+from memfit.formula.run import MicroStep
+from memfit.formula.static import Stored
+from memfit.formula.unroll import Pass, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a run does, in bytes."""
+
+    load: Sequence[Stored]
+    states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step
+    step_buffers: Sequence[int]  # temporaries of one optimizer step, alive together
+    workspace: int
+    batch: int  # bytes of one tensor of token ids
+    accumulation: int = 1
+    steps: int = 2
+
+
+def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) -> list[int]:
+    """The tape of load and `steps` optimizer steps. `later` is the pass that adds to existing gradients."""
+    tape = Tape()
+    for item in schedule.load:
+        passing = tape.alloc(item.passing)
+        for size in item.stays:
+            tape.alloc(size)
+        tape.free(passing)
+    batch: list[int] = []
+    for number in range(schedule.steps):
+        gradients: list[int] = []
+        for micro in range(min(schedule.accumulation, 2)):
+            fresh = [tape.alloc(schedule.batch) for _ in range(3)]
+            for old in batch:
+                tape.free(old)
+            batch = fresh
+            one = Pass(tape, meter, later if micro else first)
+            one.run(schedule.workspace if number == 0 and micro == 0 else 0)
+            gradients += one.gradients
+        if number == 0:
+            for group in schedule.states:
+                for size in group:
+                    tape.alloc(size)
+        buffers = [tape.alloc(size) for size in schedule.step_buffers]
+        for index in [*buffers, *gradients]:
+            tape.free(index)
+    return tape.events
