@@ -104,9 +104,9 @@ class Layer:
         return sum(w.numel for w in self.weights)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Architecture:
-    """A model. `layers` has one entry per block; equal blocks share one Layer object."""
+    """A model, compared by identity (it is the key of many caches). `layers` has one entry per block; equal blocks share one Layer object."""
 
     name: str  # Hugging Face id or path, as shown to the user
     model_type: str  # of its config.json

@@ -69,9 +69,8 @@ def reading(text: str, gpu: Gpu) -> str:
 
     "h100" -> "'h100' read as H100 SXM (80 GB), not h100-pcie or h100-nvl".
     """
-    words, model = _words(text), _model(gpu)
-    others = [g for g in _having(words) if g is not gpu and _model(g) == model]
-    if not others or words == _words(gpu.name):
+    others = [g for g in _having(_words(text)) if g is not gpu and _model(g) == _model(gpu)]
+    if not others:
         return ""
     size = f"{gpu.sold_bytes // GB} GB"
     name = gpu.name if size in gpu.name else f"{gpu.name} ({size})"

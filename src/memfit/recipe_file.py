@@ -1,4 +1,4 @@
-"""recipe.toml, the file a plan leaves behind: the chosen recipe with its model, card and data, written and read back."""
+"""recipe.toml, the file a plan leaves behind: the chosen recipe with its model, card and data."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ name their twins there):
 10. With `expandable_segments` there is one growing segment per pool and stream: 2 MiB granules (small) or 20 MiB ones
     (large) are mapped right after the last, any rest of 512 B is split off, and whole free granules are unmapped in 7.
 
-`requested <= allocated <= reserved <= capacity` holds at every moment.
+`requested <= allocated <= reserved <= capacity` holds at every moment, except that while freed blocks wait for other
+streams their bytes still count as requested, and as active instead of allocated.
 
 Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend, PYTORCH_NO_CUDA_MEMORY_CACHING,
 free-memory callbacks, settings changed half-way, several devices, IPC, malloc hints. The driver is a counter: it hands

@@ -20,8 +20,7 @@ def allocate(reserve: Reserve, pool: Pool, size: int) -> Block | None:
         return None
     while block.size < size:
         following = block.next
-        assert following is not None
-        if not _map_block(reserve, following, min(size - block.size, following.size)):
+        if following is None or not _map_block(reserve, following, min(size - block.size, following.size)):
             return None
         block = following  # it swallowed the free block before it
     pool.remove(block)
@@ -70,7 +69,7 @@ def _find_expandable_block(reserve: Reserve, pool: Pool, size: int) -> Block:
 def _new_segment(reserve: Reserve, pool: Pool) -> Block:
     """`new ExpandableSegment`: addresses for 9/8 of the card, rounded up to granules, nothing mapped."""
     granule = pool.granule
-    size = -(-(reserve.total_memory + reserve.total_memory // 8) // granule) * granule
+    size = max(1, -(-(reserve.total_memory + reserve.total_memory // 8) // granule)) * granule
     block = reserve.new_block(size, reserve.reserve_address(size, granule), pool)
     pool.insert_unmapped(block)
     return block

@@ -156,7 +156,9 @@ class Reserve:
     def reset_peak_stats(self) -> None:
         """torch.cuda.reset_peak_memory_stats(): every peak becomes the current value."""
         self.requested_peak, self.allocated_peak = self.requested, self.allocated
-        self._active_at_reset = self.allocated + self.pending  # malloc sees none pending, so later peaks are allocated's
+        self._active_at_reset = (
+            self.allocated + self.pending
+        )  # malloc sees none pending, so later peaks are allocated's
         self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
 
     def blocks(self) -> Iterator[tuple[Block, ...]]:

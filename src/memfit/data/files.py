@@ -120,9 +120,8 @@ def _json_elements(text: TextIO) -> Read:
         try:
             value, at = decoder.raw_decode(buffer, at)
         except (ValueError, RecursionError) as error:
-            waiting = (
-                len(buffer) - at
-            )  # read as much again, so that a long element is parsed a few times, not thousands
+            waiting = len(buffer) - at
+            # as much again, so that a long element is parsed a few times and not thousands
             more = text.read(max(CHUNK, waiting)) if waiting < LINE_LIMIT else ""
             if not more:
                 yield Broken(number, f"{_json_reason(error)}; nothing after it was read")

@@ -32,7 +32,7 @@ class UnusableError(Exception):
 
 
 def sample_of(record: Record, text_field: str = "") -> Sample:
-    """Find the layout of a record, or take the one field that was named; raises UnusableError where neither is there."""
+    """Read a record by its layout, or the one field that was named; raises UnusableError where neither is there."""
     value = {"text": record.value} if isinstance(record.value, str) else record.value
     if not isinstance(value, dict):
         raise UnusableError(f"a sample must be an object with fields, not {_kind(value)}")

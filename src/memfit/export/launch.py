@@ -14,7 +14,7 @@ _STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def backend(recipe: Recipe) -> Backend:
-    """Who holds the weights: FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, offload and a master copy."""
+    """FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, for offload and for a master copy."""
     trained_master = recipe.precision == "bf16-master" and recipe.method == "full"
     if recipe.offload != "none" or recipe.shard in ("optimizer", "gradients"):
         return "deepspeed"
@@ -69,7 +69,7 @@ def _check_fsdp(recipe: Recipe) -> None:
 
 
 def check_deepspeed(recipe: Recipe) -> None:
-    """Refuse what DeepSpeed 0.19 cannot do: autocast over fp32 weights, bf16 states on the CPU, other CPU optimizers."""
+    """Refuse what DeepSpeed 0.19 cannot do: autocast over fp32 weights, bf16 states on the CPU, and more."""
     row = names.row(recipe)
     pure = recipe.precision == "bf16" and recipe.method == "full"
     if recipe.precision == "bf16-mixed":

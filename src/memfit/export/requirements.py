@@ -1,4 +1,4 @@
-"""requirements.txt of an export: the packages its script imports, in the ranges whose memory behaviour memfit models."""
+"""requirements.txt of an export: the packages its script imports, in the ranges memfit models."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memfit.export import launch
+from memfit.export import launch, names
 from memfit.export.text import WIDTH, comment, literal, stamp, summary
 from memfit.job import Recipe
 from memfit.plan import Plan
@@ -63,7 +63,7 @@ def with_comment(code: str, note: str, indent: str = "") -> list[str]:
 
 def constants(settings: Iterable[Setting]) -> list[str]:
     """NAME = value  # comment."""
-    return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)] + ["", ""]
+    return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)]
 
 
 def call(opening: str, settings: Iterable[Setting], closing: str = ")", indent: str = "    ") -> list[str]:
@@ -73,9 +73,17 @@ def call(opening: str, settings: Iterable[Setting], closing: str = ")", indent: 
     return [indent + opening, *body, indent + closing]
 
 
-def one_line(function: str, settings: dict[str, object]) -> str:
-    """A call as one expression."""
-    return f"{function}({', '.join(f'{k}={literal(v)}' for k, v in settings.items())})"
+def assign(name: str, function: str, settings: dict[str, object], note: str = "") -> list[str]:
+    """NAME = Function(...), on one line where it fits."""
+    line = f"{name} = {function}({', '.join(f'{k}={literal(v)}' for k, v in settings.items())})"
+    if len(line) <= WIDTH:
+        return with_comment(line, note)
+    return [
+        *([f"# {note}"] if note else []),
+        f"{name} = {function}(",
+        *(f"    {k}={literal(v)}," for k, v in settings.items()),
+        ")",
+    ]
 
 
 def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
@@ -84,7 +92,11 @@ def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
     notes = {
         "micro": saved.get("micro_batch", ""),
-        "steps": "; ".join(filter(None, (f"{product} = {r.effective_batch} sequences per optimizer step", saved.get("accumulation", "")))),
+        "steps": "; ".join(
+            filter(
+                None, (f"{product} = {r.effective_batch} sequences per optimizer step", saved.get("accumulation", ""))
+            )
+        ),
     }
     return [
         ("MODEL", literal(plan.job.architecture.name), ""),
@@ -97,38 +109,51 @@ def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     ]
 
 
+def adapters(plan: Plan, saved: dict[str, str]) -> list[str]:
+    """The constants QUANTIZATION and LORA, where the recipe has them."""
+    recipe, lines = plan.recipe, []
+    if recipe.quantization != "none":
+        settings = names.four_bit(recipe)
+        if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
+            settings["bnb_4bit_quant_storage"] = launch.numbers(recipe).weights
+        lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
+    if recipe.method != "full":
+        lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
+        lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
+        lora |= {"target_modules": names.targets(recipe, plan.job.architecture), "task_type": "CAUSAL_LM"}
+        lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
+    return lines
+
+
 def learning_rate(recipe: Recipe) -> str:
     """TRL's own advice: 2e-5 for full fine-tuning, ten times that for adapters."""
     return "2e-5" if recipe.method == "full" else "2e-4"
 
 
-def arguments() -> list[str]:
-    """The command line of the script."""
-    return [
-        "def arguments() -> argparse.Namespace:",
-        "    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)",
-        '    parser.add_argument("--model", default=MODEL)',
-        f'    parser.add_argument("--data", default=DATA, help="{DATA_HELP}")',
-        '    parser.add_argument("--output", default="output")',
-        '    parser.add_argument("--resume", nargs="?", const=True, help="continue from the last, or the named, checkpoint")',
-        '    parser.add_argument("--max-steps", type=int, default=-1)',
-        '    parser.add_argument("--cpu", action="store_true", help="try the script without a GPU")',
-        "    return parser.parse_args()",
-        "",
-        "",
-    ]
+def pieces() -> list[str]:
+    """The functions every script has: its command line, and the loading of the data."""
+    return _PIECES.splitlines()
 
 
-def data() -> list[str]:
-    """The function that loads the data."""
-    return [
-        "def load(data: str) -> Dataset:",
-        "    if Path(data).exists():",
-        '        return load_dataset("json", data_files=data, split="train")',
-        '    return load_dataset(data, split="train")',
-        "",
-        "",
-    ]
+_PIECES = f'''\
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--data", default=DATA, help="{DATA_HELP}")
+    parser.add_argument("--output", default="output")
+    parser.add_argument("--resume", nargs="?", const=True, help="continue from the last or the named checkpoint")
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--cpu", action="store_true", help="try the script without a GPU")
+    return parser.parse_args()
+
+
+def load(data: str) -> Dataset:
+    if Path(data).exists():
+        return load_dataset("json", data_files=data, split="train")
+    return load_dataset(data, split="train")
+
+
+'''
 
 
 def ending() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,13 +78,19 @@ def summary(plan: Plan) -> str:
         else f"{plan.recipe.num_gpus} x {comment(plan.job.gpu.name)}"
     )
     short = "" if plan.judgement.need <= plan.judgement.usable else ", which does NOT fit"
-    return f"{title(plan.recipe)}, {human(plan.judgement.need)} of the {human(plan.judgement.usable)} usable on {card}{short}"
+    need, usable = human(plan.judgement.need), human(plan.judgement.usable)
+    return f"{title(plan.recipe)}, {need} of the {usable} usable on {card}{short}"
 
 
 def title(recipe: Recipe) -> str:
     """'QLoRA r16', 'LoRA r8' or 'full fine-tuning'."""
     words = {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}
     return words[recipe.method]
+
+
+def with_environment(recipe: Recipe, line: str) -> str:
+    """The command with PYTORCH_ALLOC_CONF in front where the recipe sets it."""
+    return f"PYTORCH_ALLOC_CONF={shlex.quote(comment(recipe.alloc_conf))} {line}" if recipe.alloc_conf else line
 
 
 def stamp(target: str) -> str:

@@ -30,10 +30,15 @@ def check(recipe: Recipe) -> None:
     if recipe.trainer.startswith("trl==") and trainer(recipe.trainer).since < _FUSED_SINCE:
         raise Unsupported(f"memfit writes scripts for TRL 1.15 and newer, not {recipe.trainer}", hint="--trainer trl")
     if recipe.method != "full" and "lm_head" in recipe.lora_targets:
-        raise Unsupported("TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--export transformers")
+        raise Unsupported(
+            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--export transformers"
+        )
     if recipe.quantization != "none" and recipe.precision == "fp16-mixed":
         # the scaler cannot unscale bf16 gradients (trl#4901)
-        raise Unsupported("TRL holds QLoRA adapters in bf16, which fp16 training cannot scale", hint="--precision bf16, or --export transformers")
+        raise Unsupported(
+            "TRL holds QLoRA adapters in bf16, which fp16 training cannot scale",
+            hint="--precision bf16, or --export transformers",
+        )
 
 
 def train(plan: Plan) -> str:
@@ -41,11 +46,13 @@ def train(plan: Plan) -> str:
     saved = savings(plan)
     recipe = plan.recipe
     lines = script.head(plan, "TRL", VERSIONS)
-    lines += script.imports(plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved.get("alloc_conf", ""))
-    lines += script.constants(script.batch(plan, saved))
-    lines += [*script.arguments(), *script.data(), "def main() -> None:", "    args = arguments()"]
+    lines += script.imports(
+        plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved.get("alloc_conf", "")
+    )
+    lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
+    lines += [*script.pieces(), "def main() -> None:", "    args = arguments()"]
     lines += script.call("config = SFTConfig(", _config(recipe, saved))
-    lines += script.call("trainer = SFTTrainer(", _trainer(plan, saved))
+    lines += script.call("trainer = SFTTrainer(", _trainer(recipe))
     lines += ["    trainer.train(resume_from_checkpoint=args.resume)", "    trainer.save_model()", *script.ending()]
     return "\n".join(lines)
 
@@ -73,6 +80,7 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
         *_checkpointing(recipe, saved),
         *_optimizer(recipe, saved),
         *_precision(recipe, saved),
+        ("loss_type", literal("nll"), saved.get("loss", "through TRL's fused LM head, which never holds the logits")),
         ("save_total_limit", "2", ""),
         ("use_cpu", "args.cpu", ""),
     ]
@@ -103,33 +111,14 @@ def _precision(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
     return [(*autocast, ""), ("model_init_kwargs", literal(model), loads)]
 
 
-def _trainer(plan: Plan, saved: dict[str, str]) -> list[script.Setting]:
-    recipe = plan.recipe
+def _trainer(recipe: Recipe) -> list[script.Setting]:
     settings: list[script.Setting] = [
         ("model", "args.model", ""),
-        ("args", "config", saved.get("loss", "")),
+        ("args", "config", ""),
         ("train_dataset", "load(args.data)", ""),
     ]
     if recipe.quantization != "none":
-        settings.append(("quantization_config", quantization(recipe), saved.get("quantization", "")))
+        settings.append(("quantization_config", "QUANTIZATION", ""))
     if recipe.method != "full":
-        settings.append(("peft_config", lora(plan), saved.get("method", "")))
+        settings.append(("peft_config", "LORA", ""))
     return settings
-
-
-def quantization(recipe: Recipe) -> str:
-    """The BitsAndBytesConfig expression."""
-    settings = names.four_bit(recipe)
-    if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
-        settings["bnb_4bit_quant_storage"] = launch.numbers(recipe).weights
-    return script.one_line("BitsAndBytesConfig", settings)
-
-
-def lora(plan: Plan) -> str:
-    """The LoraConfig expression."""
-    recipe = plan.recipe
-    settings: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
-    if recipe.lora_dropout:
-        settings["lora_dropout"] = recipe.lora_dropout
-    settings["target_modules"] = names.targets(recipe, plan.job.architecture)
-    return script.one_line("LoraConfig", settings | {"task_type": "CAUSAL_LM"})

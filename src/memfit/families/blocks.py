@@ -35,7 +35,7 @@ def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
     }
     if qk_norm != "none" and d.qk_norm_weights:
         q, k = (1, 1) if qk_norm == "head" else (heads, kv_heads)
-        made["norms"] = norm("q_norm", q * head) + norm("k_norm", k * head)
+        made["norms"] = norm(d.q_norm, q * head) + norm(d.k_norm, k * head)
     weights = tuple(w for part in (*d.attention_order, "norms") for w in made[part])
     return trait, prefixed(d.attention_module, (other("sinks", heads) if d.sinks else ()) + weights)
 
@@ -62,6 +62,14 @@ def plain_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
     inner = f.size("intermediate_size", d.mlp_ratio * width) if d.mlp_ratio else f.size("intermediate_size")
     weights = linear(d.up, inner, width, bias, d.transposed) + linear(d.down, width, inner, bias, d.transposed)
     return Mlp("plain", inner, d.activation_of(f), bias=bias), prefixed(d.mlp_module, weights)
+
+
+def xielu_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
+    """Apertus: its activation learns two numbers."""
+    trait, weights = plain_mlp(f, d, index)
+    learned = f.text(d.activation) == "xielu"
+    numbers = other("act_fn.alpha_p", 1) + other("act_fn.alpha_n", 1) if learned else ()
+    return trait, weights + prefixed(d.mlp_module, numbers)
 
 
 def from_first_dense(f: Fields, index: int) -> bool:

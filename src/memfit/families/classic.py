@@ -31,6 +31,13 @@ def _rotary_dim(f: Fields, index: int) -> int:
     return f.size("rotary_dim", head_dim(f))
 
 
+def _neo_window(f: Fields, index: int) -> int | None:
+    """GPT-Neo: `attention_layers` alternates full layers and layers that look back over `window_size` tokens."""
+    listed = f.per_layer("attention_layers", f.layers())
+    local = listed[index] == "local" if listed else index % 2 == 1
+    return f.size("window_size") if local else None
+
+
 def _one_kv_head(f: Fields) -> int:
     return 1 if f.flag("multi_query") else f.size("num_attention_heads")
 
@@ -154,6 +161,13 @@ CLASSICS: dict[str, Dialect] = {
     ),
     "gptj": GPTJ,
     "codegen": replace(GPTJ, qkv="qkv_proj", attention_order=("qkv", "o")),
+    "gpt_neo": replace(
+        GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+        defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
+        positions="wpe", attention_module="attn.attention", attention_order=("k", "v", "q", "o"), o="out_proj",
+        out_bias=True, window=_neo_window, sdpa=False, up="c_fc", down="c_proj",
+        attention_dropout="attention_dropout", residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
+    ),
     "gpt_neox": replace(
         FUSED, aliases={"partial_rotary_factor": "rotary_pct"}, variant=_by_residual,
         defaults={"tie_word_embeddings": False, "hidden_act": "gelu", "attention_bias": True,

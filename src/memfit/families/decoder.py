@@ -57,10 +57,15 @@ def block(f: Fields, d: Dialect, index: int) -> Layer:
     extras = d.extras(f, d, index) if d.extras else ()
     parts = {"@attention": attention_weights, "@mlp": mlp_weights, "@extras": extras}
     body = d.bodies(f, d, index) if d.bodies else d.body
-    weights = tuple(w for part in body for w in (parts[part] if part in parts else norm(part, width, d.norm_bias)))
+    made = (parts[part] if part in parts else norm_of(d, part, width) for part in body)
+    weights = tuple(w for part in made for w in part)
     own_norms = sum(w.kind == "norm" and w.name.count(".") == 1 for w in extras)
     norms = sum(part not in parts for part in body) + own_norms
     return Layer(attention, mlp, Norm(d.norm), d.placement, weights, dropout=d.residual_dropout_of(f), norms=norms)
+
+
+def norm_of(d: Dialect, name: str, width: int) -> Weights:
+    return norm(name, width, d.norm_bias) if name and d.norm_weights else ()
 
 
 def head_of(f: Fields, d: Dialect) -> Head:
@@ -85,4 +90,4 @@ def frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
         below += embedding(d.positions, f.size("max_position_embeddings") + d.position_offset, width)
     if d.embed_norm:
         below += norm(d.embed_norm, width, d.norm_bias)
-    return below, norm(d.final, width, d.norm_bias) if d.final else ()
+    return below, norm_of(d, d.final, width)

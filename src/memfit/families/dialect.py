@@ -80,6 +80,7 @@ class Dialect:
     placement: Placement = "pre"
     norm: NormKind = "rms"
     norm_bias: bool = False
+    norm_weights: bool = True  # False: the norms of blocks and of the end hold nothing
 
     attention_module: str = "self_attn"
     q: str = "q_proj"
@@ -92,6 +93,8 @@ class Dialect:
     qkv_bias: Flag = False
     out_bias: Flag = False
     qk_norm: QkNorm = "none"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
     qk_norm_if: str = ""  # config key that turns the norms on
     qk_norm_weights: bool = True  # False: the norms have no scale
     sinks: bool = False

@@ -15,6 +15,7 @@ from memfit.families.blocks import (
     shared_expert,
     shared_experts,
     softmax_attention,
+    xielu_mlp,
 )
 from memfit.families.dialect import Dialect
 from memfit.families.fields import Fields
@@ -106,6 +107,59 @@ DECODERS: dict[str, Dialect] = {
         qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", up="c_fc", down="c_proj",
         norm="layer", norm_bias=True, window=windows.uniform,
         residual_dropout="residual_dropout", embedding_dropout="embedding_dropout",
+    ),
+    "granite": LLAMA,  # its multipliers scale tensors that are there anyway
+    "seed_oss": replace(
+        LLAMA, defaults={**UNTIED, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+                         "head_dim": 128, "attention_dropout": 0.1, "residual_dropout": 0.1},
+        out_bias="attention_out_bias", residual_dropout="residual_dropout",
+    ),
+    "hunyuan_v1_dense": replace(
+        LLAMA, mlp_bias=False, qk_norm="head", q_norm="query_layernorm", k_norm="key_layernorm"
+    ),
+    "arcee": replace(LLAMA, mlp=plain_mlp, defaults={**LLAMA.defaults, "hidden_act": "relu2"}),
+    "apertus": replace(
+        LLAMA, mlp=xielu_mlp, defaults={**UNTIED, "hidden_act": "xielu"}, mlp_bias=False, qk_norm="head",
+        body=("@attention", "@mlp", "attention_layernorm", "feedforward_layernorm"),
+    ),
+    "ernie4_5": replace(
+        LLAMA, defaults={**TIED, "use_bias": False, "head_dim": 128}, qkv_bias="use_bias", out_bias="use_bias",
+        mlp_bias="use_bias",
+    ),
+    "exaone4": replace(
+        LLAMA, defaults={**UNTIED, "sliding_window": 4096, "sliding_window_pattern": 4}, qkv_bias=False,
+        out_bias=False, mlp_bias=False, qk_norm="head", body=POST_INNER, placement="post_inner",
+        window=windows.every(4), rotary=windows.rotary_where_sliding,
+    ),
+    "olmo": replace(LLAMA, defaults=UNTIED, mlp_bias=False, norm="layer_fp32", norm_weights=False),
+    "cohere2": replace(
+        LLAMA, defaults={**TIED, "sliding_window": 4096}, mlp_bias=False, norm="layer_fp32",
+        body=("@attention", "@mlp", "input_layernorm"), placement="parallel",
+        window=windows.every(4), rotary=windows.rotary_where_sliding,
+    ),
+    "glm4": replace(
+        LLAMA, defaults={**UNTIED, "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5},
+        out_bias=False, mlp_bias=False, gate_up="gate_up_proj", placement="sandwich", body=(
+            "@attention", "@mlp", "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm",
+            "post_mlp_layernorm",
+        ),
+    ),
+    "nemotron": replace(
+        LLAMA, mlp=plain_mlp, norm="layer", norm_bias=True,
+        defaults={**LLAMA.defaults, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    ),
+    "qwen2_moe": replace(
+        QWEN2, defaults={**_QWEN_MOE, "qkv_bias": True}, qkv_bias="qkv_bias", window=windows.alternating_until,
+        mlp=Moe(
+            sparse=by_sparse_step, order=("router", "experts", "shared", "shared_gate"), shared="shared_expert",
+            shared_width=shared_expert,
+        ),
+    ),
+    "granitemoe": replace(
+        LLAMA, mlp_bias=False, mlp_module="block_sparse_moe",
+        body=("@attention", "input_layernorm", "post_attention_layernorm", "@mlp"), mlp=Moe(
+            count="num_local_experts", inner="intermediate_size", router="router", order=("router", "experts"),
+        ),
     ),
     "mixtral": replace(
         MISTRAL, defaults=UNTIED,

@@ -34,10 +34,24 @@ def every(period: int, key: str = "sliding_window_pattern") -> Window:
 
     def window(f: Fields, index: int) -> int | None:
         types = f.per_layer("layer_types", f.layers())
-        slides = types[index] == "sliding_attention" if types else (index + 1) % f.size(key, period) != 0
+        slides = types[index] == "sliding_attention" if types else bool((index + 1) % f.size(key, period))
         return uniform(f, index) if slides else None
 
     return window
+
+
+def alternating_until(f: Fields, index: int) -> int | None:
+    """Qwen2-MoE: every other layer below `max_window_layers`, when `use_sliding_window`."""
+    types = f.per_layer("layer_types", f.layers())
+    listed = types is not None and types[index] == "sliding_attention"
+    slides = listed if types else index % 2 == 0 and index < f.size("max_window_layers", least=0)
+    return switched(f, index) if slides else None
+
+
+def rotary_where_sliding(f: Fields, index: int) -> int:
+    """Cohere 2, EXAONE 4: full layers do not rotate, unless no layer slides."""
+    slides = every(4)(f, index) is not None
+    return rotary(f, index) if slides or f.raw("sliding_window") is None else 0
 
 
 def chunked(f: Fields, index: int) -> int | None:

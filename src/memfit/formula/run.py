@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import groupby
+from functools import cached_property
 
-from memfit.architecture import Architecture, Layer
+from memfit.architecture import Architecture
 from memfit.formula.ends import EmbeddingStyle, HeadStyle, embedding_program, head_program
 from memfit.formula.program import Program, Segment, block_program
 from memfit.formula.style import Style
@@ -61,22 +61,22 @@ class MicroStep:
         return [*first, *middle, Step("backward of the embedding", self.embedding.program.backward, self.embedding)]
 
 
-@lru_cache(maxsize=2048)
 def micro_step(
-    architecture: Architecture, styles: tuple[Style, ...], embedding: EmbeddingStyle, head: HeadStyle
+    architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
 ) -> MicroStep:
     """Trace the distinct blocks once; `styles` has one entry per layer."""
     blocks = []
+    known: dict[tuple[int, int], Program] = {}
     for i, (layer, style) in enumerate(zip(architecture.layers, styles, strict=True)):
-        blocks.append(Part(block_program(layer, style, architecture.width), f"block {i + 1}", i))
-    end_style = replace(styles[-1], checkpointing="none")
-    first = replace(styles[0], checkpointing="none")
+        key = (id(layer), id(style))
+        if key not in known:
+            known[key] = block_program(layer, style, architecture.width)
+        blocks.append(Part(known[key], f"block {i + 1}", i))
+    end_style = replace(styles[-1], checkpointing="none", input_grad=True)
+    first = replace(styles[0], checkpointing="none", input_grad=True)
     return MicroStep(
-        Part(embedding_program(embedding, first), "embedding"), tuple(blocks), Part(head_program(head, end_style), "head"),
+        Part(embedding_program(embedding, first), "embedding"),
+        tuple(blocks),
+        Part(head_program(head, end_style), "head"),
         holds_embedding=styles[0].checkpointing == "none",
-    )  # fmt: skip
-
-
-def runs(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
-    """Equal neighbouring layers with their count."""
-    return [(layer, len(list(group))) for layer, group in groupby(layers)]
+    )

@@ -22,6 +22,7 @@ class Situation:
     train: bool = True
     accumulating: bool = False
     use_cache: bool = False
+    release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
 
 
 def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
@@ -34,7 +35,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else lora_modules(a, r.lora_targets),
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
-        accumulating=s.accumulating, release_gradients=o.in_backward, use_cache=s.use_cache,
+        accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
     )  # fmt: skip
     made: dict[int, Style] = {}
     styles = []

@@ -9,13 +9,14 @@ from memfit.formula.fold import Meter
 from memfit.formula.run import MicroStep
 from memfit.formula.static import Stored
 from memfit.formula.unroll import Pass, Tape
+from memfit.tape import Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What a run does, in bytes."""
 
-    load: Sequence[Stored]
+    stored: Sequence[Stored]
     states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step
     step_buffers: Sequence[int]  # temporaries of one optimizer step, alive together
     workspace: int
@@ -24,14 +25,21 @@ class Schedule:
     steps: int = 2
 
 
-def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) -> list[int]:
-    """The tape of load and `steps` optimizer steps. `later` is the pass that adds to existing gradients."""
+def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) -> list[tuple[Phase, list[int]]]:
+    """The tape in sections: load, first step, later step. `later` is the pass that adds to existing gradients."""
     tape = Tape()
-    for item in schedule.load:
+    sections: list[tuple[Phase, list[int]]] = []
+
+    def close(phase: Phase) -> None:
+        sections.append((phase, tape.events))
+        tape.events = []
+
+    for item in schedule.stored:
         passing = tape.alloc(item.passing)
         for size in item.stays:
             tape.alloc(size)
         tape.free(passing)
+    close("load")
     batch: list[int] = []
     for number in range(schedule.steps):
         gradients: list[int] = []
@@ -50,4 +58,5 @@ def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) 
         buffers = [tape.alloc(size) for size in schedule.step_buffers]
         for index in [*buffers, *gradients]:
             tape.free(index)
-    return tape.events
+        close("first_step" if number == 0 else "step")
+    return sections

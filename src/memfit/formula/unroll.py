@@ -41,11 +41,8 @@ class Pass:
     gradients: list[int] = field(default_factory=list)
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, workspace: int) -> int:
-        """Write the pass; a workspace of `workspace` bytes is taken after the first block op of each direction if not 0.
-
-        Returns the number of workspaces taken.
-        """
+    def run(self, workspace: int) -> None:
+        """Write the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
         flow, held = 0, 0
         for step in self.micro.forward:
             if step.part.index == 0 and self.micro.holds_embedding:
@@ -64,7 +61,6 @@ class Pass:
             flow = self._segment(step, flow, backward=True)
             if number == 0 and workspace:
                 self.tape.alloc(workspace)
-        return 2 if workspace else 0
 
     def _segment(self, step: Step, flow: int, keep_input: bool = False, backward: bool = False) -> int:
         """Write one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""

@@ -1,0 +1,107 @@
+"""Exports: a plan as files that other tools run. A new target is one module with `export(plan) -> {path: text}`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from memfit import recipe_file
+from memfit.errors import BadInput, Refused, UnknownName
+from memfit.export import accelerate, axolotl, deepspeed, launch, llamafactory, transformers, trl
+from memfit.plan import Plan
+
+RECIPE_FILE = "recipe.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One row: what --export takes, what it writes, and the line that starts it."""
+
+    key: str
+    title: str
+    export: Callable[[Plan], dict[str, str]]
+    command: Callable[[Plan], str]
+
+
+def _script(plan: Plan) -> str:
+    return launch.command(plan.recipe)
+
+
+TARGETS: dict[str, Target] = {
+    row.key: row
+    for row in (
+        Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script),
+        Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script),
+        Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command),
+        Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command),
+        Target("accelerate", "accelerate.yaml for a script of your own", accelerate.export, _script),
+        Target("deepspeed", "ds_config.json", deepspeed.export, _script),
+    )
+}
+
+
+def target(key: str) -> Target:
+    """The row of a target. Raises UnknownName."""
+    name = key.strip().lower().replace("-", "")
+    if name not in TARGETS:
+        raise UnknownName("export target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def export(plan: Plan, key: str = "trl") -> dict[str, str]:
+    """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported."""
+    return target(key).export(plan) | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+
+
+def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
+    """The plan's chosen recipe with what is needed to trace or train it again."""
+    job = plan.job
+    return recipe_file.RecipeFile(
+        model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, data=job.dataset,
+        effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
+    )  # fmt: skip
+
+
+def write(files: dict[str, str], folder: Path, force: bool = False) -> tuple[Path, ...]:
+    """Write the files under `folder`, each atomically, and return their paths.
+
+    Raises Refused, before anything is written, when one of them exists and `force` is not set.
+    """
+    paths = {folder / _inside(name): text for name, text in files.items()}
+    taken = [path for path in paths if os.path.lexists(path)]
+    if taken and not force:
+        names = ", ".join(path.name for path in taken)
+        raise Refused(f"{folder} already holds {names}", hint="add --force to overwrite, or name another folder")
+    try:
+        for path, text in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, text.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise BadInput("a name in the plan is not valid text", hint="rename the model or data folder") from None
+    except OSError as error:
+        raise BadInput(
+            f"cannot write to {folder}: {error.strerror or error}", hint="name a folder you may write to"
+        ) from None
+    return tuple(paths)
+
+
+def _inside(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise BadInput(f"'{name}' would be written outside the folder", hint="export paths are relative")
+    return path
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; others may want to read a recipe
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,129 @@
+"""Export target axolotl: axolotl.yaml, and ds_config.json where the recipe needs DeepSpeed. Keys of axolotl 0.19."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.errors import Unsupported
+from memfit.export import deepspeed, launch, names
+from memfit.export.script import learning_rate
+from memfit.export.text import savings, stamp, summary, with_environment, yaml_text
+from memfit.job import Recipe
+from memfit.plan import Plan
+
+FILE = "axolotl.yaml"
+_LIGER = "axolotl.integrations.liger.LigerPlugin"
+# axolotl quantises to nf4 with double quantisation unless told otherwise
+_QUANTIZED: dict[str, dict[str, Any]] = {
+    "nf4": {"bnb_4bit_use_double_quant": False},
+    "fp4": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+}
+_CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {},
+    "selective": {"selective_checkpointing": True},
+    "offload": {"activation_offloading": "hidden_states"},
+}
+_LOSS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "chunked": {"chunked_cross_entropy": True},
+    "fused": {"plugins": [_LIGER], "liger_fused_linear_cross_entropy": True},
+}
+# recipe field -> the key that its saving is told at
+_TOLD = {
+    "quantization": "load_in_4bit", "method": "adapter", "checkpointing": "gradient_checkpointing",
+    "optimizer": "optimizer", "micro_batch": "micro_batch_size", "loss": "plugins", "padding": "sample_packing",
+    "attention": "attn_implementation", "shard": "fsdp_config", "offload": "deepspeed", "precision": "bf16",
+}  # fmt: skip
+
+
+def command(plan: Plan) -> str:
+    """The line that starts training; axolotl starts one process per visible GPU."""
+    return with_environment(plan.recipe, f"axolotl train {FILE}")
+
+
+def export(plan: Plan) -> dict[str, str]:
+    """axolotl.yaml (+ ds_config.json). Raises Unsupported for what axolotl cannot be told."""
+    names.check_method(plan.recipe)
+    launch.check(plan.recipe)
+    notes = {_TOLD[field]: note for field, note in savings(plan).items() if field in _TOLD}
+    head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan), notes, head)}
+    if launch.backend(plan.recipe) == "deepspeed":
+        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(plan.recipe, auto=True))
+    return files
+
+
+def config(plan: Plan) -> dict[str, Any]:
+    """The settings in the order axolotl's own examples have them."""
+    r = plan.recipe
+    spelled = names.optim(r, "axolotl")
+    settings: dict[str, Any] = {"base_model": plan.job.architecture.name, **_LOSS[r.loss], **_adapter(plan)}
+    settings["datasets"] = [{"path": plan.job.dataset or "data.jsonl", "ds_type": "json", "type": "chat_template"}]
+    settings |= {
+        "sequence_len": r.sequence_length,
+        "excess_length_strategy": "truncate",
+        "sample_packing": r.padding == "packing",
+        "pad_to_sequence_len": r.padding == "packing",
+        "micro_batch_size": r.micro_batch,
+        "gradient_accumulation_steps": r.accumulation,
+        "num_epochs": 1,
+        "learning_rate": float(learning_rate(r)),
+        "optimizer": spelled.optim,
+        **spelled.extra,
+        **_precision(r),
+        "gradient_checkpointing": r.checkpointing != "none",
+    }
+    if r.checkpointing != "none":
+        settings |= {"gradient_checkpointing_kwargs": {"use_reentrant": False}, **_CHECKPOINTING[r.checkpointing]}
+    return settings | {"attn_implementation": names.ATTENTION[r.attention], "output_dir": "output", **_spread(r)}
+
+
+def _adapter(plan: Plan) -> dict[str, Any]:
+    r = plan.recipe
+    if r.method == "full":
+        return {}
+    four_bit = r.quantization not in ("none", "int8")
+    settings: dict[str, Any] = {"adapter": "qlora" if four_bit else "lora"}
+    settings |= {"load_in_4bit": True} if four_bit else {"load_in_8bit": True} if r.quantization == "int8" else {}
+    settings |= {"bnb_config_kwargs": _QUANTIZED[r.quantization]} if r.quantization in _QUANTIZED else {}
+    targets = names.targets(r, plan.job.architecture)
+    linear = {"lora_target_linear": True} if targets == "all-linear" else {"lora_target_modules": targets}
+    return settings | {"lora_r": r.lora_rank, "lora_alpha": r.lora_alpha, "lora_dropout": r.lora_dropout, **linear}
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """axolotl loads weights in the dtype it computes in: bf16: true -> bf16 weights, fp16: true -> fp16 weights."""
+    kind = launch.backend(recipe)
+    trains_all = recipe.method == "full"
+    if recipe.precision == "fp32":
+        return {"bf16": False, "fp16": False}
+    if recipe.precision == "bf16-mixed" and not (trains_all and kind == "fsdp"):
+        raise Unsupported(
+            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --export trl"
+        )
+    if recipe.precision == "bf16" and trains_all and kind == "fsdp":
+        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --export trl")
+    if recipe.precision == "fp16-mixed":
+        if recipe.quantization == "none" and kind != "deepspeed":
+            raise Unsupported(
+                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --export trl"
+            )
+        return {"bf16": False, "fp16": True}
+    return {"bf16": True}
+
+
+def _spread(recipe: Recipe) -> dict[str, Any]:
+    kind = launch.backend(recipe)
+    if kind == "deepspeed":
+        return {"deepspeed": launch.DEEPSPEED_FILE}
+    if kind != "fsdp":
+        return {}
+    sharding = {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True,
+        "offload_params": False,
+        "cpu_ram_efficient_loading": recipe.quantization == "none",
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    return {"fsdp_version": 2, "fsdp_config": sharding}

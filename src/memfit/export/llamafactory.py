@@ -1,0 +1,145 @@
+"""Export target llamafactory: llamafactory.yaml with its dataset_info.json. Keys of LLaMA-Factory 0.9.5."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from memfit.errors import Unsupported
+from memfit.export import deepspeed, launch, names
+from memfit.export.script import learning_rate
+from memfit.export.text import savings, stamp, summary, with_environment, yaml_text
+from memfit.job import Recipe
+from memfit.plan import Plan
+
+FILE, DATASET = "llamafactory.yaml", "train"
+_ATTENTION = {"eager": "disabled", "sdpa": "sdpa", "flash": "fa2"}
+_TOLD = {
+    "quantization": "quantization_bit", "method": "finetuning_type", "checkpointing": "disable_gradient_checkpointing",
+    "optimizer": "optim", "micro_batch": "per_device_train_batch_size", "loss": "enable_liger_kernel",
+    "padding": "packing", "attention": "flash_attn", "shard": "deepspeed", "offload": "deepspeed",
+    "sequence_length": "cutoff_len",
+}  # fmt: skip
+
+
+def command(plan: Plan) -> str:
+    """The line that starts training."""
+    line = f"llamafactory-cli train {FILE}"
+    if _spread(plan.recipe) or plan.recipe.num_gpus > 1:
+        line = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={plan.recipe.num_gpus} {line}"
+    return with_environment(plan.recipe, line)
+
+
+def export(plan: Plan) -> dict[str, str]:
+    """llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what it cannot be told."""
+    recipe = plan.recipe
+    check(recipe)
+    notes = {_TOLD[field]: note for field, note in savings(plan).items() if field in _TOLD}
+    head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan), notes, head), "dataset_info.json": _dataset_info(plan)}
+    if _spread(recipe):
+        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe, auto=True))
+    return files
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse what LLaMA-Factory cannot be told. Raises Unsupported."""
+    names.check_method(recipe)
+    if _spread(recipe):  # its documented way to shard is DeepSpeed, for the weights too
+        launch.check_deepspeed(recipe)
+    if recipe.loss == "chunked":
+        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --export trl")
+    if recipe.checkpointing == "selective":
+        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --export trl")
+    if recipe.quantization == "int8" and recipe.shard == "parameters":
+        raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
+    if recipe.precision == "bf16" and recipe.method == "full" and launch.zero_stage(recipe) == 3:
+        raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
+
+
+def config(plan: Plan) -> dict[str, Any]:
+    """The settings in the order of LLaMA-Factory's own examples."""
+    r = plan.recipe
+    spelled = names.optim(r, "llamafactory")
+    return {
+        "model_name_or_path": plan.job.architecture.name,
+        **_quantization(r),
+        "flash_attn": _ATTENTION[r.attention],
+        **({"enable_liger_kernel": True} if r.loss == "fused" else {}),
+        **_checkpointing(r),
+        "stage": "sft",
+        "do_train": True,
+        **_method(plan),
+        "dataset": DATASET,
+        "dataset_dir": ".",
+        "cutoff_len": r.sequence_length,
+        **({"packing": True, "neat_packing": True} if r.padding == "packing" else {"packing": False}),
+        "output_dir": "output",
+        "per_device_train_batch_size": r.micro_batch,
+        "gradient_accumulation_steps": r.accumulation,
+        "num_train_epochs": 1.0,
+        "learning_rate": float(learning_rate(r)),
+        "optim": spelled.optim,
+        **spelled.extra,
+        **_precision(r),
+        **_spread(r),
+    }
+
+
+def _quantization(recipe: Recipe) -> dict[str, Any]:
+    if recipe.quantization == "none":
+        return {}
+    if recipe.quantization == "int8":
+        return {"quantization_bit": 8}
+    kind, _, double = recipe.quantization.partition("-")
+    return {"quantization_bit": 4, "quantization_type": kind, "double_quantization": bool(double)}
+
+
+def _checkpointing(recipe: Recipe) -> dict[str, Any]:
+    if recipe.checkpointing == "none":
+        return {"disable_gradient_checkpointing": True}
+    kept = {"disable_gradient_checkpointing": False}
+    return kept | ({"use_unsloth_gc": True} if recipe.checkpointing == "offload" else {"use_reentrant_gc": False})
+
+
+def _method(plan: Plan) -> dict[str, Any]:
+    r = plan.recipe
+    if r.method == "full":
+        return {"finetuning_type": "full"}
+    targets = names.targets(r, plan.job.architecture)
+    spelled = "all" if isinstance(targets, str) else ",".join(targets)
+    return {
+        "finetuning_type": "lora", "lora_rank": r.lora_rank, "lora_alpha": r.lora_alpha, "lora_dropout": r.lora_dropout,
+        "lora_target": spelled,
+    }  # fmt: skip
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """LLaMA-Factory loads the base in the compute dtype and holds what it trains in fp32, unless pure_bf16."""
+    trains_all = recipe.method == "full"
+    if recipe.precision == "fp32" and trains_all:
+        return {"bf16": False, "fp16": False}
+    if recipe.precision == "fp16-mixed" and (trains_all or recipe.quantization != "none"):
+        return {"fp16": True}
+    if recipe.precision in ("fp32", "fp16-mixed", "bf16-mixed") and not trains_all:
+        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --export trl")
+    if recipe.precision == "bf16" and trains_all:
+        return {"pure_bf16": True, **({"bf16": True} if _spread(recipe) else {})}
+    return {"bf16": True}
+
+
+def _spread(recipe: Recipe) -> dict[str, Any]:
+    return {"deepspeed": launch.DEEPSPEED_FILE} if launch.backend(recipe) in ("fsdp", "deepspeed") else {}
+
+
+def _dataset_info(plan: Plan) -> str:
+    chat = {"messages": "messages"}
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+        "system_tag": "system",
+    }
+    entry = {"file_name": plan.job.dataset or "data.jsonl", "formatting": "sharegpt", "columns": chat, "tags": tags}
+    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,205 @@
+"""The byte account of one recipe on one card: every phase's worst instant, in requested bytes, then in reserved ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memfit.architecture import Architecture
+from memfit.errors import Unsupported
+from memfit.formula.fold import Meter, Peak, fold
+from memfit.formula.numerics import Numerics, numerics
+from memfit.formula.run import MicroStep, Step
+from memfit.formula.setup import Situation, micro_step_of
+from memfit.formula.sharding import Share, share_of
+from memfit.formula.size import Dims
+from memfit.formula.static import Static, static_of
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.optimizers import Optimizer, optimizer
+from memfit.tape import Phase, Role
+from memfit.trainers import Trainer, trainer
+
+WORKSPACE_BYTES = ((9, 33_554_432), (0, 8_519_680))  # cuBLAS, per thread that multiplies, by capability (2.13)
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A level reached at one moment, with what was alive: requested bytes by name."""
+
+    phase: Phase
+    name: str
+    requested: int
+    static: tuple[tuple[Role, str, int], ...]
+    peak: Peak | None = None
+
+
+class Account:
+    """One recipe taken apart. Cheap to make: everything that does not depend on the batch is cached."""
+
+    def __init__(
+        self, architecture: Architecture, recipe: Recipe, gpu: Gpu, padded: bool = False, profile: Trainer | None = None
+    ) -> None:
+        if architecture.trainable_memory:
+            raise Unsupported(
+                f"training memory of {architecture.name} is not modelled: {architecture.trainable_memory}",
+                hint="memfit trace runs the real model on a virtual card",
+            )
+        self.architecture, self.recipe, self.gpu, self.padded = architecture, recipe, gpu, padded
+        self.trainer: Trainer = profile or trainer(recipe.trainer)
+        self.optimizer: Optimizer = optimizer(recipe.optimizer)
+        self.numerics: Numerics = numerics(recipe, self.trainer)
+        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit)
+        self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, _threads(gpu))
+        self.meter = Meter(dims)
+        capability = gpu.compute_capability or (8, 0)
+        self.workspace = next(size for major, size in WORKSPACE_BYTES if capability[0] >= major)
+        self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask
+
+    @property
+    def released(self) -> bool:
+        """Gradients never exist together."""
+        return self.share.release_gradients or self.optimizer.in_backward
+
+    def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
+        """The traced micro-step (cached by everything but the batch size)."""
+        r, a = self.recipe, self.architecture
+        # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
+        cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
+        situation = Situation(self.padded, train, accumulating, cache, self.released)
+        key = (
+            a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
+            r.loss, self.numerics, self.trainer, self.gpu.compute_capability, situation,
+            tuple(w < r.sequence_length for w in _windows(a)), r.precision,
+        )  # fmt: skip
+        found = _MICRO.get(key)
+        if found is None:
+            if len(_MICRO) > 4096:
+                _MICRO.clear()
+            found = _MICRO[key] = micro_step_of(
+                a, r, self.numerics, self.trainer, self.optimizer, self.gpu.compute_capability, situation
+            )
+        return found
+
+    def resident(self, *, states: bool, gradients: bool, buffers: int = 0) -> tuple[tuple[Role, str, int], ...]:
+        """What lies on the card during a phase, line by line."""
+        s, share = self.static, self.share
+        whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
+        lines: list[tuple[Role, str, int]] = [
+            ("parameters", "base weights", int(s.base * whole)),
+            ("parameters", "quantisation scales", int(s.scales * whole)),
+            ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
+            ("parameters", "adapter weights", int(s.adapter * whole)),
+            ("parameters", "fp32 master weights", share.master),
+            ("gradients", "gradients", share.gradients if gradients else 0),
+            ("optimizer_states", "optimizer states", share.states if states else 0),
+            ("temporaries", "communication buckets", share.buckets),
+            ("temporaries", "gathered blocks", buffers),
+            ("activations", "batch", self.batch),
+            ("workspace", "cuBLAS workspaces", 2 * self.workspace),
+        ]
+        return tuple(line for line in lines if line[2])
+
+    def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
+        """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
+        found = []
+        for later in (False, True) if self.recipe.accumulation > 1 and not self.released else (False,):
+            micro = self.micro(accumulating=later)
+            sharded = self.released and bool(self.share.gradients)
+            lines = self.resident(states=states, gradients=later or sharded, buffers=self.share.forward)
+            where = ", later micro-batch" if later else ""
+            start = sum(line[2] for line in lines)
+            top, level = fold([*micro.forward, *micro.exits], self.meter, start)
+            found.append(Instant(phase, _named(top) + where, top.level, lines, top))
+            change = self.share.backward - self.share.forward
+            lines = self.resident(states=states, gradients=later or sharded, buffers=self.share.backward)
+            top, level = fold(micro.backward, self.meter, level + change)
+            top.steps = [*micro.forward, *micro.exits, *top.steps]
+            found.append(Instant(phase, _named(top) + where, top.level, lines, top))
+        return found
+
+    def optimizer_step(self, phase: Phase) -> Instant:
+        """All gradients and states exist, and the step's own buffers."""
+        whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
+        buffers = int(sum(self.static.step_buffers) * whole) if self.recipe.offload == "none" else 0
+        lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
+        if buffers:
+            lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
+        return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines)
+
+    def evaluation(self) -> Instant:
+        """One forward without gradients; its logits and loss exist at once."""
+        micro = self.micro(train=False)
+        lines = self.resident(states=True, gradients=False, buffers=self.share.forward)
+        top, _ = fold([*micro.forward, *micro.exits], self.meter, sum(line[2] for line in lines))
+        return Instant("eval", _named(top), top.level, lines, top)
+
+    def load(self) -> Instant:
+        """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
+        passing = max((s.passing for s in self.static.stored), default=0)
+        lines: tuple[tuple[Role, str, int], ...] = tuple(
+            line for line in self.resident(states=False, gradients=False) if line[0] == "parameters"
+        )
+        if passing:
+            lines = (*lines, ("temporaries", "weight being converted", passing))
+        return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
+
+    def save(self) -> Instant:
+        """Saving copies to the host; a full state dict of sharded weights gathers them first."""
+        lines = self.resident(states=True, gradients=False)
+        if self.recipe.shard == "parameters":
+            lines = (*lines, ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight))
+        return Instant("save", "saving a checkpoint", sum(line[2] for line in lines), lines)
+
+    def resume(self) -> Instant:
+        """transformers loads optimizer states to the host on one GPU, but straight onto each of several."""
+        lines = self.resident(states=True, gradients=False)
+        if self.recipe.num_gpus > 1 and self.share.states:
+            lines = (*lines, ("optimizer_states", "states as loaded, beside the live ones", self.share.states))
+        return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
+
+    def merge(self) -> Instant:
+        """Adapters folded into the base, one matrix at a time: the delta and the new weight beside the old one."""
+        lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] == "parameters")
+        delta = self.static.largest * (self.numerics.adapter + self.numerics.weight)
+        if self.recipe.method == "qlora":
+            delta += self.static.largest * self.numerics.weight
+        lines = (*lines, ("temporaries", "delta and merged weight", delta))
+        return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
+
+    def instants(self) -> list[Instant]:
+        """The worst instants of every phase."""
+        found = [self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step")]
+        found += [*self.passes("step", states=True), self.optimizer_step("step"), self.evaluation(), self.save(), self.resume()]
+        if self.recipe.method != "full":
+            found.append(self.merge())
+        return found
+
+
+_MICRO: dict[tuple[Any, ...], MicroStep] = {}
+_WINDOWS: dict[Architecture, tuple[int, ...]] = {}
+
+
+def _windows(a: Architecture) -> tuple[int, ...]:
+    if a not in _WINDOWS:
+        _WINDOWS[a] = tuple(sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None}))
+    return _WINDOWS[a]
+
+
+def _threads(gpu: Gpu) -> int:
+    """Threads per multiprocessor: 2048 on data-centre parts up to cc 9 and 10, 1536 on cc 8.6, 8.9 and 12, 1024 on 7.5."""
+    return {(8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (7, 5): 1024}.get(gpu.compute_capability or (8, 0), 2048)
+
+
+def _named(peak: Peak) -> str:
+    step: Step | None = peak.step
+    if step is None:
+        return "forward"
+    return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
+
+
+def with_profile(account: Account, **changes: Any) -> Account:
+    """The same account under a changed trainer row."""
+    profile = replace(account.trainer, **changes)
+    return Account(account.architecture, account.recipe, account.gpu, account.padded, profile)

@@ -1,0 +1,143 @@
+"""estimate(): a recipe on a card -> Footprint. The closed form, and on request a replay through the exact allocator."""
+
+from __future__ import annotations
+
+from memfit.alloc_conf import AllocSettings, parse_alloc_conf
+from memfit.allocator import Allocator
+from memfit.architecture import Architecture
+from memfit.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.formula.account import Account, Instant
+from memfit.formula.timeline import Schedule, write
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.tape import Phase, Role
+from memfit.trainers import Trainer
+
+# What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
+# states), when nothing is replayed. Source: 95 recorded runs on PyTorch 2.13, see docs/accuracy.md; range 0.00 to 0.62.
+SLACK_SHARE = 0.12
+ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
+
+
+def estimate(
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool = False,
+    profile: Trainer | None = None,
+) -> Footprint:  # fmt: skip
+    """Bytes of every phase of a run.
+
+    replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
+    (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
+    attention kernel. Raises Unsupported for models whose activations are not modelled.
+    """
+    account = Account(architecture, recipe, gpu, padded, profile)
+    instants = account.instants()
+    exact = _replayed(account) if replay and _replayable(recipe) else {}
+    worst: dict[Phase, Instant] = {}
+    for instant in instants:
+        if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
+            worst[instant.phase] = instant
+    phases = tuple(_phase_peak(account, instant, exact) for instant in worst.values())
+    return Footprint(phases, "formula", *_said(account, bool(exact)))
+
+
+def closed_form(account: Account) -> Instant:
+    """The worst instant of training alone (no load, evaluation or saving): what a search compares."""
+    found = [*account.passes("step", states=True), account.optimizer_step("step")]
+    return max(found, key=lambda i: i.requested)
+
+
+def reserved_of(account: Account, instant: Instant) -> int:
+    """Reserved bytes without a replay."""
+    steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
+    moving = max(instant.requested - steady, 0)
+    return instant.requested + int(ROUNDING_SHARE * instant.requested) + int(SLACK_SHARE * moving)
+
+
+def _replayable(recipe: Recipe) -> bool:
+    return recipe.shard == "none" and recipe.offload == "none" and recipe.num_gpus == 1
+
+
+def _replayed(account: Account) -> dict[Phase, Levels]:
+    """Levels by phase from the allocator; device is left equal to reserved."""
+    s, r = account.static, account.recipe
+    schedule = Schedule(
+        s.stored, s.state_tensors, s.step_buffers, account.workspace, 8 * r.tokens, 1 if account.released else r.accumulation
+    )
+    sections = write(schedule, account.micro(), account.micro(accumulating=True), account.meter)
+    settings: AllocSettings = parse_alloc_conf(r.alloc_conf)
+    allocator = Allocator(None, settings)
+    levels: dict[Phase, Levels] = {}
+    blocks = []
+    for phase, ops in sections:
+        allocator.reset_peak_stats()
+        for op in ops:
+            if op > 0:
+                blocks.append(allocator.malloc(op))
+            else:
+                allocator.free(blocks[-op - 1])
+        levels[phase] = Levels(
+            allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, allocator.reserved_peak
+        )
+    return levels
+
+
+def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels]) -> PhasePeak:
+    context = account.gpu.context_bytes
+    known = exact.get(instant.phase)
+    requested = instant.requested
+    if known is not None:
+        requested = max(requested, 0)
+        allocated, reserved = max(known.allocated, requested), max(known.reserved, requested)
+    elif exact and instant.phase not in ("load", "first_step"):
+        allocated = requested + int(ROUNDING_SHARE * requested)
+        reserved = max(exact["step"].reserved, allocated)  # the cache is never given back between phases
+    else:
+        allocated = requested + int(ROUNDING_SHARE * requested)
+        reserved = max(reserved_of(account, instant), allocated)
+    nccl = account.share.nccl
+    levels = Levels(requested, allocated, reserved, reserved + context + nccl)
+    lines = [Line(role, label, size) for role, label, size in instant.static]
+    lines += _moving_lines(account, instant)
+    lines.append(Line("fragmentation", "allocator slack", reserved - requested))
+    lines.append(Line("context", "CUDA context", context))
+    if nccl:
+        lines.append(Line("context", "NCCL buffers", nccl))
+    return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
+
+
+def _moving_lines(account: Account, instant: Instant) -> list[Line]:
+    if instant.peak is None:
+        return []
+    titles: dict[Role, str] = {
+        "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
+    }  # fmt: skip
+    lines = []
+    for role, size in instant.peak.by_role().items():
+        lines.append(Line(role, titles.get(role, role), account.meter.bytes(size)))
+    return lines
+
+
+def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    r, n = account.recipe, account.numerics
+    kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
+    assumptions = [
+        f"trainer {account.trainer.name} on PyTorch 2.13",
+        f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, account.gpu.compute_capability))})" if account.gpu.compute_capability else ""),
+        f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
+        "every sample as long as the sequence" if not account.padded else "padded batches",
+    ]
+    unknowns = ["context +-100 MiB on your driver" if "context_bytes" in account.gpu.unverified else "context +-60 MiB on your driver"]
+    if not exact:
+        unknowns.append(f"allocator slack taken as {SLACK_SHARE:.0%} of what comes and goes, not replayed")
+    if r.num_gpus > 1:
+        unknowns.append("NCCL buffers 0.5 to 1 GiB")
+    return tuple(assumptions), tuple(unknowns)
+
+
+def _kernels(account: Account) -> set[str]:
+    from memfit.formula.numerics import attention_kernel
+
+    n, r = account.numerics, account.recipe
+    width = n.autocast or (n.residual if r.method == "qlora" else n.weight)
+    layers = set(account.architecture.layers)
+    return {attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded) for x in layers}

@@ -1,0 +1,192 @@
+"""Tapes through the allocator: spans and peaks, out-of-memory, and the smallest card a tape runs on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.alloc_conf import AllocSettings, parse_alloc_conf
+from memfit.allocator import OutOfMemory
+from memfit.errors import BadInput
+from memfit.footprint import Levels
+from memfit.replay import Peaks, alive_at, replay, run, smallest_capacity, smallest_capacity_of, to_ops
+from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc
+from memfit.units import KIB, MIB
+
+TAPE: tuple[Event, ...] = (
+    Mark("load", "weights"),
+    Alloc(1, 40 * MIB, "parameters"),
+    Mark("first_step", "forward"),
+    Alloc(2, 30 * MIB - 1, "activations"),
+    Alloc(3, 10 * MIB, "temporaries"),
+    Free(3),
+    Mark("first_step", "backward"),
+    Alloc(4, 20 * MIB, "gradients"),
+    Free(2),
+    Mark("step", "forward"),
+    Alloc(5, 30 * MIB - 1, "activations"),
+)
+
+
+def levels(requested: int, allocated: int, reserved: int, context: int = 0) -> Levels:
+    return Levels(requested, allocated, reserved, reserved + context)
+
+
+def test_each_mark_begins_a_span_with_its_own_peaks() -> None:
+    timeline = replay(TAPE)
+    assert [(span.phase, span.instant, span.first, span.at) for span in timeline.spans] == [
+        ("load", "weights", 0, 1),
+        ("first_step", "forward", 2, 4),
+        ("first_step", "backward", 6, 7),
+        ("step", "forward", 9, 10),
+    ]
+    assert [span.peak for span in timeline.spans] == [
+        levels(40 * MIB, 40 * MIB, 40 * MIB),
+        levels(80 * MIB - 1, 80 * MIB, 80 * MIB),
+        levels(90 * MIB - 1, 90 * MIB, 100 * MIB),  # 10 MiB stay cached
+        levels(90 * MIB - 1, 90 * MIB, 100 * MIB),
+    ]
+    assert (timeline.peak, timeline.retries, timeline.oom) == (levels(90 * MIB - 1, 90 * MIB, 100 * MIB), 0, None)
+
+
+def test_the_worst_span_and_the_phases() -> None:
+    timeline = replay(TAPE)
+    assert timeline.worst is timeline.spans[2]
+    assert timeline.by_phase() == {
+        "load": timeline.spans[0].peak,
+        "first_step": timeline.spans[2].peak,
+        "step": timeline.spans[3].peak,
+    }
+
+
+def test_a_span_carries_over_what_was_there_at_its_start() -> None:
+    timeline = replay([Alloc(1, 40 * MIB), Mark("step", "a"), Free(1), Mark("step", "b"), Mark("step", "c")])
+    assert [(span.phase, span.instant, span.peak.allocated) for span in timeline.spans] == [
+        ("load", "start", 40 * MIB), ("step", "a", 40 * MIB), ("step", "b", 0), ("step", "c", 0)
+    ]  # fmt: skip
+    assert [span.at for span in timeline.spans] == [0, 1, 3, 4]
+
+
+def test_context_counts_only_towards_the_device() -> None:
+    timeline = replay(TAPE, capacity=100 * MIB, context=500 * MIB)
+    assert timeline.peak == levels(90 * MIB - 1, 90 * MIB, 100 * MIB, 500 * MIB)
+
+
+def test_an_empty_tape_has_no_spans() -> None:
+    timeline = replay([])
+    assert (timeline.spans, timeline.peak, timeline.worst) == ((), levels(0, 0, 0), None)
+    assert smallest_capacity([]) == 0
+
+
+def test_the_replay_ends_where_memory_runs_out() -> None:
+    timeline = replay(TAPE, capacity=88 * MIB)
+    assert timeline.oom is not None and timeline.oom_at == 7
+    assert (timeline.oom.requested, timeline.oom.device_free) == (20 * MIB, 18 * MIB)
+    assert timeline.spans[-1].instant == "backward" and timeline.retries == 1
+    assert timeline.peak.reserved == 80 * MIB
+
+
+def test_a_card_that_is_tight_costs_retries() -> None:
+    timeline = replay(TAPE, capacity=90 * MIB)
+    assert (timeline.oom, timeline.retries, timeline.peak.reserved) == (None, 1, 90 * MIB)
+
+
+def test_what_a_tape_says_of_segments_is_not_read() -> None:
+    noise: list[Event] = [SegmentAlloc(0, 2 * MIB), Oom(5 * MIB)]
+    assert replay([*TAPE[:5], *noise, *TAPE[5:]]).peak == replay(TAPE).peak
+
+
+def test_the_living_at_a_span_s_peak_add_up_to_it() -> None:
+    for span in replay(TAPE).spans:
+        assert sum(alloc.size for alloc in alive_at(TAPE, span.at)) == span.peak.requested
+    assert [alloc.role for alloc in alive_at(TAPE, 7)] == ["parameters", "activations", "gradients"]
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([Free(3)], "event 0 of the tape frees 3, which is not allocated"),
+        ([Alloc(1, 5), Free(1), Free(1)], "event 2 of the tape frees 1"),
+        ([Alloc(1, 5), Alloc(1, 5)], "event 1 of the tape allocates 1 a second time"),
+        ([Alloc(1, -5)], "event 0 of the tape allocates -5 bytes"),
+    ],
+)
+def test_a_damaged_tape_is_refused(events: list[Event], message: str) -> None:
+    for reader in (replay, to_ops, smallest_capacity):
+        with pytest.raises(BadInput, match=message) as caught:
+            reader(events)
+        assert caught.value.hint
+
+
+def test_ops_number_allocations_and_name_their_streams() -> None:
+    events = [Alloc(70, 100), Alloc(71, 200, stream=5), Free(70), Alloc(70, 300), Free(70), Free(71)]
+    assert to_ops(events) == ([100, 200, ~0, 300, ~2, ~1], {1: 5})
+
+
+def test_run_heeds_streams() -> None:
+    ops = [20 * MIB, ~0, 20 * MIB, ~1, 20 * MIB]
+    assert run(ops).reserved == 20 * MIB
+    assert run(ops, streams={1: 3}).reserved == 40 * MIB
+
+
+def test_run_raises_out_of_memory() -> None:
+    with pytest.raises(OutOfMemory):
+        run([20 * MIB, 20 * MIB], capacity=39 * MIB)
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+SIZES = st.one_of(st.integers(0, 4 * KIB), st.integers(MIB // 2, 12 * MIB), st.integers(10 * MIB, 90 * MIB))
+CONFS = st.sampled_from(
+    ["", "expandable_segments:True", "max_split_size_mb:32", "per_process_memory_fraction:0.5",
+     "garbage_collection_threshold:0.5,per_process_memory_fraction:0.8", "throw_on_cudamalloc_oom:True"]
+)  # fmt: skip
+
+
+@st.composite
+def tapes(draw: st.DrawFn) -> list[Event]:
+    events: list[Event] = []
+    live: list[int] = []
+    for number, (size, dies) in enumerate(draw(st.lists(st.tuples(SIZES, st.integers(0, 3)), max_size=40))):
+        events.append(Alloc(number, size, stream=number % 7 == 6))
+        live.append(number)
+        for _ in range(min(dies, len(live)) if dies > 1 else 0):
+            events.append(Free(live.pop(draw(st.integers(0, len(live) - 1)))))
+    return events
+
+
+@given(events=tapes(), conf=CONFS)
+def test_run_and_replay_agree(events: list[Event], conf: str) -> None:
+    settings = parse_alloc_conf(conf)
+    ops, streams = to_ops(events)
+    peak = replay(events, settings=settings).peak
+    assert run(ops, streams=streams, settings=settings) == Peaks(peak.requested, peak.allocated, peak.reserved)
+    assert peak.requested <= peak.allocated <= peak.reserved
+
+
+def fits(ops: list[int], capacity: int, settings: AllocSettings, streams: dict[int, int]) -> bool:
+    try:
+        run(ops, capacity=capacity, settings=settings, streams=streams)
+    except OutOfMemory:
+        return False
+    return True
+
+
+@given(events=tapes(), conf=CONFS, granularity=st.sampled_from([2 * MIB, 7 * MIB, 64 * MIB]))
+def test_the_smallest_capacity_fits_and_one_granule_less_does_not(
+    events: list[Event], conf: str, granularity: int
+) -> None:
+    settings = parse_alloc_conf(conf)
+    ops, streams = to_ops(events)
+    capacity = smallest_capacity(events, settings, granularity)
+    assert capacity % granularity == 0
+    assert fits(ops, capacity, settings, streams)
+    assert capacity == 0 or not fits(ops, capacity - granularity, settings, streams)
+
+
+@given(events=tapes())
+def test_the_smallest_capacity_is_between_the_requests_and_what_is_reserved_without_limit(events: list[Event]) -> None:
+    ops, streams = to_ops(events)
+    peaks = run(ops, streams=streams)
+    assert peaks.requested <= smallest_capacity_of(ops, streams) <= peaks.reserved
