@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.data import files, read_dataset, tokens
-from memfit.data.samples import ALPACA, CHAT_TOKENS, END, KNOWN_FIELDS, LAYOUTS
-from memfit.errors import BadInput, MemfitError, MissingExtra
-from memfit.units import MIB
+from memfit.data.samples import (
+    ALPACA,
+    ALPACA_NOTE,
+    CHAT_NOTE,
+    CHAT_TOKENS,
+    END,
+    KNOWN_FIELDS,
+    LAYOUTS,
+    NOT_TEXT,
+)
+from memfit.errors import BadInput, MissingExtra
 
 TEXTS = ["one", "second", "the third sample"]
 LENGTHS = tuple(len(t) + END for t in TEXTS)
@@ -130,7 +136,10 @@ def test_layouts(tmp_path: Path, layout: str, record: dict[str, Any], expected: 
     dataset = read_dataset(write(tmp_path / "a.jsonl", [record]), "bytes")
     assert dataset.lengths.counts == ((expected, 1),)
     assert dataset.layouts == ((layout, 1),)
-    assert bool(dataset.notes) == (record.get("messages") is PICTURE)
+    assert (NOT_TEXT in dataset.notes) == (record.get("messages") is PICTURE)
+    chats = any(isinstance(v, list) for k, v in record.items() if k != "input_ids") or layout == "messages"
+    assert (CHAT_NOTE in dataset.notes) == chats
+    assert (ALPACA_NOTE in dataset.notes) == (layout == "instruction+input+output")
 
 
 def test_every_layout_is_tested() -> None:
@@ -212,210 +221,6 @@ def test_json_lists_may_break_anywhere(tmp_path: Path, monkeypatch: pytest.Monke
     with path.open("rb") as file:
         found = [r.value["text"] for r in files._json_list(file) if isinstance(r, files.Record)]
     assert found == ["a]b,", '"c\\', "é😀"]
-
-
-# ---- broken lines --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", "not JSON: Expecting property name"),
-        (b'{"text": "abc"', "not JSON: Expecting ',' delimiter"),
-        (b"nonsense", "not JSON: Expecting value"),
-        (b"[" * 100_000, "not JSON: nested too deeply"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
-        (b'{"text": "\xff\xfe"}', "not UTF-8 (byte 11 of the line)"),
-        (b'{"text": "\\ud800"}', "not valid Unicode"),
-        (b'{"messages": [{"content": "\\udfff"}]}', "not valid Unicode"),
-        (b"42", "not a number"),
-        (b"true", "not true or false"),
-        (b"null", "not null"),
-        (b"[1, 2]", "not a list"),
-        (b"{}", "no known fields; found none"),
-        (b'{"prompt": "a"}', "no known fields; found 'prompt'"),
-        (b'{"text": null}', "no known fields; found 'text'"),
-        (b'{"text": 5}', "'text' is not text but a number"),
-        (b'{"text": ["a"]}', "'text' is not text but a list"),
-        (b'{"messages": {}}', "not a list of objects"),
-        (b'{"messages": ["a"]}', "not a list of objects"),
-        (b'{"messages": "[["}', "not a list of objects"),
-        (b'{"input_ids": [1, "a"]}', "not a list of whole numbers"),
-        (b'{"input_ids": [1.5]}', "not a list of whole numbers"),
-        (b'{"prompt": {}, "completion": "a"}', "'prompt' is not text but an object"),
-        (b'{"instruction": "a", "output": []}', "'output' is not text but a list"),
-        (b'{"instruction": "a", "input": 1, "output": "b"}', "'input' is not text but a number"),
-    ],
-    ids=lambda v: v[:24].decode("latin-1") if isinstance(v, bytes) else "",
-)
-def test_broken_lines_are_reported(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "abc"}\n\n' + line + b'\n{"text": "abc"}')
-    dataset = read_dataset(path, "bytes")
-    assert dataset.lengths.counts == ((3 + END, 2),)
-    assert dataset.broken == 1
-    assert dataset.examples[0].line == 3
-    assert reason in dataset.examples[0].reason
-
-
-def test_only_a_few_examples_are_kept(tmp_path: Path) -> None:
-    dataset = read_dataset(write(tmp_path / "a.jsonl", [*range(100), {"text": "a"}]))
-    assert dataset.broken == 100
-    assert [b.line for b in dataset.examples] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("text", "found", "line"),
-    [
-        ('[{"text": "a"}, {"text": "b"', 1, 2),
-        ('[{"text": "a"} {"text": "b"}, nonsense, {"text": "c"}]', 2, 3),
-        ('[{"text": "a"}, ' + "[" * 100_000, 1, 2),
-        ('[{"text": "a"}', 1, 2),
-    ],
-)
-def test_broken_json_list_keeps_what_came_before(tmp_path: Path, text: str, found: int, line: int) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    dataset = read_dataset(path)
-    assert (dataset.lengths.count, dataset.broken, dataset.examples[0].line) == (found, 1, line)
-    assert "nothing after it was read" in dataset.examples[0].reason
-
-
-def test_odd_csv(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b'\xef\xbb\xbfid,text\n1,"two\nlines"\n2\n\n3,,extra\n4,\xff\n5,ok,more,cells\n6,"never closed\n')
-    dataset = read_dataset(path, "bytes")
-    assert dataset.lengths.counts == ((2 + END, 1), (9 + END, 1), (13 + END, 1))
-    assert [(b.line, b.reason[:24]) for b in dataset.examples] == [
-        (4, "no known fields; found '"),
-        (6, "no known fields; found '"),
-        (7, "the text is not valid Un"),
-    ]
-
-
-def test_csv_cells_may_be_large_but_not_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(f"text\n{'x' * 200_000}\n")
-    assert lengths_of(path) == [200_000 + END]
-    monkeypatch.setattr(files, "LINE_LIMIT", 1000)
-    path.write_text(f'text\n"{"x" * 2500}"\nabc\n')
-    dataset = read_dataset(path, "bytes")
-    assert dataset.broken >= 1
-    assert "field larger than field limit" in dataset.examples[0].reason
-
-
-def test_cut_off_parquet(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "a.parquet"
-    as_parquet(path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(BadInput, match="not Parquet"):
-        read_dataset(path)
-
-
-# ---- files that cannot be used -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"", "no samples"),
-        ("a.json", b"", "no samples"),
-        ("a.json", b"[]", "no samples"),
-        ("a.json", b"  \n ", "no samples"),
-        ("a.txt", b"\n\n", "no samples"),
-        ("a.csv", b"", "no samples"),
-        ("a.csv", b"text\n", "no samples"),
-        ("a.jsonl", b"\x7fELF\x02\x01\0\0", "zero bytes"),
-        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "zero bytes"),
-        ("a.jsonl", os.urandom(4000).replace(b"\0", b"\1"), "none of the"),
-        ("a.json", b'{\n "data": [\n {"text": "a"}\n ]\n}', "none of the"),
-        ("a.jsonl", b'{"body": "a"}', "none of the 1 records .* found 'body'"),
-        ("a.parquet", b"not parquet at all", "not Parquet"),
-        ("a.parquet", b"", "not Parquet"),
-        ("a.xlsx", b"PK", "unknown file type '.xlsx'"),
-        ("train", b"a", "unknown file type 'train'"),
-    ],
-)
-def test_unusable_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow")
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=message) as caught:
-        read_dataset(path)
-    assert caught.value.hint
-
-
-@pytest.mark.parametrize(("name", "message"), [("missing.jsonl", "does not exist"), ("", "is a folder")])
-def test_no_such_file(tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        read_dataset(tmp_path / name)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(BadInput, match="not a regular file"):
-        read_dataset(tmp_path / "a.jsonl")
-
-
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "a"}])
-
-    def refuse(*args: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(BadInput, match="cannot be read: Permission denied"):
-        read_dataset(path)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-@given(st.sampled_from(sorted(set(files.READERS) - {".parquet"})), st.binary(max_size=400))
-def test_any_bytes_give_a_dataset_or_a_memfit_error(tmp_path: Path, suffix: str, content: bytes) -> None:
-    path = tmp_path / f"a{suffix}"
-    path.write_bytes(content)
-    try:
-        assert read_dataset(path).lengths.count > 0
-    except MemfitError as error:
-        assert error.hint
-
-
-# ---- large input ---------------------------------------------------------------------------------------------------
-
-
-def test_a_line_of_50_mb_is_the_longest_sample(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    size = 50_000_000
-    path.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * size + b'"}\n')
-    assert read_dataset(path, "bytes").longest[0] == (size + END, 2)
-
-
-def test_an_endless_line_is_skipped_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LINE_LIMIT", 64 * 1024)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * (20 * MIB) + b'"}\n{"text": "abc"}\n')
-    tracemalloc.start()
-    try:
-        dataset = read_dataset(path, "bytes")
-        held = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert dataset.lengths.counts == ((3 + END, 1),)
-    assert (dataset.examples[0].line, dataset.examples[0].reason) == (1, "longer than 64.0 KiB")
-    assert held < 4 * MIB
-
-
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("[" + ",".join(json.dumps({"text": "x" * (n % 500)}) for n in range(40_000)) + "]")
-    tracemalloc.start()
-    try:
-        assert read_dataset(path, "bytes").lengths.count == 40_000
-        held = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert held < path.stat().st_size
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------

@@ -124,6 +124,11 @@ def test_ops_number_allocations_and_name_their_streams() -> None:
     assert to_ops(events) == ([100, 200, ~0, 300, ~2, ~1], {1: 5})
 
 
+def test_no_card_is_large_enough_for_a_fraction_of_nothing() -> None:
+    with pytest.raises(BadInput, match="no card is large enough"):
+        smallest_capacity(TAPE, parse_alloc_conf("per_process_memory_fraction:0"))
+
+
 def test_run_heeds_streams() -> None:
     ops = [20 * MIB, ~0, 20 * MIB, ~1, 20 * MIB]
     assert run(ops).reserved == 20 * MIB

@@ -32,7 +32,8 @@ class Recipe:
       bf16-master  bf16 weights and gradients, fp32 master copy and states  2+2+4+8 = 16 B
       fp16-mixed   as bf16-mixed with fp16 and a loss scaler
       fp32         everything in fp32                                       4+4+8 = 16 B
-    With LoRA or QLoRA it names the dtype of the frozen base; adapters follow the trainer (see trainers.py).
+    With LoRA or QLoRA it names the dtype of the frozen base (fp16-mixed: an fp16 base under fp16 autocast); adapters
+    follow the trainer (see trainers.py).
     """
 
     method: Method = "full"

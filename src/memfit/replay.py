@@ -230,7 +230,7 @@ def smallest_capacity_of(
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
 ) -> int:
-    """`smallest_capacity` of what `run` takes.
+    """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
 
     A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
@@ -244,7 +244,9 @@ def smallest_capacity_of(
             return False, allocator
         return True, allocator
 
-    _, unlimited = attempt(None)
+    runs, unlimited = attempt(None)
+    if not runs:
+        raise BadInput("no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape")
     # The allocator looks at the capacity only to compare a total with it. So a run that fits does the same on any card
     # down to its reserved peak, and one that fails, on any card below the least total it was refused. Not so where
     # the capacity also sets a fraction's limit or the length of an expandable segment.

@@ -30,7 +30,14 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    heads: tuple[tuple[str, str], ...] = (("full", "full"), ("chunked", "chunked"), ("fused", "liger"))  # --loss -> code
 
+    def head(self, loss: str) -> str:
+        """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.ends.LOSSES."""
+        return dict(self.heads)[loss]
+
+
+_TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
@@ -42,7 +49,7 @@ TRAINERS: tuple[Trainer, ...] = (
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
     Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
             qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
-    Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True,
+    Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
             qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from memfit.allocator.blocks import FREE, UNMAPPED, Block, Pool
 from memfit.allocator.reserve import Reserve
 
 
-def allocate(reserve: Reserve, pool: Pool, size: int) -> Block | None:
+def allocate_expandable(reserve: Reserve, pool: Pool, size: int) -> Block | None:
     """try_allocate_expandable_block: a mapped block of at least `size` bytes taken from its pool; None without memory.
 
     What was mapped before the driver refused stays mapped and cached.
@@ -37,7 +37,7 @@ def best_fit(pool: Pool, position: int) -> int:
     return position
 
 
-def release(reserve: Reserve, pool: Pool) -> None:
+def release_granules(reserve: Reserve, pool: Pool) -> None:
     """release_blocks: unmap every whole granule inside free blocks; forget segments that are wholly unmapped."""
     for block in pool.in_order():
         _unmap_block(reserve, block)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
-from memfit.allocator import expandable
 from memfit.allocator.blocks import (
     ALLOCATED,
     FREE,
@@ -19,6 +18,7 @@ from memfit.allocator.blocks import (
     allocation_size,
     round_size,
 )
+from memfit.allocator.expandable import allocate_expandable, best_fit, release_granules
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 
 
@@ -155,7 +155,7 @@ class Allocator(Reserve):
             for stream in sorted(self._pools):
                 pool = self._pools[stream][kind]
                 if self.settings.expandable_segments:
-                    expandable.release(self, pool)
+                    release_granules(self, pool)
                 else:
                     self._release_whole_segments(pool)
 
@@ -203,7 +203,7 @@ class Allocator(Reserve):
             return end
         settings = self.settings
         if settings.expandable_segments:
-            position = expandable.best_fit(pool, position)
+            position = best_fit(pool, position)
         if settings.max_split_size is None:
             return position
         size = pool.blocks[pool.keys[position]].size
@@ -238,7 +238,7 @@ class Allocator(Reserve):
                 self.num_oom_rejections += 1
                 raise self._out_of_memory(size, requested)
         if self.settings.expandable_segments:
-            return expandable.allocate(self, pool, rounded)
+            return allocate_expandable(self, pool, rounded)
         return self._cuda_malloc(pool, size)
 
     def _out_of_memory(self, tried: int, requested: int) -> OutOfMemory:

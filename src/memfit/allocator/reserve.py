@@ -156,9 +156,8 @@ class Reserve:
     def reset_peak_stats(self) -> None:
         """torch.cuda.reset_peak_memory_stats(): every peak becomes the current value."""
         self.requested_peak, self.allocated_peak = self.requested, self.allocated
-        self._active_at_reset = (
-            self.allocated + self.pending
-        )  # malloc sees none pending, so later peaks are allocated's
+        # Nothing is pending any more when malloc raises a level, so later peaks of active are those of allocated.
+        self._active_at_reset = self.allocated + self.pending
         self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
 
     def blocks(self) -> Iterator[tuple[Block, ...]]:

@@ -1,1 +1,40 @@
-"""The catalogue: published config.json files and an index of their names and exact parameter counts (package data)."""
+"""The catalogue: published config.json files with an index of their names and exact parameter counts (package data)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One catalogued model."""
+
+    stem: str  # name of its file, and its short name
+    id: str  # Hugging Face id
+    aliases: tuple[str, ...]  # other ids of the same architecture, and short names
+    family: str  # model_type
+    architecture: str  # class whose parameters are counted
+    parameters: int | None  # tied weights once; None: the family is refused
+    grade: str  # A: copied from a published file; B: rebuilt from a published table; C: class defaults of transformers
+    source: str
+    note: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.stem, self.id, *self.aliases)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Every catalogued model, by name; only the index is read."""
+    rows = json.loads((files(__name__) / "models.json").read_text(encoding="utf-8"))
+    return tuple(Entry(**{**row, "aliases": tuple(row["aliases"])}) for row in rows)
+
+
+def config(entry: Entry) -> dict[str, object]:
+    """The config.json of a catalogued model."""
+    text = (files(__name__) / "models" / f"{entry.stem}.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

@@ -147,8 +147,7 @@ class _Tally:
             heapq.heappush(self.longest, (total, -sample.line))
             if len(self.longest) > KEPT:
                 heapq.heappop(self.longest)
-            if sample.note:
-                self.notes.add(sample.note)
+            self.notes.update(sample.notes)
 
     def dataset(self, source: Path, tokens: Tokens) -> Dataset:
         """The result; raises BadInput when not one sample could be used."""

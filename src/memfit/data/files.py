@@ -95,10 +95,19 @@ def _json_lines(file: BinaryIO, _: Collection[str] = ()) -> Read:
 
 
 def _json(file: BinaryIO, _: Collection[str] = ()) -> Read:
-    """A list of samples, or one sample per line."""
+    """A list of samples, or one sample per line; an object written over several lines is neither, and refused."""
     start = file.read(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
-    return _json_list(file) if start.startswith(b"[") else _json_lines(file)
+    if start.startswith(b"["):
+        return _json_list(file)
+    first = next(_json_lines(file), None)
+    file.seek(0)
+    if isinstance(first, Broken):
+        raise BadInput(
+            f"{file.name} is neither a list of samples nor one sample per line (line {first.line}: {first.reason})",
+            hint="write it as [sample, ...], or as .jsonl with one sample per line",
+        )
+    return _json_lines(file)
 
 
 _GAP = re.compile(r"[\s,]*")

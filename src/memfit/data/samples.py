@@ -15,6 +15,10 @@ ALPACA = (
     "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
 )
 NOT_TEXT = "images, audio and other parts of messages that are not text were not counted"
+CHAT_NOTE = (
+    f"chat markup counted as {CHAT_TOKENS} tokens a message; a system prompt that the template adds is not counted"
+)
+ALPACA_NOTE = "instructions counted in the Alpaca template; a chat template takes about 30 tokens less"
 
 
 class Sample(NamedTuple):
@@ -24,7 +28,7 @@ class Sample(NamedTuple):
     layout: str
     texts: list[str]
     tokens: int  # besides the texts: ready token ids, chat markup, the end of the sequence
-    note: str = ""
+    notes: tuple[str, ...] = ()  # what the count takes for granted
 
 
 class UnusableError(Exception):
@@ -57,27 +61,28 @@ def _plain(line: int, layout: str, value: dict[str, Any]) -> Sample:
 
 
 def _chat(line: int, layout: str, value: dict[str, Any]) -> Sample:
-    texts, note = _messages(_parsed(value[layout]))
-    return Sample(line, layout, texts, CHAT_TOKENS * len(texts), note)
+    texts, notes = _messages(_parsed(value[layout]))
+    return Sample(line, layout, texts, CHAT_TOKENS * len(texts), notes)
 
 
 def _pair(line: int, layout: str, value: dict[str, Any]) -> Sample:
     """Two fields in a row, each a text or a list of messages."""
     texts: list[str] = []
-    tokens, note = END, ""
+    tokens = END
+    notes: tuple[str, ...] = ()
     for name in layout.split("+"):
         if isinstance(value[name], list):
             said, more = _messages(value[name])
-            texts, tokens, note = texts + said, tokens + CHAT_TOKENS * len(said), note or more
+            texts, tokens, notes = texts + said, tokens + CHAT_TOKENS * len(said), notes + more
         else:
             texts.append(_text(value, name))
-    return Sample(line, layout, texts, tokens, note)
+    return Sample(line, layout, texts, tokens, notes)
 
 
 def _instruction(line: int, layout: str, value: dict[str, Any]) -> Sample:
-    """In the Alpaca template; where the trainer uses a chat template instead, that is about 30 tokens too many."""
     given = _text(value, "input") if value.get("input") is not None else ""
-    return Sample(line, layout, [ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))], END)
+    text = ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))
+    return Sample(line, layout, [text], END, (ALPACA_NOTE,))
 
 
 LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], Sample]], ...] = (
@@ -112,19 +117,21 @@ def _sound(text: str) -> str:
     return text
 
 
-def _messages(value: Any) -> tuple[list[str], str]:
-    """The text of each message, and a note about what is not text; takes role/content and from/value."""
+def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
+    """The text of each message, and notes about what was not counted; takes role/content and from/value."""
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         raise UnusableError("the messages are not a list of objects")
-    texts, note = [], ""
+    texts: list[str] = []
+    notes: tuple[str, ...] = (CHAT_NOTE,)
     for message in value:
         content = message.get("content", message.get("value"))
         parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
         said = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
-        note = note if len(said) == len(parts) else NOT_TEXT
+        if len(said) < len(parts):
+            notes = (CHAT_NOTE, NOT_TEXT)
         calls = json.dumps(message["tool_calls"], default=str) if message.get("tool_calls") else ""
         texts.append(_sound("".join(said) + calls))
-    return texts, note
+    return texts, notes
 
 
 def _parsed(value: Any) -> Any:

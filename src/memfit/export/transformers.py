@@ -61,13 +61,7 @@ def train(plan: Plan) -> str:
         plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved.get("alloc_conf", "")
     )
     lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
-    lines += [
-        *script.arguments(),
-        *script.data(),
-        *_TOKENIZE.splitlines(),
-        *_load(recipe, saved),
-        *_main(recipe, saved),
-    ]
+    lines += [*script.pieces(), *_TOKENIZE.splitlines(), *_load(recipe, saved), *_main(recipe, saved)]
     return "\n".join([*lines, *script.ending()])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Attention, Mlp
+from memfit.architecture import Attention, Mlp, Weight
 from memfit.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, experts, linear, norm, other, prefixed
@@ -34,10 +34,15 @@ def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
         "norms": (),
     }
     if qk_norm != "none" and d.qk_norm_weights:
-        q, k = (1, 1) if qk_norm == "head" else (heads, kv_heads)
-        made["norms"] = norm(d.q_norm, q * head) + norm(d.k_norm, k * head)
+        made["norms"] = _norm_of_heads(d, d.q_norm, heads, head) + _norm_of_heads(d, d.k_norm, kv_heads, head)
     weights = tuple(w for part in (*d.attention_order, "norms") for w in made[part])
     return trait, prefixed(d.attention_module, (other("sinks", heads) if d.sinks else ()) + weights)
+
+
+def _norm_of_heads(d: Dialect, name: str, heads: int, head: int) -> Weights:
+    if d.qk_norm_by_head:
+        return (Weight(f"{name}.weight", (heads, head), "norm"),)
+    return norm(name, head if d.qk_norm == "head" else heads * head)
 
 
 def gated_weights(d: Dialect, width: int, inner: int, bias: bool = False) -> Weights:

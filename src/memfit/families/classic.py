@@ -9,7 +9,7 @@ from memfit.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_
 from memfit.families.decoder import frame
 from memfit.families.dialect import Dialect, flag, head_dim, no_rotary
 from memfit.families.fields import Fields
-from memfit.families.parts import Weights, embedding, linear, norm, prefixed
+from memfit.families.parts import Weights, embedding, linear, prefixed
 
 _GPT_KEYS = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
@@ -67,7 +67,7 @@ def _stablelm(f: Fields, d: Dialect) -> Dialect:
 def _falcon(f: Fields, d: Dialect) -> Dialect:
     """Falcon's three layouts: one shared norm (7B), one for each part (40B), or both parts in sequence (RW)."""
     parallel, new = f.flag("parallel_attn"), f.flag("new_decoder_architecture")
-    norms = ("input_layernorm",)
+    norms: tuple[str, ...] = ("input_layernorm",)
     if not parallel:
         norms = ("post_attention_layernorm", "input_layernorm")
     elif f.size("num_ln_in_parallel_attn", 2 if new else 1) == 2:

@@ -97,6 +97,7 @@ class Dialect:
     k_norm: str = "k_norm"
     qk_norm_if: str = ""  # config key that turns the norms on
     qk_norm_weights: bool = True  # False: the norms have no scale
+    qk_norm_by_head: bool = False  # True: each head has a scale of its own
     sinks: bool = False
     alibi: Flag = False
     sdpa: bool = True

@@ -15,7 +15,7 @@ from memfit.families.fields import Fields
 from memfit.families.gemma import GEMMAS
 from memfit.families.hybrid import HYBRIDS
 from memfit.families.parts import Weights, linear, norm, other, prefixed
-from memfit.families.rows import DECODERS, LLAMA, QWEN2, QWEN3
+from memfit.families.rows import DECODERS, QWEN2, QWEN3
 
 # Names that a decoder bears only inside such a model
 _TEXT: dict[str, Dialect] = {

@@ -100,6 +100,7 @@ DECODERS: dict[str, Dialect] = {
     ),
     "cohere": replace(
         LLAMA, defaults={**TIED, "use_qk_norm": False}, mlp_bias=False, norm="layer_fp32",
+        qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_by_head=True,
         body=("@attention", "@mlp", "input_layernorm"), placement="parallel",
     ),
     "starcoder2": replace(

@@ -38,14 +38,15 @@ class Account:
     """One recipe taken apart. Cheap to make: everything that does not depend on the batch is cached."""
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, gpu: Gpu, padded: bool = False, profile: Trainer | None = None
+        self, architecture: Architecture, recipe: Recipe, gpu: Gpu, padded: bool | None = None, profile: Trainer | None = None
     ) -> None:
         if architecture.trainable_memory:
             raise Unsupported(
                 f"training memory of {architecture.name} is not modelled: {architecture.trainable_memory}",
                 hint="memfit trace runs the real model on a virtual card",
             )
-        self.architecture, self.recipe, self.gpu, self.padded = architecture, recipe, gpu, padded
+        self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
+        self.padded = masks_needed(recipe) if padded is None else padded
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         self.numerics: Numerics = numerics(recipe, self.trainer)
@@ -175,6 +176,13 @@ class Account:
         if self.recipe.method != "full":
             found.append(self.merge())
         return found
+
+
+def masks_needed(recipe: Recipe) -> bool:
+    """Samples padded to the longest need a mask; so do packed ones, unless flash-attn's variable-length kernel is used."""
+    if recipe.padding == "packing":
+        return recipe.attention != "flash"
+    return recipe.micro_batch > 1
 
 
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}

@@ -14,20 +14,20 @@ from memfit.tape import Phase, Role
 from memfit.trainers import Trainer
 
 # What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
-# states), when nothing is replayed. Source: 95 recorded runs on PyTorch 2.13, see docs/accuracy.md; range 0.00 to 0.62.
-SLACK_SHARE = 0.12
+# states), when nothing is replayed. Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
+SLACK_SHARE = {False: 0.10, True: 0.25}  # without and with checkpointing, whose blocks of many sizes fit each other less
 ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
 def estimate(
-    architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool = False,
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
     profile: Trainer | None = None,
 ) -> Footprint:  # fmt: skip
     """Bytes of every phase of a run.
 
     replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
     (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
-    attention kernel. Raises Unsupported for models whose activations are not modelled.
+    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose activations are not modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
@@ -50,7 +50,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
     """Reserved bytes without a replay."""
     steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
     moving = max(instant.requested - steady, 0)
-    return instant.requested + int(ROUNDING_SHARE * instant.requested) + int(SLACK_SHARE * moving)
+    return instant.requested + int(ROUNDING_SHARE * instant.requested) + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
 
 
 def _replayable(recipe: Recipe) -> bool:
@@ -128,7 +128,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     ]
     unknowns = ["context +-100 MiB on your driver" if "context_bytes" in account.gpu.unverified else "context +-60 MiB on your driver"]
     if not exact:
-        unknowns.append(f"allocator slack taken as {SLACK_SHARE:.0%} of what comes and goes, not replayed")
+        unknowns.append(f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed")
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
     return tuple(assumptions), tuple(unknowns)

@@ -29,7 +29,9 @@ class Numerics:
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     """The widths a recipe means under a trainer."""
     mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
-    weight = 4 if mixed or recipe.precision == "fp32" else 2
+    # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
+    wide = recipe.precision == "fp32" or (mixed and (recipe.method == "full" or recipe.precision == "bf16-mixed"))
+    weight = 4 if wide else 2
     autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
     quantised = recipe.method == "qlora"
     upcast = quantised and trainer.kbit_prepare

@@ -1,0 +1,43 @@
+"""The way back: another tool's configuration file as a memfit recipe. A new format is one module and one row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.adopt import accelerate, axolotl, deepspeed, llamafactory, recipe, transformers
+from memfit.adopt.noun import Adopted
+from memfit.adopt.parse import parse
+from memfit.errors import Unsupported
+
+__all__ = ["FORMATS", "Adopted", "adopt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One row: how a format is recognised and read."""
+
+    name: str
+    matches: Callable[[dict[str, Any]], bool]
+    adopt: Callable[[dict[str, Any], Path], Adopted]
+
+
+# in the order they are tried: the ones with telling keys first
+FORMATS: tuple[Format, ...] = tuple(
+    Format(module.NAME, module.matches, module.adopt)
+    for module in (recipe, axolotl, llamafactory, accelerate, deepspeed, transformers)
+)
+
+
+def adopt(path: Path) -> Adopted:
+    """What the file at `path` says, its format told by content. Raises BadInput, or Unsupported for other formats."""
+    data = parse(path)
+    if isinstance(data, dict):
+        named = {str(key): value for key, value in data.items()}
+        for row in FORMATS:
+            if row.matches(named):
+                return row.adopt(named, path)
+    known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
+    raise Unsupported(f"{path} is no training configuration memfit knows", hint=f"known: {known}")

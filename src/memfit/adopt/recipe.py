@@ -1,0 +1,34 @@
+"""Adopts memfit's own recipe.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memfit import recipe_file
+from memfit.adopt.noun import Adopted
+from memfit.errors import BadInput
+from memfit.job import RECIPE_FIELDS
+
+NAME = "recipe"
+
+
+def matches(data: dict[str, Any]) -> bool:
+    return "schema" in data and "recipe" in data
+
+
+def adopt(data: dict[str, Any], path: Path) -> Adopted:
+    """The recipe as written; every key is known, or the file is refused."""
+    try:
+        file = recipe_file.from_dict(data)
+    except BadInput as error:
+        error.message = f"{path}: {error.message}"
+        raise
+    return Adopted(
+        format=NAME,
+        recipe=file.recipe,
+        model=file.model,
+        data=file.data or None,
+        effective_batch=file.effective_batch or None,
+        stated=RECIPE_FIELDS,
+    )

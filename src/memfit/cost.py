@@ -1,0 +1,133 @@
+"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each part.
+
+Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.architecture import Architecture
+from memfit.formula.static import Static
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.optimizers import optimizer
+
+# Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
+MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
+MATMUL_SHARE_OTHER = 0.75
+TRAINING_SHARE = 0.6  # of that, over a whole step: elementwise kernels and launches between the products; range 0.4 to 0.7
+BANDWIDTH_SHARE = 0.8  # of the data-sheet bandwidth, streaming kernels
+UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_PCIE = 50e12, 500e9, 13e9
+FP32_RATE = 0.25  # fp32 (TF32 off) products against 16-bit ones
+KERNELS_PER_BLOCK = 60  # launches of one block's forward (recorded: 45 to 75); a backward has twice as many
+LAUNCH_SECONDS = 6e-6  # CPU time of one launch in eager PyTorch; range 4e-6 to 10e-6
+EAGER_PASSES = 14  # times a score matrix crosses device memory in eager attention, forward and backward
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step, by part."""
+
+    forward: float
+    backward: float
+    recompute: float
+    optimizer: float
+    transfer: float  # PCIe and links
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.recompute + self.optimizer + self.transfer
+
+
+def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
+    """One optimizer step: `accumulation` micro-steps and the update."""
+    flops = (gpu.bf16_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
+    if r.precision == "fp32":
+        flops *= FP32_RATE
+    bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE
+    active = active_parameters(a)
+    width = 4 if r.precision == "fp32" else 2
+    weights = s.parameters * width
+    if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
+        weights = s.base + s.scales + 2 * s.quantised * 2
+    products = max(2.0 * active * r.tokens / flops, weights / bandwidth)
+    attention = _attention(a, r, flops, bandwidth)
+    logits = _logits(a, r, bandwidth)
+    launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
+    forward = max(products + attention + logits / 3, launches)
+    backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
+    share = {"none": 0.0, "selective": 0.35, "full": 1.0, "offload": 1.0}[r.checkpointing]
+    recompute = share * max(products + attention, launches)
+    kept = 2.0 * a.width * len(a.layers) * r.tokens
+    offloaded = 2 * kept / _pcie(gpu) if r.checkpointing == "offload" else 0.0
+    return StepTime(
+        forward * r.accumulation, backward * r.accumulation, recompute * r.accumulation,
+        _update(r, s, gpu, bandwidth), offloaded * r.accumulation + _transfer(r, s, gpu),
+    )  # fmt: skip
+
+
+def active_parameters(a: Architecture) -> int:
+    """Parameters a token passes: all but the experts it is not routed to and the embedding it only looks up."""
+    total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
+    for layer in a.layers:
+        for w in layer.weights:
+            share = layer.mlp.experts_per_token / layer.mlp.experts if w.kind == "experts" and layer.mlp.experts else 1.0
+            total += int(w.numel * share)
+    return total
+
+
+def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> float:
+    seconds = 0.0
+    for layer in a.layers:
+        at = layer.attention
+        reach = min(r.sequence_length, at.window or r.sequence_length)
+        scores = r.tokens * reach * at.heads
+        seconds += 2.0 * scores * (at.head_dim + at.value_dim) / flops / (2 if at.causal else 1)
+        if r.attention == "eager":
+            seconds += EAGER_PASSES / 3 * 2.0 * scores / bandwidth
+    return seconds
+
+
+def _logits(a: Architecture, r: Recipe, bandwidth: float) -> float:
+    """Traffic of the loss: full logits cross memory in fp32 several times, a fused head keeps them in cache tiles."""
+    passes = {"full": 34, "chunked": 30, "fused": 6}[r.loss]
+    return passes * a.vocabulary * r.tokens / bandwidth
+
+
+def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:
+    """Weights, gradients and states read and written once; on the host when offloaded."""
+    row = optimizer(r.optimizer)
+    share = r.num_gpus if r.shard != "none" else 1
+    traffic = (3 * s.gradients + 2 * s.states + 2 * s.master) / share
+    if r.offload != "none":
+        return traffic / HOST_BANDWIDTH
+    paged = 2 * row.moments * 4 * s.trained / share / _pcie(gpu) * PAGED_MISS if row.paged else 0.0
+    return traffic * (1 + row.flops) / bandwidth + paged
+
+
+HOST_BANDWIDTH = 80e9  # bytes per second of host memory an AdamW on the CPU reaches; range 20e9 to 200e9
+PAGED_MISS = 0.0  # paged states stay on the card until memory is short
+
+
+def _pcie(gpu: Gpu) -> float:
+    return gpu.pcie_bandwidth or UNKNOWN_PCIE
+
+
+def _transfer(r: Recipe, s: Static, gpu: Gpu) -> float:
+    """Bytes over PCIe (offload) and between cards (gradients, gathered weights), partly hidden behind compute."""
+    seconds = 0.0
+    if r.offload != "none":
+        seconds += 2 * s.gradients / _pcie(gpu)
+    if r.offload == "parameters":
+        seconds += 2 * r.accumulation * s.base / _pcie(gpu)
+    if r.num_gpus > 1:
+        link = gpu.link_bandwidth or _pcie(gpu)
+        share = (r.num_gpus - 1) / r.num_gpus
+        seconds += EXPOSED * 2 * share * s.gradients / link
+        if r.shard == "parameters":
+            seconds += EXPOSED * 2 * r.accumulation * share * s.base / link
+    return seconds
+
+
+EXPOSED = 0.3  # share of communication that compute does not hide; range 0.1 to 0.6

@@ -1,0 +1,34 @@
+"""A footprint held against a card: fits, too tight to promise, or does not fit."""
+
+from __future__ import annotations
+
+from memfit.footprint import Footprint
+from memfit.gpu import Gpu
+from memfit.plan import Judgement, Verdict
+
+# How far a prediction may be off and still be believed. Source: docs/accuracy.md, mean error on published runs.
+BAND_SHARE = 0.05
+
+
+def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
+    """Compare the reserved peak with what the card leaves; see `verdict_of` for the rule."""
+    levels = footprint.peak.levels
+    nccl = levels.device - levels.reserved - gpu.context_bytes
+    tensors = max(p.levels.allocated for p in footprint.phases)
+    return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
+
+
+def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
+    """The rule, in bytes.
+
+    fits: even a peak BAND_SHARE higher stays on the card. misfit: the tensors alone (no allocator slack), taken
+    BAND_SHARE lower, are more than the card has; giving back cached blocks cannot help. tight: anything between,
+    where the allocator may have to give memory back and retry, or the prediction may be just wrong enough.
+    """
+    band = int(need * BAND_SHARE)
+    verdict: Verdict = "tight"
+    if need + band <= usable:
+        verdict = "fits"
+    elif tensors - int(tensors * BAND_SHARE) > usable:
+        verdict = "misfit"
+    return Judgement(verdict, usable, need, band, usable - need)

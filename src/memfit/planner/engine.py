@@ -1,0 +1,68 @@
+"""Estimating candidates: quickly for a search, through the allocator for those that are shown as the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit import combinations
+from memfit.cost import step_time
+from memfit.footprint import Footprint
+from memfit.formula.account import Account
+from memfit.formula.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
+from memfit.job import Job, Recipe
+from memfit.judge import judge, verdict_of
+from memfit.plan import Judgement
+
+NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe with its quick estimate."""
+
+    recipe: Recipe
+    judgement: Judgement
+    seconds: float  # of one optimizer step
+
+
+class Estimator:
+    """Remembers what it has estimated for one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._full: dict[tuple[Recipe, bool], Footprint] = {}
+
+    def possible(self, recipe: Recipe) -> bool:
+        """The combination makes sense on this model and card."""
+        return combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
+
+    def quick(self, recipe: Recipe) -> Candidate:
+        """Closed form of the training step alone; about 100 microseconds."""
+        account = Account(self.job.architecture, recipe, self.job.gpu)
+        worst = closed_form(account)
+        nccl = account.share.nccl
+        need = reserved_of(account, worst) + nccl
+        tensors = worst.requested + int(ROUNDING_SHARE * worst.requested) + nccl
+        found = verdict_of(need, tensors, self.job.gpu.usable_bytes(self.job.reserve))
+        seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
+        return Candidate(recipe, found, seconds)
+
+    def footprint(self, recipe: Recipe, replay: bool) -> Footprint:
+        """All phases; with a replay when asked."""
+        key = (recipe, replay)
+        if key not in self._full:
+            self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
+        return self._full[key]
+
+    def shown(self, recipe: Recipe) -> tuple[Footprint, Judgement]:
+        """What is printed for a recipe: replayed when the answer could depend on it."""
+        quick = self.footprint(recipe, replay=False)
+        found = judge(quick, self.job.gpu, self.job.reserve)
+        if found.need <= NEAR * found.usable:
+            quick = self.footprint(recipe, replay=True)
+            found = judge(quick, self.job.gpu, self.job.reserve)
+        return quick, found
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Roofline seconds of one optimizer step."""
+        return self.quick(recipe).seconds

@@ -1,0 +1,110 @@
+"""The ladder as a table: each rung is what a practitioner would try next, in the order of what it costs to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from memfit.gpu import Gpu
+from memfit.job import Job, Recipe
+
+Change = Callable[[Recipe, Job], Recipe]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row: what it changes, what it costs in quality, and the setting that turns it on in each framework."""
+
+    key: str
+    title: str
+    change: Change
+    caveat: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+    learns: str = "full"  # what is trained from this rung on: full | lora | qlora
+    sets: tuple[str, ...] = ()  # recipe fields it touches: a rung is left out when the user fixed all of them
+
+
+def sixteen_bit(gpu: Gpu) -> str:
+    """The mixed precision a card can run."""
+    return "fp16-mixed" if gpu.compute_capability and gpu.compute_capability < (8, 0) else "bf16-mixed"
+
+
+def _smallest_batch(r: Recipe, job: Job) -> Recipe:
+    per_gpu = max(job.effective_batch // r.num_gpus, 1)
+    return r.but(micro_batch=1, accumulation=per_gpu)
+
+
+def _lora(r: Recipe, job: Job) -> Recipe:
+    half = "bf16" if sixteen_bit(job.gpu) == "bf16-mixed" else "fp16-mixed"
+    return r.but(method="lora", precision=half, quantization="none", optimizer="adamw")
+
+
+def _qlora(r: Recipe, job: Job) -> Recipe:
+    return _lora(r, job).but(method="qlora", quantization="nf4-double")
+
+
+def _fused(r: Recipe, job: Job) -> Recipe:
+    return r.but(loss="fused")
+
+
+LADDER: tuple[Step, ...] = (
+    Step("mixed", "16-bit mixed precision", lambda r, j: r.but(precision=sixteen_bit(j.gpu)),
+         "none: fp32 weights, 16-bit products",
+         {"trl": "bf16=True", "transformers": "bf16=True", "axolotl": "bf16: true", "llamafactory": "bf16: true",
+          "deepspeed": '"bf16": {"enabled": true}', "accelerate": "mixed_precision: bf16"}, sets=("precision",)),
+    Step("fused-loss", "+ fused loss", _fused, "none: the same numbers, the logits never exist whole",
+         {"trl": "default since 1.15", "transformers": "use_liger_kernel=True", "axolotl": "liger_fused_linear_cross_entropy: true",
+          "llamafactory": "enable_liger_kernel: true"}, sets=("loss",)),
+    Step("checkpointing", "+ activation checkpointing", lambda r, j: r.but(checkpointing="full"),
+         "none: the same values are computed twice",
+         {"trl": "gradient_checkpointing=True", "transformers": "activation_checkpointing=True",
+          "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false",
+          "accelerate": "fsdp_activation_checkpointing: true"}, sets=("checkpointing",)),
+    Step("8-bit-optimizer", "+ 8-bit optimizer", lambda r, j: r.but(optimizer="adamw-8bit"),
+         "negligible in most fine-tunes; embeddings keep 32-bit states",
+         {"trl": 'optim="adamw_bnb_8bit"', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
+          "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
+    Step("accumulation", "+ micro-batch 1, accumulated", _smallest_batch, "none at the same tokens per step",
+         {"trl": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
+          "transformers": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
+          "axolotl": "micro_batch_size: 1, gradient_accumulation_steps: N",
+          "llamafactory": "per_device_train_batch_size: 1, gradient_accumulation_steps: N",
+          "deepspeed": '"train_micro_batch_size_per_gpu": 1'}, sets=("micro_batch", "accumulation")),
+    Step("16-bit-weights", "+ 16-bit weights and states", lambda r, j: r.but(precision="bf16"),
+         "small updates are rounded away: bf16 keeps 8 bits of a weight",
+         {"trl": 'model_init_kwargs={"dtype": "bfloat16"}', "transformers": "from_pretrained(dtype=torch.bfloat16)",
+          "axolotl": "bf16: full", "llamafactory": "pure_bf16: true"}, sets=("precision",)),
+    Step("lora", "LoRA", _lora, "learns a low-rank change of the weights; heavy domain shifts may need more",
+         {"trl": "peft_config=LoraConfig(...)", "transformers": "get_peft_model(model, LoraConfig(...))", "axolotl": "adapter: lora",
+          "llamafactory": "finetuning_type: lora"}, learns="lora", sets=("method",)),
+    Step("qlora", "QLoRA", _qlora, "as LoRA, on a base rounded to 4 bits: measure on your task",
+         {"trl": "quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...)",
+          "transformers": "BitsAndBytesConfig(load_in_4bit=True, ...)", "axolotl": "adapter: qlora, load_in_4bit: true",
+          "llamafactory": "quantization_bit: 4"}, learns="qlora", sets=("method", "quantization")),
+    Step("offload-checkpoints", "+ checkpoints kept in host RAM", lambda r, j: r.but(checkpointing="offload"),
+         "none; PCIe traffic every step",
+         {"trl": "activation_offloading=True", "transformers": 'activation_checkpointing_kwargs={"offload": True}',
+          "axolotl": "gradient_checkpointing: offload"}, learns="", sets=("checkpointing",)),
+    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: r.but(offload="optimizer", optimizer="adamw"),
+         "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full", sets=("offload",)),
+    Step("offload-parameters", "+ weights in host RAM", lambda r, j: r.but(offload="parameters", optimizer="adamw"),
+         "none; every block crosses PCIe twice a step",
+         {"deepspeed": '"offload_param": {"device": "cpu"}', "accelerate": "fsdp_offload_params: true"}, learns="full",
+         sets=("offload",)),
+)  # fmt: skip
+
+SHARDING: tuple[Step, ...] = (
+    Step("shard-optimizer", "+ optimizer states sharded (ZeRO-1)", lambda r, j: r.but(shard="optimizer"),
+         "none", {"deepspeed": '"zero_optimization": {"stage": 1}'}, sets=("shard",)),
+    Step("shard-gradients", "+ gradients sharded (ZeRO-2)", lambda r, j: r.but(shard="gradients"),
+         "none", {"deepspeed": '"zero_optimization": {"stage": 2}'}, sets=("shard",)),
+    Step("shard-parameters", "+ weights sharded (FSDP, ZeRO-3)", lambda r, j: r.but(shard="parameters"),
+         "none; weights cross the links in every pass",
+         {"deepspeed": '"zero_optimization": {"stage": 3}', "accelerate": "fsdp_reshard_after_forward: true"}, sets=("shard",)),
+)  # fmt: skip
+
+
+def steps_for(job: Job) -> tuple[Step, ...]:
+    """The rungs of a job: sharding comes first when there are several cards, because it costs no quality."""
+    mixed, *rest = LADDER
+    return (mixed, *SHARDING, *rest) if job.num_gpus > 1 else LADDER

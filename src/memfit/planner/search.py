@@ -1,0 +1,62 @@
+"""The search: every sensible recipe with the asked effective batch, the fastest of those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from memfit.job import Job, Recipe
+from memfit.planner.engine import Candidate, Estimator
+
+def splits(per_gpu: int) -> list[int]:
+    """Micro-batches that divide a batch evenly, largest first."""
+    return [b for b in range(per_gpu, 0, -1) if per_gpu % b == 0]
+
+
+def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]:
+    """Recipes that learn what `rung` learns and give up no more than it does."""
+    wanted = dict(job.wanted)
+    per_gpu = max(job.effective_batch // rung.num_gpus, 1)
+    batches = [wanted["micro_batch"]] if "micro_batch" in wanted else splits(per_gpu)
+
+    def options(name: str, values: Iterable[str]) -> list[str]:
+        return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
+
+    checkpointing = options("checkpointing", ("none", "full"))
+    optimizers = options("optimizer", ("adamw",))
+    losses = options("loss", ("fused", "full"))
+    attention = options("attention", ("sdpa",))
+    shards = options("shard", ("none", "optimizer", "gradients", "parameters")) if rung.num_gpus > 1 else [rung.shard]
+    for batch, c, o, loss, at, shard in product(batches, checkpointing, optimizers, losses, attention, shards):
+        recipe = rung.but(
+            micro_batch=batch, accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)), checkpointing=c,
+            optimizer=o, loss=loss, attention=at, shard=shard,
+        )  # fmt: skip
+        if estimator.possible(recipe):
+            yield recipe
+
+
+def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
+    """(those that may fit, those that cannot), each fastest first."""
+    found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
+    found.sort(key=lambda c: (c.seconds, c.judgement.need))
+    fitting = [c for c in found if c.judgement.verdict != "misfit"]
+    return fitting, [c for c in found if c.judgement.verdict == "misfit"]
+
+
+def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
+    """The largest value of a field that still fits with the rest as it is (0: not even 1). Doubling, then bisection."""
+
+    def fits(value: int) -> bool:
+        changed = recipe.but(**{name: value})
+        return estimator.possible(changed) and estimator.quick(changed).judgement.verdict == "fits"
+
+    step = 64 if name == "sequence_length" else 1
+    low, high = 0, step
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + step)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
