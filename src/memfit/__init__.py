@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.architecture import Architecture as Architecture
+    from memfit.cards import find_gpu as find_gpu
     from memfit.footprint import Footprint as Footprint
+    from memfit.formula.estimate import estimate as estimate
     from memfit.gpu import Gpu as Gpu
+    from memfit.hub import resolve_model as resolve_model
     from memfit.job import Job as Job
     from memfit.job import Recipe as Recipe
+    from memfit.judge import judge as judge
+    from memfit.planner import make_plan as make_plan
+    from memfit.thumb import static_lines as static_lines
 
 __version__ = "0.1.0"
 
@@ -20,6 +26,12 @@ _LAZY = {
     "Gpu": "memfit.gpu",
     "Job": "memfit.job",
     "Recipe": "memfit.job",
+    "estimate": "memfit.formula.estimate",
+    "find_gpu": "memfit.cards",
+    "judge": "memfit.judge",
+    "make_plan": "memfit.planner",
+    "resolve_model": "memfit.hub",
+    "static_lines": "memfit.thumb",
 }
 __all__ = sorted(_LAZY)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -75,13 +75,12 @@ def refuse(found: int, model: Architecture, where: str) -> Unsupported:
     )
 
 
-def total_of_index(values: Mapping[str, object], widths: Iterable[int]) -> int | None:
-    """Parameters from the metadata of model.safetensors.index.json; `widths`: bytes of the config's dtype, if known."""
+def total_of_index(values: Mapping[str, object], dtype_bytes: int | None) -> int | None:
+    """Parameters by the metadata of model.safetensors.index.json, which counts bytes in older files."""
     metadata = values.get("metadata")
     if not isinstance(metadata, Mapping):
         return None
     total, size = metadata.get("total_parameters"), metadata.get("total_size")
     if isinstance(total, int) and total > 0:
         return total
-    width = next(iter(widths), None)
-    return int(size) // width if isinstance(size, int | float) and size > 0 and width else None
+    return int(size) // dtype_bytes if isinstance(size, int | float) and size > 0 and dtype_bytes else None

@@ -16,7 +16,9 @@ from memfit.optimizers import optimizer
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
 MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
 MATMUL_SHARE_OTHER = 0.75
-TRAINING_SHARE = 0.6  # of that, over a whole step: elementwise kernels and launches between the products; range 0.4 to 0.7
+TRAINING_SHARE = (
+    0.6  # of that, over a whole step: elementwise kernels and launches between the products; range 0.4 to 0.7
+)
 BANDWIDTH_SHARE = 0.8  # of the data-sheet bandwidth, streaming kernels
 UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_PCIE = 50e12, 500e9, 13e9
 FP32_RATE = 0.25  # fp32 (TF32 off) products against 16-bit ones
@@ -72,7 +74,9 @@ def active_parameters(a: Architecture) -> int:
     total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
     for layer in a.layers:
         for w in layer.weights:
-            share = layer.mlp.experts_per_token / layer.mlp.experts if w.kind == "experts" and layer.mlp.experts else 1.0
+            share = (
+                layer.mlp.experts_per_token / layer.mlp.experts if w.kind == "experts" and layer.mlp.experts else 1.0
+            )
             total += int(w.numel * share)
     return total
 

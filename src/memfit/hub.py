@@ -1,19 +1,162 @@
-"""Model resolution (being built): a name becomes an Architecture."""
+"""Model resolution: a path, a catalogued name or a Hugging Face id becomes an Architecture; weights are never read."""
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from memfit import catalogue, checkpoint
 from memfit.architecture import Architecture
-from memfit.errors import UnknownName
+from memfit.catalogue import Entry, names
+from memfit.errors import BadInput, UnknownName
 from memfit.families import architecture
 
+MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
+MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some MiB
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-def resolve_model(text: str, *, offline: bool | None = None, token: str | None = None) -> Architecture:
-    """The Architecture of a catalogue model."""
-    stem = text.rsplit("/", 1)[-1].lower().removesuffix("-hf").removesuffix("-instruct")
-    path = files("memfit") / "catalogue" / "models" / f"{stem}.json"
-    if not path.is_file():
-        raise UnknownName("model", text, [])
-    return architecture(json.loads(path.read_text()), text)
+
+def list_models() -> tuple[Entry, ...]:
+    """The catalogue, by name."""
+    return catalogue.entries()
+
+
+def resolve_model(
+    text: str, *, offline: bool | None = None, token: str | None = None, trust_config: bool = False
+) -> Architecture:
+    """What `text` means: a folder or config.json, else the catalogue by name or unambiguous part, else the Hub.
+
+    `offline`: only the Hub's local cache (HF_HUB_OFFLINE does the same). `trust_config`: accept a config.json whose
+    count is over 2 % away from the checkpoint's; `checkpoint_parameters` then differs from `parameters`.
+    Raises UnknownName, BadInput (unreadable or wrong values) or Unsupported (a family without a formula).
+    """
+    name = text.strip()
+    if not name or len(name) > 4096 or "\0" in name:
+        raise BadInput("no model given", hint="name one, such as meta-llama/Llama-3.1-8B, or see 'memfit models'")
+    path = Path(name).expanduser()
+    if name.endswith(".json") or (path / "config.json").is_file():
+        return _local(path, name, trust_config)
+    entry = names.find(name)
+    if entry is not None:
+        return architecture(catalogue.config(entry), name)
+    if path.is_dir() or name.startswith((".", "/", "~")):
+        raise _no_config(path)
+    if _REPOSITORY.fullmatch(name):
+        return _from_hub(name, offline, token, trust_config)
+    return _by_part(name)
+
+
+def _by_part(name: str) -> Architecture:
+    found = names.parts(name)
+    if len(found) == 1:
+        return architecture(catalogue.config(found[0]), found[0].id)
+    if not found:
+        raise UnknownName("model", name, names.known(), hint="see 'memfit models', or give org/name or a config.json")
+    shown = ", ".join(entry.stem for entry in found[:8]) + (", ..." if len(found) > 8 else "")
+    raise BadInput(f"'{name}' may mean {len(found)} models", hint=f"name one of {shown}")
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes. Raises BadInput for anything else."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+        if len(raw) > limit:
+            raise BadInput(f"{path} is larger than {limit >> 20} MiB", hint="is it a config.json?")
+        values = json.loads(raw.decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} does not exist", hint="give a folder with a config.json, or its path") from error
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read", hint=error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is not valid JSON", hint=str(error)[:200]) from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path} holds no JSON object", hint="a config.json starts with '{'")
+    return values
+
+
+def _local(path: Path, name: str, trust_config: bool) -> Architecture:
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file, MAX_CONFIG)
+    model = architecture(config, name)
+    if not path.is_dir():
+        return model
+    shapes = checkpoint.shapes_in(path)
+    if shapes is not None:
+        return _checked(model, checkpoint.count(shapes, model), f"the safetensors files in {path}", trust_config)
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return model
+    width = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
+    return _checked(model, checkpoint.total_of_index(read_json(index, MAX_INDEX), width), str(index), trust_config)
+
+
+def _checked(model: Architecture, found: int | None, where: str, trust_config: bool) -> Architecture:
+    if found is not None and not trust_config and not checkpoint.agrees(found, model):
+        raise checkpoint.refuse(found, model, where)
+    return replace(model, checkpoint_parameters=found)
+
+
+def _no_config(path: Path) -> BadInput:
+    """The error for a folder without config.json; a PEFT adapter names the model it belongs to."""
+    if not path.exists():
+        return BadInput(f"{path} does not exist", hint="give a folder with a config.json, or its path")
+    adapter = path / "adapter_config.json"
+    base = read_json(adapter, MAX_CONFIG).get("base_model_name_or_path") if adapter.is_file() else None
+    if isinstance(base, str):
+        return BadInput(f"{path} holds an adapter, not a model", hint=f"name its base model: {base}")
+    return BadInput(f"{path} has no config.json", hint="give the folder of a transformers model")
+
+
+def _from_hub(name: str, offline: bool | None, token: str | None, trust_config: bool) -> Architecture:
+    """config.json from the Hub or its cache; the checkpoint's own count, where the Hub tells it, checks the result."""
+    from huggingface_hub import constants
+
+    file = _download_config(name, offline, token)
+    model = architecture(read_json(file, MAX_CONFIG), name)
+    if offline or constants.HF_HUB_OFFLINE:
+        return model
+    return _checked(model, _count_on_hub(name, token, model), "its repository", trust_config)
+
+
+def _download_config(name: str, offline: bool | None, token: str | None) -> Path:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", token=token, local_files_only=bool(offline)))
+    except errors.GatedRepoError as error:
+        hint = f"accept its licence at https://huggingface.co/{name}, then 'hf auth login' (or set HF_TOKEN)"
+        raise BadInput(f"{name} is gated", hint=hint) from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "private models need a token: 'hf auth login'"
+        raise UnknownName("model", name, names.known(), hint=hint) from error
+    except errors.LocalEntryNotFoundError as error:
+        hint = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
+        raise BadInput(f"{name}: the Hub cannot be reached", hint=hint) from error
+    except errors.EntryNotFoundError as error:
+        hint = "is it an adapter or a GGUF file? name the base model instead"
+        raise BadInput(f"{name} has no config.json", hint=hint) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise BadInput(f"{name}: the Hub did not answer", hint=str(error).splitlines()[0][:200]) from error
+
+
+def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | None:
+    """The repository's parameter count: its one-number summary, and where that disagrees every header."""
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi(token=token)
+    try:
+        summary = api.model_info(name, expand=["safetensors"]).safetensors
+        if summary is None:
+            return None
+        if checkpoint.agrees(summary.total, model):
+            return summary.total
+        headers = api.get_safetensors_metadata(name).files_metadata.values()
+        shapes = {n: (str(t.dtype), tuple(t.shape)) for file in headers for n, t in file.tensors.items()}
+        return checkpoint.count(shapes, model)
+    except (errors.HfHubHTTPError, errors.NotASafetensorsRepoError, errors.SafetensorsParsingError, OSError):
+        return None  # the config alone is enough; a count that cannot be had is not an error

@@ -26,8 +26,8 @@ class Optimizer:
     factored: bool = False  # rows + columns in fp32 instead of a full matrix
     rank_of: int = 0  # GaLore/APOLLO: states live in a space of this rank
     step_copies: float = 0.0  # step() makes this many copies of all trained weights at once (foreach)
-    step_now: tuple[int, int] = (0, 0)  # step() goes weight by weight: bytes per element of a 2-byte, a 4-byte weight
-    step_before: tuple[int, int] = (0, 0)  # ... and what is still held of the weight before it
+    step_tensors: tuple[int, int] = (0, 0)  # step() goes weight by weight: temporaries for a 2-byte, a 4-byte weight
+    step_width: int | None = None  # ... bytes per element of such a temporary; None: as wide as the weight
     step_counter: int = 0  # bytes of `step` kept on the card per parameter tensor
     paged: bool = False  # states of tensors with >= 1e5 elements live in host-backed managed memory
     in_backward: bool = False  # gradients are consumed as they appear
@@ -58,16 +58,28 @@ class Optimizer:
         """Bytes of all states of one trained weight on the card."""
         return sum(self.state_tensors(weight, itemsize))
 
-    def step_buffers(self, weights: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Temporaries of step() that live together at its worst instant, for (elements, itemsize) in order."""
+    def step_temporaries(self, weights: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        """Temporaries of step(), group by group in order, for (elements, itemsize) of every trained weight.
+
+        foreach works on all weights in one group. A loop makes one group per weight; the last temporary of a weight
+        lives until the next weight has made its own (a local variable is rebound, not deleted).
+        """
         if self.step_copies:
-            return tuple(int(self.step_copies * n * size) for n, size in weights)
-        worst, before = 0, 0
+            return (tuple(int(self.step_copies * n * size) for n, size in weights),)
+        groups = []
         for n, size in weights:
-            wide = size == 4
-            worst = max(worst, n * self.step_now[wide] + before)
-            before = n * self.step_before[wide]
-        return (worst,) if worst else ()
+            count = self.step_tensors[size == 4]
+            if count:
+                groups.append((n * (self.step_width or size),) * count)
+        return tuple(groups)
+
+    def step_bytes(self, weights: Sequence[tuple[int, int]]) -> int:
+        """What step() needs above states and gradients at its worst instant."""
+        worst = before = 0
+        for group in self.step_temporaries(weights):
+            worst = max(worst, sum(group) + before)
+            before = group[-1] if group and not self.step_copies else 0
+        return worst
 
 
 PAGED_FROM = 100_000  # bitsandbytes: get_state_buffer pages tensors of at least 1e5 elements
@@ -82,30 +94,32 @@ _ROWS = (
     Optimizer(key="adamw", title="AdamW (fused)", moments=2, step_counter=4, hf_name="adamw_torch_fused"),
     Optimizer(key="adamw-foreach", title="AdamW (foreach)", moments=2, step_copies=1, hf_name="adamw_torch",
               note="torch's default on CUDA: one extra copy of all trained weights during the step"),
-    Optimizer(key="adamw-forloop", title="AdamW (for-loop)", moments=2, step_now=(4, 8), step_before=(2, 4), hf_name="adamw_torch",
+    Optimizer(key="adamw-forloop", title="AdamW (for-loop)", moments=2, step_tensors=(2, 2), hf_name="adamw_torch",
               note="foreach=False: two copies of a weight and one of the weight before it"),
+    Optimizer(key="adamw-32bit", title="AdamW 32-bit (bitsandbytes)", moments=2, width=4, package="bitsandbytes",
+              note="fp32 states whatever the weights are stored in"),
     Optimizer(key="adamw-8bit", title="AdamW 8-bit (bitsandbytes)", moments=2, width=1, block=256, smallest=4096, tables=2048,
               hf_name="adamw_bnb_8bit", package="bitsandbytes"),
-    Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step_now=(12, 12),
+    Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step_tensors=(3, 3), step_width=4,
               hf_name="adamw_torch_8bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
-    Optimizer(key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096, step_now=(12, 12),
+    Optimizer(key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096, step_tensors=(3, 3), step_width=4,
               hf_name="adamw_torch_4bit", package="torchao", note="step temporaries derived from its per-parameter loop"),
     Optimizer(key="paged-adamw-32bit", title="paged AdamW 32-bit", moments=2, width=4, paged=True, hf_name="paged_adamw_32bit",
               package="bitsandbytes"),
     Optimizer(key="paged-adamw-8bit", title="paged AdamW 8-bit", moments=2, width=1, block=256, smallest=4096, tables=2048, paged=True,
               hf_name="paged_adamw_8bit", package="bitsandbytes"),
-    Optimizer(key="adafactor", title="Adafactor (transformers)", moments=0, factored=True, step_now=(16, 8), step_before=(4, 4),
+    Optimizer(key="adafactor", title="Adafactor (transformers)", moments=0, factored=True, step_tensors=(4, 2), step_width=4,
               hf_name="adafactor", package="transformers", note="fp32 rows and columns; fp32 copies of one 16-bit weight and its gradient during the step"),
     Optimizer(key="lion", title="Lion 32-bit", moments=1, width=4, hf_name="lion_32bit", package="bitsandbytes"),
     Optimizer(key="lion-8bit", title="Lion 8-bit", moments=1, width=1, block=256, smallest=4096, tables=1024, hf_name="lion_8bit",
               package="bitsandbytes"),
     Optimizer(key="sgd", title="SGD", moments=0, hf_name="sgd"),
     Optimizer(key="sgd-momentum", title="SGD with momentum", moments=1, hf_name="sgd"),
-    Optimizer(key="muon", title="Muon (torch)", moments=1, step_now=(10, 12),
+    Optimizer(key="muon", title="Muon (torch)", moments=1, step_tensors=(5, 3),
               note="one momentum; Newton-Schulz on the largest matrix: 12 B (fp32) or 10 B (bf16) per element"),
-    Optimizer(key="galore", title="GaLore AdamW (rank 128)", moments=2, rank_of=128, step_now=(8, 8), hf_name="galore_adamw",
+    Optimizer(key="galore", title="GaLore AdamW (rank 128)", moments=2, rank_of=128, step_tensors=(2, 2), step_width=4, hf_name="galore_adamw",
               package="galore-torch", note="derived: moments in rank 128, projector in fp32"),
-    Optimizer(key="apollo", title="APOLLO AdamW (rank 128)", moments=2, rank_of=128, step_now=(8, 8), hf_name="apollo_adamw",
+    Optimizer(key="apollo", title="APOLLO AdamW (rank 128)", moments=2, rank_of=128, step_tensors=(2, 2), step_width=4, hf_name="apollo_adamw",
               package="apollo-torch", note="derived: as GaLore"),
     Optimizer(key="adamw-in-backward", title="AdamW in backward", moments=2, in_backward=True, step_counter=4,
               note="gradients never exist together; no clipping, no accumulation"),

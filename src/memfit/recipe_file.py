@@ -35,7 +35,7 @@ def dumps(file: RecipeFile) -> str:
     """The file as TOML text; `loads` gives the same RecipeFile back."""
     job = {f.name: getattr(file, f.name) for f in fields(file) if f.name != "recipe"}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
-    known = {name: value for name, value in job.items() if value != "" and value != 0}
+    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0)}
     return tomli_w.dumps({"schema": SCHEMA, "job": known, "recipe": recipe})
 
 
@@ -76,11 +76,18 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
 
 def read(path: Path) -> RecipeFile:
     """The recipe in a file of at most SIZE_LIMIT bytes."""
+    text = read_text(path)
     try:
-        return loads(read_text(path))
+        return loads(text)
     except BadInput as error:
-        error.message = f"{path}: {error.message}" if str(path) not in error.message else error.message
-        raise
+        raise in_file(error, path) from None
+
+
+def in_file(error: BadInput, path: Path) -> BadInput:
+    """The same refusal, its message opened by the file's name."""
+    error.message = f"{path}: {error.message}"
+    error.args = (error.message,)
+    return error
 
 
 def read_text(path: Path) -> str:

@@ -30,7 +30,11 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
-    heads: tuple[tuple[str, str], ...] = (("full", "full"), ("chunked", "chunked"), ("fused", "liger"))  # --loss -> code
+    heads: tuple[tuple[str, str], ...] = (
+        ("full", "full"),
+        ("chunked", "chunked"),
+        ("fused", "liger"),
+    )  # --loss -> code
 
     def head(self, loss: str) -> str:
         """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.ends.LOSSES."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import spread
+from memfit.adopt import harmless, spread
 from memfit.adopt.noun import Adopted, Keys, build, word
 
 NAME = "accelerate"
@@ -40,7 +40,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     unread = {"fsdp": ("deepspeed_config",), "deepspeed": ("fsdp_config",)}.get(
         found.kind, ("fsdp_config", "deepspeed_config")
     )
-    ignored, unknown = keys.rest((*_IGNORED, *unread))
+    ignored, unknown = keys.rest((*harmless.ACCELERATE, *unread))
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -63,11 +63,9 @@ def _deepspeed(keys: Keys, path: Path) -> spread.Spread:
             side: word(keys.take(f"{side}_device", default="none")) for side in ("offload_optimizer", "offload_param")
         }
         blocks = {side: {"device": device} for side, device in devices.items()}
-        found = spread.zero(spread.Keys({"zero_optimization": short | blocks, "bf16": {"enabled": "auto"}}, keys.where))
+        found = spread.zero(Keys({"zero_optimization": short | blocks, "bf16": {"enabled": "auto"}}, keys.where))
         if keys.take("gradient_accumulation_steps", default="auto") != "auto":
             found.changes["accumulation"] = keys.number("gradient_accumulation_steps", default=1)
-    left = keys.rest(
-        ("zero3_*", "deepspeed_multinode_launcher", "deepspeed_hostfile", "gradient_clipping", "deepspeed_moe_*")
-    )[1]
+    left = keys.rest(harmless.ACCELERATE_DEEPSPEED)[1]
     found.unknown += [f"deepspeed_config.{name}" for name in left]
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import spread
-from memfit.adopt.noun import Adopted, Keys, build
+from memfit.adopt import harmless, spread
+from memfit.adopt.noun import Adopted, Keys, build, names_of
 
 NAME = "axolotl"
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
@@ -39,7 +39,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes["checkpointing"] = sharding.checkpointing or _checkpointing(keys)
     if keys.take("bf16", default="auto") == "auto":
         assumed.append("bf16: auto is true on the card")
-    ignored, unknown = keys.rest(_IGNORED)
+    ignored, unknown = keys.rest(harmless.AXOLOTL)
     model = keys.text("base_model")
     return Adopted(
         format=NAME,
@@ -95,7 +95,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
         "lora_rank": rank,
         "lora_alpha": keys.number("lora_alpha", default=8),
         "lora_dropout": keys.real("lora_dropout", 0.0),
-        "lora_targets": ("all-linear",) if linear or modules is None else spread.targets(modules, keys.where),
+        "lora_targets": ("all-linear",) if linear or modules is None else names_of(modules, keys.where),
     }
 
 
@@ -113,7 +113,7 @@ def _spread(keys: Keys, path: Path) -> spread.Spread:
 
 
 def _precision(keys: Keys, sharding: spread.Spread, method: str) -> str:
-    """axolotl loads weights in the dtype it computes in; FSDP2 keeps what it trains in fp32, DeepSpeed a master copy."""
+    """Weights are loaded in the compute dtype; FSDP2 keeps what it trains in fp32, DeepSpeed a master copy."""
     half = keys.flag("fp16", "float16")
     bf16 = keys.flag("bf16", "bfloat16", default=not half)
     if bf16 and method == "full" and sharding.kind == "fsdp":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import spread
+from memfit.adopt import harmless, spread
 from memfit.adopt.noun import Adopted, Keys, build
 
 NAME = "deepspeed"
@@ -24,6 +24,6 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         recipe=build(path.name, found.changes),
         effective_batch=found.batch,
         stated=tuple(found.changes),
-        ignored=keys.rest(spread.DEEPSPEED_IGNORED)[0],
+        ignored=keys.rest(harmless.DEEPSPEED)[0],
         unknown=tuple(found.unknown),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import spread
-from memfit.adopt.noun import Adopted, Keys, build, word
+from memfit.adopt import harmless, spread
+from memfit.adopt.noun import Adopted, Keys, build, names_of, word
 
 NAME = "llamafactory"
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash"}
 _OWN = {
-    "finetuning_type", "stage", "cutoff_len", "lora_target", "quantization_bit", "flash_attn", "template", "dataset_dir",
-    "pure_bf16", "enable_liger_kernel", "disable_gradient_checkpointing", "neat_packing",
+    "finetuning_type", "stage", "cutoff_len", "lora_target", "quantization_bit", "flash_attn", "template",
+    "dataset_dir", "pure_bf16", "enable_liger_kernel", "disable_gradient_checkpointing", "neat_packing",
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     names = keys.take("dataset")
     keys.take("fsdp", "fsdp_config")
     keys.odds("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
-    ignored, unknown = keys.rest(_IGNORED)
+    ignored, unknown = keys.rest(harmless.LLAMAFACTORY)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -91,7 +91,7 @@ def _method(keys: Keys) -> dict[str, Any]:
         "lora_rank": rank,
         "lora_alpha": keys.number("lora_alpha", default=2 * rank),
         "lora_dropout": keys.real("lora_dropout", 0.0),
-        "lora_targets": spread.targets(keys.take("lora_target", default="all"), keys.where),
+        "lora_targets": names_of(keys.take("lora_target", default="all"), keys.where),
     }
 
 

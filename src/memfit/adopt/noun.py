@@ -12,7 +12,7 @@ from typing import Any
 from memfit.errors import BadInput
 from memfit.job import Recipe, check_values
 
-_OFF = (None, False, 0, "", "no", "none", "None", "auto", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "", "no", "none", "None", "auto", [], {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

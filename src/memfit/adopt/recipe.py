@@ -22,8 +22,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     try:
         file = recipe_file.from_dict(data)
     except BadInput as error:
-        error.message = f"{path}: {error.message}"
-        raise
+        raise recipe_file.in_file(error, path) from None
     return Adopted(
         format=NAME,
         recipe=file.recipe,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt.noun import Keys, beside, names_of, word
+from memfit.adopt import harmless
+from memfit.adopt.noun import Keys, beside, word
 from memfit.adopt.parse import parse
 from memfit.errors import BadInput
 from memfit.export.names import our_optimizer
@@ -73,9 +74,9 @@ def zero(keys: Keys) -> Spread:
     found = Spread({"shard": STAGES[stage]}, "deepspeed")
     optimizer_device = block.table("offload_optimizer").take("device", default="none")
     parameter_device = block.table("offload_param").take("device", default="none")
-    if "none" != parameter_device:
+    if parameter_device != "none":
         found.changes["offload"] = "parameters"
-    elif "none" != optimizer_device:
+    elif optimizer_device != "none":
         found.changes["offload"] = "optimizer"
     found.changes |= _precision(keys, found)
     for ours, theirs in (
@@ -86,23 +87,20 @@ def zero(keys: Keys) -> Spread:
             found.changes[ours] = keys.number(theirs, default=1)
     if keys.take("train_batch_size", default="auto") != "auto":
         found.batch = keys.number("train_batch_size", default=1)
-    inner = [f"zero_optimization.{n}" for n in block.rest(ZERO_IGNORED)[1]]
-    found.unknown = [*inner, *keys.rest(DEEPSPEED_IGNORED)[1]]
+    inner = [f"zero_optimization.{n}" for n in block.rest(harmless.ZERO)[1]]
+    found.unknown = [*inner, *keys.rest(harmless.DEEPSPEED)[1]]
     return found
-
-
 
 
 def _precision(keys: Keys, found: Spread) -> dict[str, str]:
     bf16, fp16 = keys.table("bf16"), keys.table("fp16")
-    keys.used.add("bf16")
-    if bf16.flag("enabled", default=False) and bf16.take("enabled") != "auto":
+    if bf16.flag("enabled"):
         found.pure = bf16.flag("bf16_master_weights_and_grads")
         return {"precision": "bf16" if found.pure else "bf16-master"}
-    if fp16.flag("enabled", default=False) and fp16.take("enabled") != "auto":
+    if fp16.flag("enabled"):
         return {"precision": "fp16-mixed"}
-    auto = "auto" in (bf16.take("enabled"), fp16.take("enabled"))
-    return {} if auto else {"precision": "fp32"}
+    left_to_the_trainer = "auto" in (bf16.take("enabled"), fp16.take("enabled"))
+    return {} if left_to_the_trainer else {"precision": "fp32"}
 
 
 def fsdp(keys: Keys, where: str) -> Spread:
@@ -120,8 +118,7 @@ def fsdp(keys: Keys, where: str) -> Spread:
         found.changes["offload"] = "parameters"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
-    left = block.rest(("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "*state_dict_type",
-                       "sync_module_states", "use_orig_params", "min_num_params", "backward_prefetch", "xla*"))[1]  # fmt: skip
+    left = block.rest(harmless.FSDP)[1]
     found.unknown += [f"{where}.{name}" for name in left]
     return found
 
@@ -130,16 +127,18 @@ def optimizer(keys: Keys, name: str, default: str) -> dict[str, str]:
     """The optimizer under a key; one memfit has no row for is listed as unknown."""
     value = keys.text(name) or default
     ours = our_optimizer(value)
-    if ours == "sgd" and _has_momentum(keys.take("optim_args")):
-        ours = "sgd-momentum"
     if ours is None:
         keys.odds(name)
         return {}
+    settings = keys.data.get("optim_args")
+    if ours == "sgd" and isinstance(settings, str | Mapping) and "momentum" in settings:
+        ours = "sgd-momentum"
+        keys.take("optim_args")
+    if settings in ("rank=128", {"rank": 128}):  # GaLore and APOLLO as their rows have them
+        keys.take("optim_args")
+    if keys.data.get("optim_target_modules") in ("all-linear", "all_linear"):
+        keys.take("optim_target_modules")
     return {"optimizer": ours}
-
-
-def _has_momentum(settings: object) -> bool:
-    return "momentum" in settings if isinstance(settings, str | Mapping) else False
 
 
 def attention(keys: Keys, value: object, key: str) -> dict[str, str]:
@@ -157,8 +156,3 @@ def four_bit(kind: str, double: bool) -> str:
     if kind not in ("nf4", "fp4"):
         raise BadInput(f"4-bit type '{kind}' is neither nf4 nor fp4", hint="bitsandbytes has these two")
     return f"{kind}-double" if double and kind == "nf4" else kind
-
-
-def targets(value: object, where: str) -> tuple[str, ...]:
-    """LoRA modules as memfit writes them."""
-    return names_of(value, where)

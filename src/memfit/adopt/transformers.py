@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import spread
-from memfit.adopt.noun import Adopted, Keys, build, word
+from memfit.adopt import harmless, spread
+from memfit.adopt.noun import Adopted, Keys, build, names_of, word
 
 NAME = "transformers"
 _SFT = {
-    "max_length", "packing", "dataset_text_field", "model_init_kwargs", "use_peft", "lora_r", "padding_free", "loss_type",
-    "completion_only_loss", "assistant_only_loss",
+    "max_length", "packing", "dataset_text_field", "model_init_kwargs", "use_peft", "lora_r", "padding_free",
+    "loss_type", "completion_only_loss", "assistant_only_loss",
 }  # fmt: skip
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _HALF_DEFAULTS = (
@@ -46,7 +46,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes["precision"] = _precision(keys, model, sharding, changes["method"], trl, assumed)
     if word(keys.data.get("eval_strategy", "no")) == "no":
         keys.take("per_device_eval_batch_size", "eval_accumulation_steps", "eval_packing")
-    ignored, unknown = keys.rest(_IGNORED)
+    ignored, unknown = keys.rest([*harmless.TRAINER, *harmless.SFT])
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -58,13 +58,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         ignored=ignored,
         unknown=(
             *sharding.unknown,
-            *(f"model_init_kwargs.{n}" for n in model.rest(_MODEL_IGNORED)[1] if n not in keys),
+            *(f"model_init_kwargs.{n}" for n in model.rest(harmless.MODEL)[1] if n not in keys),
             *unknown,
         ),
     )
-
-
-_MODEL_IGNORED = ("trust_remote_code", "revision", "device_map", "use_cache", "low_cpu_mem_usage", "token")
 
 
 def _model(keys: Keys) -> Keys:
@@ -129,7 +126,7 @@ def _adapter(keys: Keys, model: Keys, assumed: list[str]) -> dict[str, Any]:
         "lora_rank": keys.number("lora_r", default=16),
         "lora_alpha": keys.number("lora_alpha", default=32),
         "lora_dropout": keys.real("lora_dropout", 0.05),
-        "lora_targets": ("q_proj", "v_proj") if modules is None else spread.targets(modules, keys.where),
+        "lora_targets": ("q_proj", "v_proj") if modules is None else names_of(modules, keys.where),
     }
 
 

@@ -9,11 +9,9 @@ from functools import cache
 from memfit.catalogue import Entry, entries
 
 # Words of a model's name that do not change its architecture
-_SILENT = frozenset(
-    ("instruct", "chat", "it", "hf", "pt", "unsloth", "bnb", "4bit", "8bit", "gptq", "awq", "int4", "int8", "fp8", "bf16")
-)
+_SILENT = frozenset("instruct chat it hf pt unsloth bnb 4bit 8bit gptq awq int4 int8 fp8 bf16".split())
 # Organisations that republish models under the original's name
-_MIRRORS = frozenset(("unsloth", "nousresearch", "thebloke", "modelscope", "axolotl-ai-co"))
+_MIRRORS = frozenset("unsloth nousresearch thebloke modelscope axolotl-ai-co".split())
 
 
 def plain(name: str) -> str:
@@ -27,18 +25,17 @@ def bare(name: str) -> str:
 
 
 @cache
-def _index() -> tuple[dict[str, Entry], dict[str, frozenset[str]]]:
-    """(plain full names and their last parts -> entry, bare names -> stems)."""
+def _index() -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """(full names and their last parts -> entry, bare names that mean only one entry -> it)."""
     exact: dict[str, Entry] = {}
-    stems: dict[str, set[str]] = defaultdict(set)
+    tails: dict[str, Entry] = {}
+    meant: dict[str, set[Entry]] = defaultdict(set)
     for entry in entries():
         for name in map(plain, entry.names):
             exact[name] = entry
-            stems[bare(name)].add(entry.stem)
-    for entry in entries():
-        for name in map(plain, entry.names):
-            exact.setdefault(name.rpartition("/")[2], entry)
-    return exact, {name: frozenset(found) for name, found in stems.items()}
+            tails.setdefault(name.rpartition("/")[2], entry)
+            meant[bare(name)].add(entry)
+    return {**tails, **exact}, {name: found.pop() for name, found in meant.items() if len(found) == 1}
 
 
 def find(text: str) -> Entry | None:
@@ -48,22 +45,12 @@ def find(text: str) -> Entry | None:
     if name in exact:
         return exact[name]
     organisation, _, tail = name.rpartition("/")
-    if organisation and organisation not in _organisations(tail) | _MIRRORS:
-        return None
-    if tail in exact:
-        return exact[tail]
-    for candidate in (bare(tail), bare(tail).removesuffix("-base")):
-        stems = by_bare.get(candidate, frozenset())
-        if len(stems) == 1:
-            return exact[plain(next(iter(stems)))]
-    return None
-
-
-def _organisations(tail: str) -> frozenset[str]:
-    """Who publishes the model with this last part: other repositories of that name may hold anything."""
-    stems = _index()[1].get(bare(tail), _index()[1].get(bare(tail).removesuffix("-base"), frozenset()))
-    named = (plain(name) for entry in entries() if entry.stem in stems for name in entry.names)
-    return frozenset(name.rpartition("/")[0] for name in named if "/" in name)
+    short = bare(tail)
+    entry = exact.get(tail) or by_bare.get(short) or by_bare.get(short.removesuffix("-base"))
+    if entry is None or not organisation or organisation in _MIRRORS:
+        return entry
+    publishers = {plain(known).rpartition("/")[0] for known in entry.names}
+    return entry if organisation in publishers else None  # elsewhere that name may hold anything
 
 
 def parts(text: str) -> tuple[Entry, ...]:

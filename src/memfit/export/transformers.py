@@ -101,9 +101,8 @@ def _load(recipe: Recipe, saved: dict[str, str]) -> list[str]:
     head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", [("name", "", ""), *settings])
     body[0] = "        name,"
     lines = ["def build(name: str) -> PreTrainedModel:", head, *body]
-    if _prepares(recipe):
-        checkpoints = literal(recipe.checkpointing != "none")
-        lines.append(f"    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing={checkpoints})")
+    if _prepares(recipe):  # the Trainer turns checkpointing on itself
+        lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
     wrapped = "get_peft_model(model, LORA)" if recipe.method != "full" else "model"
     return [*lines, f"    return {wrapped}", "", ""]
 

@@ -21,12 +21,12 @@ from memfit.families.vision import clip, vit
 
 Builder = Callable[[Mapping[str, object], str], Architecture]
 
+DIALECTS = DECODERS | CLASSICS | LATENTS | HYBRIDS | GEMMAS | ENCODERS
 FAMILIES: dict[str, Builder] = {
-    **{
-        kind: partial(decoder, d=d) for kind, d in (DECODERS | CLASSICS | LATENTS | HYBRIDS | GEMMAS | ENCODERS).items()
-    },
+    **{kind: partial(decoder, d=d) for kind, d in DIALECTS.items()},
     **{kind: partial(multimodal, row=row) for kind, row in MULTIMODALS.items()},
     "t5": t5,
+    "mt5": partial(t5, feed_forward="gated-gelu"),
     "whisper": whisper,
     "vit": vit,
     "clip": clip,
@@ -36,7 +36,6 @@ REFUSED: dict[str, str] = {  # known, but counted wrong or not at all by any row
     "gemma3n": "its vision and audio towers are not modelled; 'gemma3n_text' is",
     "gemma4": "its vision and audio towers are not modelled; 'gemma4_text' is",
     "llama4": "its vision tower is not modelled; 'llama4_text' is",
-    "mt5": "its head is not modelled",
 }
 
 

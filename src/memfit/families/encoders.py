@@ -138,6 +138,10 @@ def _local_window(f: Fields, index: int) -> int | None:
     return f.size("local_attention") if local else None
 
 
+def _modernbert(f: Fields, d: Dialect) -> Dialect:
+    return replace(d, norm_bias=f.flag("norm_bias"))
+
+
 def _modernbert_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
     trait, weights = gated_mlp(f, d, index)
     return replace(trait, dropout=f.number("mlp_dropout")), weights
@@ -192,7 +196,7 @@ ENCODERS: dict[str, Dialect] = {
         untrainable="DeBERTa's content-to-position and position-to-content scores are not modelled",
     ),
     "modernbert": Dialect(
-        attention=both_ways, mlp=_modernbert_mlp, bodies=_modernbert_body, heads=_modernbert_head,
+        attention=both_ways, mlp=_modernbert_mlp, bodies=_modernbert_body, heads=_modernbert_head, variant=_modernbert,
         defaults={"tie_word_embeddings": True, "hidden_activation": "gelu", "attention_bias": False, "mlp_bias": False,
                   "decoder_bias": True, "classifier_bias": False, "global_attn_every_n_layers": 3,
                   "local_attention": 128},

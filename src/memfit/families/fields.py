@@ -15,6 +15,7 @@ _HEADS = (
     ("ForConditionalGeneration", "lm"),
     ("ForMaskedLM", "masked-lm"),
     ("ForPreTraining", "pretraining"),
+    ("ForImageClassification", "classification"),
     ("ForTokenClassification", "token-classification"),
     ("ForSequenceClassification", "classification"),
     ("Model", "model"),

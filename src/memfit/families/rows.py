@@ -46,7 +46,7 @@ QWEN3 = replace(
     LLAMA, defaults={**_QWEN, "head_dim": 128}, mlp_bias=False, qk_norm="head", window=windows.optional
 )  # fmt: skip
 GEMMA = replace(
-    LLAMA, defaults={**_GEMMA, "sliding_window": None}, mlp_bias=False,
+    LLAMA, defaults={**TIED, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}, mlp_bias=False,
     norm="rms_gemma", embedding_scale=True, activation="=gelu_pytorch_tanh",
 )  # fmt: skip
 GEMMA2 = replace(

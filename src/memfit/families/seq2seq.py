@@ -53,12 +53,12 @@ def _t5_activation(f: Fields) -> tuple[bool, str]:
     return words[0] == "gated", "gelu_new" if f.text("feed_forward_proj") == "gated-gelu" else words[-1]
 
 
-def t5(config: Mapping[str, object], name: str) -> Architecture:
-    """T5, mT5 apart; transformers 5 ties the head to the embedding whatever the file says."""
-    defaults = {"relative_attention_num_buckets": 32, "feed_forward_proj": "relu", "dropout_rate": 0.1}
+def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> Architecture:
+    """T5 and mT5; transformers 5 ties the head to the embedding whatever the file says."""
+    defaults = {"relative_attention_num_buckets": 32, "feed_forward_proj": feed_forward, "dropout_rate": 0.1}
     f = Fields(config, name, _T5_KEYS, defaults)
     if f.head_class() != "lm":
-        raise f.unsupported("only T5ForConditionalGeneration is modelled")
+        raise f.unsupported("only the ForConditionalGeneration class is modelled")
     width, depth = f.size("hidden_size"), f.layers()
     counts = {"encoder": depth, "decoder": f.size("num_decoder_layers", depth, most=4096)}
     layers, names = [], []
@@ -67,7 +67,7 @@ def t5(config: Mapping[str, object], name: str) -> Architecture:
         layers += [first, *[rest] * (count - 1)]
         names += [f"{part}.block.{i}" for i in range(count)]
     return Architecture(
-        name=name, model_type="t5", family="t5", task="seq2seq-lm", width=width, vocabulary=f.size("vocab_size"),
+        name=name, model_type=f.text("model_type", "t5"), family="t5", task="seq2seq-lm", width=width, vocabulary=f.size("vocab_size"),
         layers=tuple(layers), layer_names=tuple(names), embedding=embedding("shared", f.size("vocab_size"), width),
         final=norm("encoder.final_layer_norm", width) + norm("decoder.final_layer_norm", width), head=(), tied=True,
         final_norm=Norm("rms"), trainable_memory=UNMODELLED,

@@ -38,7 +38,12 @@ class Account:
     """One recipe taken apart. Cheap to make: everything that does not depend on the batch is cached."""
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, gpu: Gpu, padded: bool | None = None, profile: Trainer | None = None
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        gpu: Gpu,
+        padded: bool | None = None,
+        profile: Trainer | None = None,
     ) -> None:
         if architecture.trainable_memory:
             raise Unsupported(
@@ -50,7 +55,9 @@ class Account:
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         self.numerics: Numerics = numerics(recipe, self.trainer)
-        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit)
+        self.static: Static = static_of(
+            architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit
+        )
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
         dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, _threads(gpu))
         self.meter = Meter(dims)
@@ -123,7 +130,7 @@ class Account:
     def optimizer_step(self, phase: Phase) -> Instant:
         """All gradients and states exist, and the step's own buffers."""
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
-        buffers = int(sum(self.static.step_buffers) * whole) if self.recipe.offload == "none" else 0
+        buffers = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
         lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
         if buffers:
             lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
@@ -172,7 +179,13 @@ class Account:
     def instants(self) -> list[Instant]:
         """The worst instants of every phase."""
         found = [self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step")]
-        found += [*self.passes("step", states=True), self.optimizer_step("step"), self.evaluation(), self.save(), self.resume()]
+        found += [
+            *self.passes("step", states=True),
+            self.optimizer_step("step"),
+            self.evaluation(),
+            self.save(),
+            self.resume(),
+        ]
         if self.recipe.method != "full":
             found.append(self.merge())
         return found
@@ -191,7 +204,9 @@ _WINDOWS: dict[Architecture, tuple[int, ...]] = {}
 
 def _windows(a: Architecture) -> tuple[int, ...]:
     if a not in _WINDOWS:
-        _WINDOWS[a] = tuple(sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None}))
+        _WINDOWS[a] = tuple(
+            sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None})
+        )
     return _WINDOWS[a]
 
 

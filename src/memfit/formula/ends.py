@@ -39,8 +39,8 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     rec = Recorder(style.autocast, style.grad)
     rec.accumulating, rec.release_gradients = style.accumulating, style.release_gradients
     hidden: dict[Basis, int] = {"T": e.width}
+    rec.new({}, 1, "no input").view()  # ids INPUT and GRADIENT mean the same in every program
     gradient = rec.new(hidden, style.residual, "gradient of the embedding output")
-    rec.new({"1": 0}, 1, "unused").view()
     rec.events.clear()
     x = _look_up(rec, e, hidden)
     if e.scaled:
@@ -150,7 +150,7 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     rec.accumulating, rec.release_gradients = style.accumulating, style.release_gradients
     hidden: dict[Basis, int] = {"T": h.width}
     x = rec.new(hidden, style.residual, "hidden states")
-    rec.new({"1": 0}, 1, "unused").view()
+    rec.new({}, 1, "no gradient").view()
     rec.events.clear()
     x.requires_grad = style.grad and style.input_grad
     if h.norm is not None:

@@ -15,7 +15,10 @@ from memfit.trainers import Trainer
 
 # What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
 # states), when nothing is replayed. Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
-SLACK_SHARE = {False: 0.10, True: 0.25}  # without and with checkpointing, whose blocks of many sizes fit each other less
+SLACK_SHARE = {
+    False: 0.10,
+    True: 0.25,
+}  # without and with checkpointing, whose blocks of many sizes fit each other less
 ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
@@ -50,7 +53,11 @@ def reserved_of(account: Account, instant: Instant) -> int:
     """Reserved bytes without a replay."""
     steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
     moving = max(instant.requested - steady, 0)
-    return instant.requested + int(ROUNDING_SHARE * instant.requested) + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
+    return (
+        instant.requested
+        + int(ROUNDING_SHARE * instant.requested)
+        + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
+    )
 
 
 def _replayable(recipe: Recipe) -> bool:
@@ -61,7 +68,12 @@ def _replayed(account: Account) -> dict[Phase, Levels]:
     """Levels by phase from the allocator; device is left equal to reserved."""
     s, r = account.static, account.recipe
     schedule = Schedule(
-        s.stored, s.state_tensors, s.step_buffers, account.workspace, 8 * r.tokens, 1 if account.released else r.accumulation
+        s.stored,
+        s.state_tensors,
+        s.step_groups,
+        account.workspace,
+        8 * r.tokens,
+        1 if account.released else r.accumulation,
     )
     sections = write(schedule, account.micro(), account.micro(accumulating=True), account.meter)
     settings: AllocSettings = parse_alloc_conf(r.alloc_conf)
@@ -75,6 +87,8 @@ def _replayed(account: Account) -> dict[Phase, Levels]:
                 blocks.append(allocator.malloc(op))
             else:
                 allocator.free(blocks[-op - 1])
+        if phase == "load" and account.recipe.method == "qlora" and account.trainer.kbit_prepare:
+            allocator.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
         levels[phase] = Levels(
             allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, allocator.reserved_peak
         )
@@ -122,13 +136,20 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
     assumptions = [
         f"trainer {account.trainer.name} on PyTorch 2.13",
-        f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, account.gpu.compute_capability))})" if account.gpu.compute_capability else ""),
+        f"attention kernel {', '.join(kernels)}"
+        + (f" (cc {'.'.join(map(str, account.gpu.compute_capability))})" if account.gpu.compute_capability else ""),
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
-    unknowns = ["context +-100 MiB on your driver" if "context_bytes" in account.gpu.unverified else "context +-60 MiB on your driver"]
+    unknowns = [
+        "context +-100 MiB on your driver"
+        if "context_bytes" in account.gpu.unverified
+        else "context +-60 MiB on your driver"
+    ]
     if not exact:
-        unknowns.append(f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed")
+        unknowns.append(
+            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
+        )
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
     return tuple(assumptions), tuple(unknowns)

@@ -93,10 +93,15 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
 def finished(
     rec: Recorder, forward: list[int], exit_events: list[int], backward: list[int], output: int, received: int
 ) -> Program:
-    """The program of what `rec` has seen; what dies with the recorder from here on is no event."""
-    segments = [Segment.of(events, rec.sizes, rec.roles) for events in (forward, exit_events, backward)]
+    """The program of what `rec` has seen; what dies with the recorder from here on is no event.
+
+    What flows between programs has one role on both sides: hidden states are activations, their gradients temporary.
+    """
+    rec.roles[INPUT] = rec.roles[output] = "activations"
+    rec.roles[GRADIENT] = rec.roles[received] = "temporaries"
+    first, middle, last = (Segment.of(events, rec.sizes, rec.roles) for events in (forward, exit_events, backward))
     rec.events = []
-    return Program(*segments, rec.sizes, rec.roles, rec.labels, output, received)
+    return Program(first, middle, last, rec.sizes, rec.roles, rec.labels, output, received)
 
 
 def _run_forward(rec: Recorder, layer: Layer, style: Style, width: int, x: Tensor) -> tuple[Tensor, list[Tensor], int]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 Basis = str | tuple[str, int, int]
-Size = Mapping[Basis, int]
+Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys
 
 NOTHING: Size = {}
 TILE_TOKENS = 4096  # rows of a logits tile in TRL's fused head (trl/kernels/chunked_logprob.py)

@@ -37,7 +37,8 @@ class Static:
     largest: int  # elements of the largest linear weight
     stored: tuple[Stored, ...]
     state_tensors: tuple[tuple[int, ...], ...]
-    step_buffers: tuple[int, ...]
+    step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
+    step_bytes: int  # their worst instant
 
     @property
     def weights(self) -> int:
@@ -73,12 +74,13 @@ def static_bytes(
         adapter = sum(w.numel * size for w, size in trained)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    sizes = [(w.numel, size) for w, size in trained]
     states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
         base=base, scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
-        stored=tuple(stored), state_tensors=states, step_buffers=optimizer.step_buffers([(w.numel, s) for w, s in trained]),
+        stored=tuple(stored), state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ class Schedule:
 
     stored: Sequence[Stored]
     states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step
-    step_buffers: Sequence[int]  # temporaries of one optimizer step, alive together
+    step_groups: Sequence[tuple[int, ...]]  # temporaries of one optimizer step, see Optimizer.step_temporaries
     workspace: int
     batch: int  # bytes of one tensor of token ids
     accumulation: int = 1
@@ -55,8 +55,19 @@ def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) 
             for group in schedule.states:
                 for size in group:
                     tape.alloc(size)
-        buffers = [tape.alloc(size) for size in schedule.step_buffers]
-        for index in [*buffers, *gradients]:
+        _optimizer_step(tape, schedule.step_groups)
+        for index in gradients:
             tape.free(index)
         close("first_step" if number == 0 else "step")
     return sections
+
+
+def _optimizer_step(tape: Tape, groups: Sequence[tuple[int, ...]]) -> None:
+    last = 0
+    for group in groups:
+        *done, kept = [tape.alloc(size) for size in group]
+        tape.free(last)
+        for index in done:
+            tape.free(index)
+        last = kept
+    tape.free(last)

@@ -145,7 +145,9 @@ def _search(job: Job, reached: Rung, estimator: Estimator) -> tuple[Recipe, tupl
 
 def _refusal(candidate: Candidate, judgement: Judgement) -> Refusal:
     r = candidate.recipe
-    title = f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}, loss {r.loss}"
+    title = (
+        f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}, loss {r.loss}"
+    )
     return Refusal(title, r, -judgement.headroom, _why(judgement))
 
 
@@ -169,7 +171,9 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
     full = next((r for r in reversed(rungs) if r.recipe.method == "full"), None)
     over = f" (closest: {gib(-full.judgement.headroom)} GiB over)" if full else ""
     what = {"lora": "LoRA trains adapters beside frozen weights", "qlora": "QLoRA trains adapters on a 4-bit base"}
-    return (f"full fine-tuning does not fit{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",)
+    return (
+        f"full fine-tuning does not fit{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
+    )
 
 
 def _nothing_fits(job: Job, closest: Rung, rungs: list[Rung], estimator: Estimator, cards: tuple[Gpu, ...]) -> Plan:
@@ -192,7 +196,9 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
             if (option := _alternative(several, sharded, job.gpu)) is not None:
                 found.append(option)
                 break
-    larger = sorted((g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor), key=_size_and_price)
+    larger = sorted(
+        (g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor), key=_size_and_price
+    )
     for gpu in larger:
         if (option := _alternative(replace(job, gpu=gpu), plan.recipe, gpu)) is not None:
             found.append(option)
@@ -208,7 +214,9 @@ def cheaper(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
             option = _alternative(replace(plan.job, gpu=gpu), plan.recipe, gpu)
             if option is not None:
                 found.append(option)
-    return tuple(sorted(found, key=lambda x: (x.price_per_hour is None, x.price_per_hour or 0.0, x.judgement.usable))[:6])
+    return tuple(
+        sorted(found, key=lambda x: (x.price_per_hour is None, x.price_per_hour or 0.0, x.judgement.usable))[:6]
+    )
 
 
 def _size_and_price(gpu: Gpu) -> tuple[int, float]:

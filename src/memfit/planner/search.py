@@ -8,6 +8,7 @@ from itertools import product
 from memfit.job import Job, Recipe
 from memfit.planner.engine import Candidate, Estimator
 
+
 def splits(per_gpu: int) -> list[int]:
     """Micro-batches that divide a batch evenly, largest first."""
     return [b for b in range(per_gpu, 0, -1) if per_gpu % b == 0]

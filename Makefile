@@ -1,0 +1,37 @@
+# The two commands of the README. Each sets up what it needs in .venv, pinned by constraints.txt, then does its job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: plan test check docs clean
+
+plan: $(VENV)/.core  ## answer the question for an embedded real model: no GPU, no weights, no network
+	@$(BIN)/memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090
+
+test: $(VENV)/.dev check  ## lint, types, layers, docs freshness, then the tests
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+docs: $(VENV)/.dev  ## write the generated parts of README and docs again
+	$(BIN)/python docs/generate.py
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+# torch first and by its exact version: a looser request takes gigabytes of CUDA packages
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev,train]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,131 @@
+"""recipe.toml: what is written is read back unchanged, and everything else is refused in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import recipe_file
+from memfit.errors import BadInput, Unsupported
+from memfit.job import Recipe
+from memfit.recipe_file import RecipeFile
+
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
+
+
+def recipes() -> st.SearchStrategy[Recipe]:
+    """Every valid Recipe: all choices, numbers in range, any text where text is free."""
+    hints = get_type_hints(Recipe)
+    drawn: dict[str, st.SearchStrategy[Any]] = {}
+    for field in dataclasses.fields(Recipe):
+        choices = get_args(hints[field.name])
+        if choices and isinstance(choices[0], str):
+            drawn[field.name] = st.sampled_from(choices)
+        elif hints[field.name] is int:
+            drawn[field.name] = st.integers(1, 1 << 24)
+        elif hints[field.name] is float:
+            drawn[field.name] = st.floats(0, 1, exclude_max=True)
+        elif hints[field.name] is str:
+            drawn[field.name] = WORDS
+        else:
+            drawn[field.name] = st.lists(WORDS, max_size=4).map(tuple)
+    return st.builds(Recipe, **drawn)
+
+
+FILES = st.builds(
+    RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS,
+    effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
+)  # fmt: skip
+
+
+@given(FILES)
+def test_round_trip_is_the_identity(file: RecipeFile) -> None:
+    assert recipe_file.loads(recipe_file.dumps(file)) == file
+
+
+def test_every_recipe_field_is_a_key() -> None:
+    data = tomllib.loads(recipe_file.dumps(RecipeFile(model="m", recipe=Recipe())))
+    assert data["schema"] == recipe_file.SCHEMA
+    assert set(data["recipe"]) == {f.name for f in dataclasses.fields(Recipe)}
+    assert data["job"] == {"model": "m"}
+
+
+def test_left_out_keys_take_their_defaults() -> None:
+    file = recipe_file.loads('schema = 1\n[job]\nmodel = "m"\n[recipe]\nmicro_batch = 3\n')
+    assert file == RecipeFile(model="m", recipe=Recipe(micro_batch=3))
+
+
+HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("", "no `schema`", "schema = 1"),
+        ("schema = true", "no `schema`", "schema = 1"),
+        ("schema = 1", "needs the key `model`", "model ="),
+        ('schema = 1\n[job]\nmodel = "m"', "[recipe] table", "model ="),
+        ("schema = 1\nrecipe = 3", "must be a table", "[recipe]"),
+        (HEAD + "micro_batc = 2", "unknown key in recipe.toml 'micro_batc'", "micro_batch"),
+        (HEAD + "[jobs]", "unknown table in recipe.toml 'jobs'", "did you mean job"),
+        (HEAD + 'micro_batch = "2"', "recipe.micro_batch", "numbers bare"),
+        (HEAD + "micro_batch = 2.0", "recipe.micro_batch", "numbers bare"),
+        (HEAD + "micro_batch = true", "recipe.micro_batch", "numbers bare"),
+        (HEAD + "micro_batch = 0", "--micro-batch must be a whole number", "--micro-batch"),
+        (HEAD + 'method = "loar"', "recipe.method", "full, lora, qlora"),
+        (HEAD + 'lora_targets = "q_proj"', "recipe.lora_targets", "lists in []"),
+        (HEAD + "lora_dropout = nan", "--lora-dropout", "0.05"),
+        ("schema = 1\n[job]\nmodel = 7\n[recipe]", "job.model", "text in quotes"),
+        ('schema = 1\n[job]\nmodel = "m"\nlongest_sample = -1\n[recipe]', "negative", "unknown"),
+        ("a = [" * 5000, "not valid TOML", "memfit plan"),
+        ("schema = ", "not valid TOML", "memfit plan"),
+    ],
+)  # fmt: skip
+def test_refused_with_a_hint(text: str, said: str, hint: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        recipe_file.loads(text)
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_newer_schema_is_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        recipe_file.loads("schema = 2")
+    assert "upgrade" in caught.value.hint
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        recipe_file.loads(text)
+    except BadInput as error:
+        assert error.message and error.hint
+
+
+def test_read_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(HEAD + "micro_batch = 0")
+    with pytest.raises(BadInput, match="recipe.toml"):
+        recipe_file.read(path)
+    path.write_text(HEAD)
+    assert recipe_file.read(path).recipe == Recipe()
+
+
+def test_read_refuses_what_is_no_small_text_file(tmp_path: Path) -> None:
+    large, binary = tmp_path / "large", tmp_path / "binary"
+    large.write_bytes(b"#" * (recipe_file.SIZE_LIMIT + 1))
+    binary.write_bytes(b"\xff\xfe\x00schema")
+    for path, said in (
+        (large, "larger"),
+        (binary, "not a text file"),
+        (tmp_path, "not a file"),
+        (tmp_path / "no", "no file"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            recipe_file.read(path)
