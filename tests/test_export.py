@@ -59,6 +59,8 @@ def changed(field: str, value: Any) -> Recipe:
         return recipe.but(method="qlora")
     if value == "qlora":
         return recipe.but(quantization="nf4-double")
+    if field == "offload":
+        return recipe.but(precision="bf16-master")
     return recipe.but(num_gpus=2) if field == "shard" else recipe
 
 

@@ -65,6 +65,7 @@ class Attention:
     kv_lora_rank: int = 0  # MLA
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
+    upcast: bool = True  # written-out attention takes its softmax in fp32
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)

@@ -98,13 +98,12 @@ def _load(recipe: Recipe, saved: dict[str, str]) -> list[str]:
         ("attn_implementation", literal(names.ATTENTION[recipe.attention]), ""),
     ]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
-    head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", [("name", "", ""), *settings])
-    body[0] = "        name,"
-    lines = ["def build(name: str) -> PreTrainedModel:", head, *body]
+    opening = "return" if recipe.method == "full" else "model ="
+    head, *body = script.call(f"{opening} AutoModelForCausalLM.from_pretrained(", settings)
+    lines = ["def build(name: str) -> PreTrainedModel:", head, "        name,", *body]
     if _prepares(recipe):  # the Trainer turns checkpointing on itself
         lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
-    wrapped = "get_peft_model(model, LORA)" if recipe.method != "full" else "model"
-    return [*lines, f"    return {wrapped}", "", ""]
+    return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
 def _main(recipe: Recipe, saved: dict[str, str]) -> list[str]:

@@ -1,0 +1,151 @@
+"""Write the generated parts of README.md and docs/*.md, or with --check fail when one of them is stale.
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(<!-- generated: (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = ["README.md", "docs/techniques.md", "docs/vocabulary.md", "docs/cli.md", "docs/extending.md"]
+
+
+def memfit(*arguments: str, columns: int = 100) -> str:
+    """What the command prints, plain and at a fixed width."""
+    env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", *arguments], capture_output=True, text=True, env=env, cwd=ROOT, check=False
+    )
+    if done.returncode not in (0, 3, 4):
+        raise SystemExit(f"memfit {' '.join(arguments)} failed:\n{done.stderr}")
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
+
+
+def screen() -> str:
+    """The first screen of the README."""
+    return "```\n$ memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090\n" + memfit("plan", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090") + "\n```\n"
+
+
+def commands() -> str:
+    """The table of commands, from their own help."""
+    from typer.main import get_command
+
+    from memfit.cli import app
+
+    group = get_command(app)
+    rows = ["| command | what it does |", "|---|---|"]
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        rows.append(f"| `memfit {name}` | {(command.help or '').strip().splitlines()[0]} |")
+    return "\n".join(rows) + "\n"
+
+
+def file_tree() -> str:
+    """Every module with the first sentence of its docstring."""
+    rows, shown = ["```"], set()
+    for path in sorted((ROOT / "src" / "memfit").rglob("*.py"), key=lambda p: (len(p.relative_to(ROOT).parts) > 3, str(p))):
+        relative = path.relative_to(ROOT / "src")
+        parent = relative.parent
+        if parent not in shown:
+            shown.add(parent)
+            rows.append(f"{parent}/")
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append(f"  {relative.name:<18} {text.splitlines()[0] if text else ''}"[:150])
+    return "\n".join([*rows, "```"]) + "\n"
+
+
+def accuracy() -> str:
+    """The summary of docs/accuracy.md."""
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    found = re.search(r"<!-- summary -->\n(.*?)<!-- end summary -->", page, re.DOTALL)
+    return found.group(1) if found else "not measured yet\n"
+
+
+def speed() -> str:
+    """The summary of docs/performance.md."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    found = re.search(r"<!-- summary -->\n(.*?)<!-- end summary -->", page, re.DOTALL)
+    return found.group(1) if found else "not measured yet\n"
+
+
+def techniques() -> str:
+    """The ladder computed for one run."""
+    return "```\n" + memfit("techniques", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090") + "\n```\n"
+
+
+def optimizers() -> str:
+    """The optimizer table with bytes per trained bf16 parameter."""
+    from memfit.architecture import Weight
+    from memfit.optimizers import OPTIMIZERS
+
+    rows = ["| `--optimizer` | | bytes of state per bf16 weight | needs | |", "|---|---|---:|---|---|"]
+    weight = Weight("w", (4096, 4096), "linear")
+    for row in OPTIMIZERS.values():
+        each = row.state_bytes(weight, 2) / weight.numel
+        rows.append(f"| `{row.key}` | {row.title} | {each:.3f} | {row.package} | {row.note} |")
+    return "\n".join(rows) + "\n"
+
+
+def quantizations() -> str:
+    """The quantisation table."""
+    from memfit.quantization import QUANTIZATIONS
+
+    rows = ["| `--quantization` | | payload B/weight | with scales |", "|---|---|---:|---:|"]
+    n = 4096 * 4096
+    for row in QUANTIZATIONS.values():
+        rows.append(f"| `{row.key}` | {row.title} | {row.payload(n) / n:.3f} | {row.bytes(n, 4096) / n:.4f} |")
+    return "\n".join(rows) + "\n"
+
+
+def help_pages() -> str:
+    """--help of every command."""
+    from typer.main import get_command
+
+    from memfit.cli import app
+
+    names = list(get_command(app).commands)  # type: ignore[attr-defined]
+    parts = [f"## memfit {name}\n\n```\n{memfit(name, '--help')}\n```\n" for name in names]
+    return "\n".join(parts)
+
+
+def glossary() -> str:
+    """Every term of `memfit glossary`."""
+    return "```\n" + memfit("glossary") + "\n```\n"
+
+
+GENERATORS = {
+    f.__name__: f
+    for f in (screen, commands, file_tree, accuracy, speed, techniques, optimizers, quantizations, help_pages, glossary)
+}
+
+
+def filled(text: str) -> str:
+    """The page with every generated part made again."""
+    return PART.sub(lambda m: m.group(1) + GENERATORS[m.group("name")]() + m.group(3), text)
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name in PAGES:
+        path = ROOT / name
+        before = path.read_text()
+        after = filled(before)
+        if before != after:
+            stale.append(name)
+            if not check:
+                path.write_text(after)
+    if check and stale:
+        raise SystemExit(f"stale: {', '.join(stale)}\nhint: make docs")
+    print(f"{len(PAGES)} pages, {len(stale)} {'stale' if check else 'written'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The stacked bar: bytes by role on one line, held against the card's line; plain rows where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from memfit.footprint import PhasePeak
+from memfit.plan import Judgement
+from memfit.report.words import ROLE_WORDS, Word
+from memfit.units import gib
+
+NCCL = Word("NCCL buffers", "nccl", "grey50")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One part of the bar, in bytes."""
+
+    word: Word
+    bytes: int
+
+
+def shares(peak: PhasePeak, judgement: Judgement) -> tuple[Share, ...]:
+    """The parts that add up to `judgement.need`: the roles but the CUDA context, which the card's line leaves out."""
+    found = [Share(ROLE_WORDS[role], size) for role, size in peak.by_role.items() if role != "context"]
+    nccl = judgement.need - peak.levels.reserved
+    found.sort(key=lambda s: list(ROLE_WORDS.values()).index(s.word))
+    return tuple(s for s in (*found, Share(NCCL, nccl)) if s.bytes > 0)
+
+
+def cells(sizes: Sequence[int], width: int) -> list[int]:
+    """Columns of each part: in proportion, whole, at least one where there is room, together exactly `width`."""
+    total = sum(sizes)
+    if not total or width <= 0:
+        return [0] * len(sizes)
+    exact = [size * width / total for size in sizes]
+    found = [max(int(x), 1) if width >= len(sizes) else int(x) for x in exact]
+    by_need = sorted(range(len(sizes)), key=lambda i: found[i] - exact[i])
+    while sum(found) < width:
+        for i in by_need[: width - sum(found)]:
+            found[i] += 1
+    while sum(found) > width:
+        found[max(range(len(sizes)), key=lambda i: (found[i] - exact[i], found[i]))] -= 1
+    return found
+
+
+@dataclass(frozen=True)
+class StackedBar:
+    """The peak's parts against the card's usable bytes."""
+
+    parts: tuple[Share, ...]
+    usable: int
+    rows_in_pipes: bool = True  # without a terminal: one row per role, unless a table follows anyway
+
+    @property
+    def need(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.parts:
+            return
+        if options.is_terminal:
+            yield self._bar(options.max_width, options.ascii_only)
+            yield self._legend(options.ascii_only)
+        elif self.rows_in_pipes:
+            for part in self.parts:
+                yield Text(f"{part.word.title:<17} {gib(part.bytes):>7} GiB {part.bytes / self.need:>4.0%}")
+            yield Text(f"{'reserved peak':<17} {gib(self.need):>7} GiB of {gib(self.usable)} GiB usable")
+
+    def _bar(self, width: int, ascii_only: bool) -> Text:
+        """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""
+        wall, line = ("|", "!") if ascii_only else ("│", "╎")
+        label = f" {gib(self.usable)}"
+        inner = max(width - 2 - len(label), 8)
+        scale = max(self.need, self.usable)
+        filled = max(round(inner * self.need / scale), 1)
+        drawn = Text()
+        for part, columns in zip(self.parts, cells([p.bytes for p in self.parts], filled), strict=True):
+            drawn.append(wall)
+            drawn.append(_inside(part, columns - 1), f"black on {part.word.colour}")
+        drawn.append(wall)
+        drawn.append(" " * (inner + 1 - drawn.cell_len))
+        limit = round(inner * self.usable / scale)
+        if self.need <= self.usable:
+            return Text.assemble(drawn, line, (label, "dim"))
+        return Text.assemble(drawn[:limit], (line, "bold red"), drawn[limit + 1 :], "\n", " " * limit, (f"{line}{label} usable", "dim"))
+
+    def _legend(self, ascii_only: bool) -> Text:
+        mark = "#" if ascii_only else "■"
+        found = Text()
+        for part in self.parts:
+            found.append(f"{mark} ", part.word.colour)
+            # a no-break space keeps a name and its number on one line
+            found.append(f"{part.word.title} {gib(part.bytes)}  ".replace(" ", "\N{NO-BREAK SPACE}")[:-2] + "  ")
+        found.rstrip()
+        return found
+
+
+def _inside(part: Share, width: int) -> str:
+    """The longest of name and number, number, nothing that fits inside."""
+    number = gib(part.bytes)
+    for label in (f"{part.word.title} {number}", f"{part.word.short} {number}", number):
+        if len(label) <= width:
+            return label.center(width)
+    return " " * max(width, 0)

@@ -1,0 +1,80 @@
+"""The ladder as a table: what each rung leaves on the card, what it buys, what it costs in time, and where to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from memfit.job import Recipe
+from memfit.plan import Judgement, Plan, Rung
+from memfit.report.layout import table, text
+from memfit.report.words import changes
+from memfit.units import gib
+
+ARROW, ARROW_ASCII = "▶", ">"
+
+
+def chosen_index(plan: Plan) -> int | None:
+    """The rung the plan stands on: its very recipe, else the last one that learns the same; None on an empty ladder."""
+    exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
+    alike = [i for i, rung in enumerate(plan.ladder) if rung.recipe.method == plan.recipe.method]
+    found = exact or alike
+    return found[-1] if found else None
+
+
+class Ladder:
+    """The rungs of a plan, with an arrow at the chosen one and a row below it where the search did better."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.plan.ladder:
+            return
+        heads = ("", "rung", ">peak\nGiB", ">buys\nGiB", ">step\ntime", "why (not)")
+        if not options.is_terminal:
+            heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
+        arrow = ARROW_ASCII if options.ascii_only else ARROW
+        rows = table(*heads)
+        chosen = chosen_index(self.plan)
+        tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
+        for i, rung in enumerate(self.plan.ladder):
+            here = i == chosen and not tuned
+            rows.add_row(arrow if here else "", *row(rung, first=i == 0), style="bold" if here else "")
+        if tuned and chosen is not None:
+            rung = self.plan.ladder[chosen]
+            title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
+            better = rung.judgement.need - self.plan.judgement.need
+            rows.add_row(arrow, text(title), gib(self.plan.judgement.need), gib(better), "", why(self.plan.judgement), style="bold")
+        yield rows
+
+
+def row(rung: Rung, first: bool) -> tuple[Text | str, ...]:
+    """The cells of one rung: title, peak, buys, step time, why."""
+    buys = "-" if first else gib(rung.saved)
+    return text(rung.title), gib(rung.judgement.need), buys, f"{rung.step_time:.2f}x", text(rung.why or why(rung.judgement))
+
+
+def why(judgement: Judgement) -> str:
+    """The verdict in a few words, with the bytes that decide it."""
+    if judgement.verdict == "misfit":
+        return f"{gib(-judgement.headroom)} GiB over"
+    if judgement.verdict == "tight":
+        return f"tight, {gib(judgement.headroom)} GiB headroom"
+    return f"fits, {gib(judgement.headroom)} GiB headroom"
+
+
+def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
+    """What the chosen recipe gives up in quality: the caveats of the rungs whose changes it still carries."""
+    if not ladder:
+        return ()
+    found, before = [], ladder[0].recipe
+    for rung in ladder[1:]:
+        moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
+        kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
+        if kept and rung.caveat and not rung.caveat.startswith("none"):
+            found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")
+        before = rung.recipe
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""The words views share: what roles, recipes, cards and verdicts are called, and the colour that goes with each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.footprint import PhasePeak
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.optimizers import optimizer
+from memfit.plan import Judgement, Verdict
+from memfit.tape import Role
+from memfit.units import GB, gib
+
+DOT = " · "
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """How a role is shown: in tables, inside a narrow bar, and its colour (told apart without red against green)."""
+
+    title: str
+    short: str
+    colour: str
+
+
+ROLE_WORDS: dict[Role, Word] = {
+    "parameters": Word("parameters", "params", "dodger_blue2"),
+    "gradients": Word("gradients", "grads", "dark_orange"),
+    "optimizer_states": Word("optimizer states", "states", "medium_purple"),
+    "activations": Word("activations", "activ", "gold3"),
+    "temporaries": Word("temporaries", "temp", "dark_cyan"),
+    "workspace": Word("workspace", "work", "grey50"),
+    "context": Word("context", "ctx", "grey37"),
+    "fragmentation": Word("fragmentation", "frag", "indian_red"),
+}
+VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
+    "fits": ("FITS", "bold green"),
+    "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),
+    "misfit": ("DOES NOT FIT", "bold red"),
+}
+
+
+def visible(text: str) -> str:
+    """`text` without characters a terminal would obey: names come from files and from the Hub."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def method_title(recipe: Recipe) -> str:
+    """'full fine-tuning', 'LoRA r16' or 'QLoRA r16'."""
+    return {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}[
+        recipe.method
+    ]
+
+
+def batch_title(recipe: Recipe) -> str:
+    """'micro-batch 4 x 4', with the cards where there are several."""
+    cards = f" on {recipe.num_gpus} GPUs" if recipe.num_gpus > 1 else ""
+    return f"micro-batch {recipe.micro_batch} x {recipe.accumulation}{cards}"
+
+
+def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
+    """Everything about a recipe that moves memory, in the order people say it."""
+    facts = [method_title(recipe), batch_title(recipe), f"sequence {recipe.sequence_length}"]
+    if recipe.quantization != "none":
+        facts.append(f"base in {recipe.quantization}")
+    facts += [recipe.precision, optimizer(recipe.optimizer).title]
+    facts.append("no checkpointing" if recipe.checkpointing == "none" else f"checkpointing {recipe.checkpointing}")
+    facts += [f"{recipe.loss} loss", f"{recipe.attention} attention"]
+    facts += [f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"]
+    facts += ["packing"] if recipe.padding == "packing" else []
+    return (*facts, f"trainer {recipe.trainer}")
+
+
+# fields that are told together, and how
+_CHANGED = {
+    "method": method_title, "micro_batch": batch_title, "accumulation": batch_title,
+    "optimizer": lambda r: optimizer(r.optimizer).title,
+    "checkpointing": lambda r: "no checkpointing" if r.checkpointing == "none" else f"checkpointing {r.checkpointing}",
+    "loss": lambda r: f"{r.loss} loss", "precision": lambda r: r.precision,
+    "quantization": lambda r: f"base in {r.quantization}" if r.quantization != "none" else "base not quantised",
+}  # fmt: skip
+
+
+def changes(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """What `after` does differently, in words; () when the two are equal."""
+    names = [f for f in before.__dataclass_fields__ if getattr(before, f) != getattr(after, f)]
+    told = (_CHANGED[f](after) if f in _CHANGED else f"{f.replace('_', ' ')} {getattr(after, f)}" for f in names)
+    return tuple(dict.fromkeys(told))
+
+
+def card_title(gpu: Gpu, count: int) -> str:
+    """'one GeForce RTX 4090' or '8 x H100 SXM'."""
+    return f"one {gpu.name}" if count == 1 else f"{count} x {gpu.name}"
+
+
+def card_room(gpu: Gpu, usable: int, count: int) -> str:
+    """'23.2 GiB usable of 24 GB', of each card when there are several."""
+    return f"{gib(usable)} GiB usable of {gpu.sold_bytes / GB:.0f} GB{' each' if count > 1 else ''}"
+
+
+def room(judgement: Judgement) -> str:
+    """'8.5 GiB headroom' or '3.2 GiB over'."""
+    return f"{gib(judgement.headroom)} GiB headroom" if judgement.headroom >= 0 else f"{gib(-judgement.headroom)} GiB over"
+
+
+def instant(peak: PhasePeak) -> str:
+    """'backward of block 32 (step)', the worst instant of a run."""
+    return f"{peak.instant} ({phase_title(peak.phase)})"
+
+
+def phase_title(phase: str) -> str:
+    """'first step' for first_step."""
+    return phase.replace("_", " ")
+
+
+def tokens(count: int) -> str:
+    """A count with thousands separators."""
+    return f"{count:,}"
+
+
+def clock(seconds: float) -> str:
+    """Two figures of a time: '0.35 s', '19 s', '4.2 min', '3.1 h'."""
+    for limit, divisor, unit in ((1, 1, "s"), (90, 1, "s"), (5400, 60, "min")):
+        if seconds < limit:
+            value = seconds / divisor
+            return f"{value:.2f} {unit}" if value < 1 else f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{seconds / 3600:.1f} h"
