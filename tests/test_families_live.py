@@ -98,7 +98,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "name", "values"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("kind", "name", "values"), VARIANTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_variant_equals_the_real_model(kind: str, name: str, values: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -230,7 +230,11 @@ def test_quantised_checkpoint_is_not_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "found"),
-    [({"total_size": 2 * TINY_COUNT}, TINY_COUNT), ({"total_parameters": TINY_COUNT, "total_size": 1}, TINY_COUNT), ({}, None)],
+    [
+        ({"total_size": 2 * TINY_COUNT}, TINY_COUNT),
+        ({"total_parameters": TINY_COUNT, "total_size": 1}, TINY_COUNT),
+        ({}, None),
+    ],
 )
 def test_index_of_shards_elsewhere(tmp_path: Path, metadata: dict[str, int], found: int | None) -> None:
     path = folder(tmp_path / "m")
@@ -320,7 +324,9 @@ def http_error(kind: type[Exception]) -> Exception:
         (ConnectionError, BadInput, "did not answer"),
     ],
 )
-def test_hub_failures(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], ours: type[MemfitError], words: str) -> None:
+def test_hub_failures(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], ours: type[MemfitError], words: str
+) -> None:
     def fail(*a: object, **k: object) -> str:
         raise http_error(kind)
 

@@ -35,19 +35,31 @@ def resolve_model(
     Raises UnknownName, BadInput (unreadable or wrong values) or Unsupported (a family without a formula).
     """
     name = text.strip()
-    if not name or len(name) > 4096 or "\0" in name:
+    if not name or len(name) > 1024 or "\0" in name:
         raise BadInput("no model given", hint="name one, such as meta-llama/Llama-3.1-8B, or see 'memfit models'")
-    path = Path(name).expanduser()
-    if name.endswith(".json") or (path / "config.json").is_file():
+    path = _path_of(name)
+    if path and (name.endswith(".json") or (path / "config.json").exists()):
         return _local(path, name, trust_config)
     entry = names.find(name)
     if entry is not None:
         return architecture(catalogue.config(entry), name)
-    if path.is_dir() or name.startswith((".", "/", "~")):
+    if path and path.is_dir():
         raise _no_config(path)
+    if name.startswith((".", "/", "~")) or name.endswith((".json", "/")):
+        raise BadInput(f"{name[:80]} does not exist", hint="give a folder with a config.json, or its path")
     if _REPOSITORY.fullmatch(name):
         return _from_hub(name, offline, token, trust_config)
     return _by_part(name)
+
+
+def _path_of(name: str) -> Path | None:
+    """`name` as a path; None when nothing can bear that name (too long, an unknown user's home)."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError):
+        return None
+    return path
 
 
 def _by_part(name: str) -> Architecture:
@@ -103,8 +115,6 @@ def _checked(model: Architecture, found: int | None, where: str, trust_config: b
 
 def _no_config(path: Path) -> BadInput:
     """The error for a folder without config.json; a PEFT adapter names the model it belongs to."""
-    if not path.exists():
-        return BadInput(f"{path} does not exist", hint="give a folder with a config.json, or its path")
     adapter = path / "adapter_config.json"
     base = read_json(adapter, MAX_CONFIG).get("base_model_name_or_path") if adapter.is_file() else None
     if isinstance(base, str):

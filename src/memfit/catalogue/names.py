@@ -54,9 +54,9 @@ def find(text: str) -> Entry | None:
 
 
 def parts(text: str) -> tuple[Entry, ...]:
-    """Entries whose short name or id contains `text`."""
-    name = plain(text)
-    return tuple(e for e in entries() if name in plain(e.stem) or name in plain(e.id)) if name else ()
+    """Entries whose short name or id contains `text`, from the beginning of a word on."""
+    name = re.compile(r"(?<![^/-])" + re.escape(plain(text)))
+    return tuple(e for e in entries() if name.search(plain(e.stem)) or name.search(plain(e.id)))
 
 
 def known() -> list[str]:

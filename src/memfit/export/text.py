@@ -38,9 +38,9 @@ def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = Non
     """YAML of a flat or nested mapping in its own order; `notes` puts a comment behind a top-level key."""
     lines = list(head)
     for key, value in settings.items():
-        first, *rest = (
-            yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n").split("\n")
-        )
+        plain = repr(value).isprintable() and "\\" not in repr(value)  # else escapes, which survive every reader
+        dumped = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=plain, width=10**6)
+        first, *rest = dumped.rstrip("\n").split("\n")
         note = (notes or {}).get(key, "")
         lines += [f"{first}  # {note}" if note else first, *rest]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.fold import Meter, Peak, fold
-from memfit.formula.numerics import Numerics, numerics
+from memfit.formula.numerics import Numerics, gathered, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
 from memfit.formula.sharding import Share, share_of
@@ -58,6 +58,8 @@ class Account:
         self.static: Static = static_of(
             architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit
         )
+        whole = recipe.shard == "parameters" or recipe.offload == "parameters"
+        self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
         dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, _threads(gpu))
         self.meter = Meter(dims)
@@ -78,7 +80,7 @@ class Account:
         situation = Situation(self.padded, train, accumulating, cache, self.released)
         key = (
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
-            r.loss, self.numerics, self.trainer, self.gpu.compute_capability, situation,
+            r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision,
         )  # fmt: skip
         found = _MICRO.get(key)
@@ -86,7 +88,7 @@ class Account:
             if len(_MICRO) > 4096:
                 _MICRO.clear()
             found = _MICRO[key] = micro_step_of(
-                a, r, self.numerics, self.trainer, self.optimizer, self.gpu.compute_capability, situation
+                a, r, self.traced, self.trainer, self.optimizer, self.gpu.compute_capability, situation
             )
         return found
 
@@ -112,17 +114,17 @@ class Account:
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
         """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
         found = []
-        for later in (False, True) if self.recipe.accumulation > 1 and not self.released else (False,):
+        accumulating = self.recipe.accumulation > 1 and not self.optimizer.in_backward
+        sharded = self.share.gradients if self.released else 0  # these fill up while the whole ones come and go
+        for later in (False, True) if accumulating else (False,):
             micro = self.micro(accumulating=later)
-            sharded = self.released and bool(self.share.gradients)
-            lines = self.resident(states=states, gradients=later or sharded, buffers=self.share.forward)
             where = ", later micro-batch" if later else ""
-            start = sum(line[2] for line in lines)
-            top, level = fold([*micro.forward, *micro.exits], self.meter, start)
+            lines = self.resident(states=states, gradients=later, buffers=self.share.forward)
+            top, level = fold([*micro.forward, *micro.exits], self.meter, sum(line[2] for line in lines))
             found.append(Instant(phase, _named(top) + where, top.level, lines, top))
-            change = self.share.backward - self.share.forward
-            lines = self.resident(states=states, gradients=later or sharded, buffers=self.share.backward)
-            top, level = fold(micro.backward, self.meter, level + change)
+            change = self.share.backward - self.share.forward + (0 if later else sharded)
+            lines = self.resident(states=states, gradients=later or bool(sharded), buffers=self.share.backward)
+            top, _ = fold(micro.backward, self.meter, level + change)
             top.steps = [*micro.forward, *micro.exits, *top.steps]
             found.append(Instant(phase, _named(top) + where, top.level, lines, top))
         return found

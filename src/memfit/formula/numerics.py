@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.architecture import Architecture, Attention, Layer, Weight
 from memfit.formula.style import Kernel
@@ -27,21 +27,32 @@ class Numerics:
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
-    """The widths a recipe means under a trainer."""
+    """The widths a recipe means under a trainer.
+
+    DeepSpeed (shard optimizer or gradients) has no fp32 weights under autocast: it keeps 16-bit weights and gradients
+    and shards an fp32 master copy, so mixed precision means that there.
+    """
+    full = recipe.method == "full"
     mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
+    master = recipe.precision == "bf16-master" or (full and mixed and recipe.shard in ("optimizer", "gradients"))
     # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
-    wide = recipe.precision == "fp32" or (mixed and (recipe.method == "full" or recipe.precision == "bf16-mixed"))
+    wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
     weight = 4 if wide else 2
     autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
     quantised = recipe.method == "qlora"
-    upcast = quantised and trainer.kbit_prepare
     adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
-    other = 4 if upcast else weight
+    other = 4 if quantised and trainer.kbit_prepare else weight
     return Numerics(
         weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or weight == 4 else 2,
-        master=4 if recipe.precision == "bf16-master" else 0, gradient=weight,
-        state=4 if recipe.precision == "bf16-master" else weight,
+        master=4 if master else 0, gradient=weight, state=4 if master else weight,
     )  # fmt: skip
+
+
+def gathered(n: Numerics) -> Numerics:
+    """The widths inside a block whose weights FSDP gathers: already in the compute dtype, so nothing is cast."""
+    if not n.autocast:
+        return n
+    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast)
 
 
 def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:

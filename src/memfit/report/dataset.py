@@ -1,0 +1,76 @@
+"""A training file in tokens: how long its samples are, where to cut them, and what padding would waste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from memfit.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
+from memfit.report.layout import paragraphs, table, text
+from memfit.report.words import DOT, tokens
+
+BAR = 30  # columns of the longest bar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What the view needs of a file that was read."""
+
+    path: str
+    lengths: Lengths
+    layouts: Sequence[tuple[str, int]]
+    tokenizer: str
+    estimate: bool
+    longest: Sequence[tuple[int, int]]  # (tokens, line)
+    broken: Sequence[tuple[int, str]]  # (line, reason) of the first few
+    broken_count: int
+    complete: bool
+    notes: Sequence[str]
+
+
+def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
+    """Summary, histogram, sequence lengths to choose from, and problems."""
+    found = data.lengths
+    about = [f"{tokens(found.count)} samples", f"{tokens(found.tokens)} tokens", f"mean {found.tokens / found.count:,.0f}"]
+    about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
+    parts: list[RenderableType] = [text(data.path, "bold"), text(DOT.join(about)), "", Histogram(found), "", _choices(found, micro_batch), ""]
+    facts = [("tokenizer:", data.tokenizer), ("layout:", DOT.join(f"{name} ({tokens(n)})" for name, n in data.layouts))]
+    facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
+    if data.estimate:
+        facts.append(("not known:", "these counts are an estimate; --tokenizer PATH counts exactly"))
+    if not data.complete:
+        facts.append(("not known:", "reading stopped at the limit: the rest of the file may hold longer samples"))
+    if data.broken_count:
+        facts.append(("broken:", f"{tokens(data.broken_count)} records could not be used"))
+        facts += [("", f"line {line}: {reason}") for line, reason in data.broken]
+    facts += [("note:", note) for note in data.notes]
+    return Group(*parts, paragraphs(facts))
+
+
+class Histogram:
+    """Samples by length, one row per bin; the bars are left out where there is no terminal."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.rows = lengths.histogram(12)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        most = max(n for _, _, n in self.rows)
+        made = table("tokens", ">samples", "")
+        for low, high, n in self.rows:
+            columns = -(-n * BAR // most)
+            bar = Text(("#" if options.ascii_only else "█") * columns, "gold3") if options.is_terminal else ""
+            made.add_row(f"{tokens(low)} to {tokens(high)}", tokens(n), bar)
+        yield made
+
+
+def _choices(lengths: Lengths, micro_batch: int) -> RenderableType:
+    """What each sequence length would cut, pad and save."""
+    made = table("--sequence-length", ">samples cut", ">tokens lost", f">padding at micro-batch {micro_batch}", ">packed sequences")
+    cuts = {c.length: c for c in (choose_sequence_length(lengths, p) for p in (90, 95, 99, 100))}
+    for cut in cuts.values():
+        waste = padding_waste(lengths, micro_batch, cut.length)
+        made.add_row(tokens(cut.length), f"{cut.truncated:.1%}", f"{cut.lost:.1%}", f"{waste.share:.0%}", tokens(packed(lengths, cut.length)))
+    return made

@@ -1,0 +1,77 @@
+"""One footprint: the verdict, the bar, every named share of the peak, and the peak of every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.architecture import Architecture
+from memfit.footprint import Footprint
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.plan import Judgement
+from memfit.report.bar import StackedBar, shares
+from memfit.report.layout import Ends, hanging, paragraphs, table, text
+from memfit.report.words import (
+    DOT,
+    ROLE_WORDS,
+    VERDICT_WORDS,
+    card_room,
+    card_title,
+    instant,
+    phase_title,
+    recipe_facts,
+    room,
+)
+from memfit.units import billions, gib
+
+
+def estimate_view(
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
+    commands: Sequence[str] = (),
+) -> Group:  # fmt: skip
+    """The whole answer of `memfit estimate`."""
+    head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
+    about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
+    words, style = VERDICT_WORDS[judgement.verdict]
+    peak = footprint.peak
+    said = (f"peak {gib(judgement.need)} GiB reserved{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
+    parts: list[RenderableType] = [
+        Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
+        hanging(Text(words, style), said), "",
+        StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False), "",
+        _lines(footprint), "", _phases(footprint), "",
+        paragraphs(beliefs(footprint, judgement)),
+    ]  # fmt: skip
+    if commands:
+        parts += ["", paragraphs([("next:" if not i else "", line) for i, line in enumerate(commands)])]
+    return Group(*parts)
+
+
+def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]:
+    """What the numbers take for granted, and what nobody can know from here."""
+    unknowns = (*footprint.unknowns, f"prediction ±{gib(judgement.band)} GiB")
+    return [("source:", footprint.source), ("assumed:", DOT.join(footprint.assumptions)), ("not known:", DOT.join(unknowns))]
+
+
+def _lines(footprint: Footprint) -> RenderableType:
+    """Every named share of the peak; the rows add up to what nvidia-smi shows."""
+    peak = footprint.peak
+    made = table("at the worst instant", "", ">GiB", ">share")
+    order = list(ROLE_WORDS)
+    for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes)):
+        word = ROLE_WORDS[line.role]
+        share = f"{line.bytes / peak.levels.device:.1%}"
+        made.add_row(Text(word.title, word.colour), text(line.label), gib(line.bytes, 2), share)
+    made.add_row(Text("device", "bold"), "what nvidia-smi shows", gib(peak.levels.device, 2), "")
+    return made
+
+
+def _phases(footprint: Footprint) -> RenderableType:
+    made = table("phase", "worst instant", ">requested", ">allocated", ">reserved")
+    for p in footprint.phases:
+        levels = (gib(x) for x in (p.levels.requested, p.levels.allocated, p.levels.reserved))
+        made.add_row(phase_title(p.phase), text(p.instant), *levels, style="bold" if p is footprint.peak else "")
+    return made

@@ -1,0 +1,74 @@
+"""The GPU catalogue as a table, with the largest catalogued model each card trains in each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.gpu import Gpu
+from memfit.report.layout import paragraphs, table, text
+from memfit.units import GB, billions, gib
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest catalogued model a card trains in one way."""
+
+    model: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """A card and, by method, what it is good for; a method that is missing fits nothing or is not modelled there."""
+
+    gpu: Gpu
+    good_for: Mapping[str, Largest]
+
+
+METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def gpus_view(rows: Sequence[GpuRow], setting: str) -> Group:
+    """All cards. `setting`: under which batch, length and precision "good for" was computed."""
+    heads = [f">{title}" for title in METHODS.values()]
+    made = table("--gpu", "card", ">usable GiB", ">GB/s", ">$/h", *heads)
+    for row in rows:
+        gpu = row.gpu
+        price = "-" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
+        speed = f"{gpu.bandwidth / GB:,.0f}" if gpu.bandwidth else "-"
+        sizes = [_size(row.good_for.get(method)) for method in METHODS]
+        made.add_row(Text(gpu.short, "bold"), text(gpu.name), gib(gpu.usable_bytes()), speed, price, *sizes)
+    notes = [("good for:", f"parameters of the largest catalogued model that fits on one card; {setting}")]
+    notes.append(("names:", "memfit gpus TEXT names the models; any card: --gpu-memory 40GiB"))
+    return Group(made, "", paragraphs(notes))
+
+
+def gpu_view(row: GpuRow, setting: str) -> Group:
+    """One card in full."""
+    gpu = row.gpu
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "-"
+    facts = [
+        ("--gpu", ", ".join((gpu.short, *gpu.aliases))),
+        ("memory", f"{gpu.sold_bytes / GB:.0f} GB sold · {gib(gpu.total_bytes, 2)} GiB for CUDA · {gib(gpu.usable_bytes(), 2)} GiB usable"),
+        ("chip", " · ".join(filter(None, (gpu.vendor, gpu.arch, f"compute capability {capability}", f"{gpu.sm_count} SMs")))),
+        ("speed", f"{gpu.bandwidth / GB:,.0f} GB/s · {gpu.bf16_flops / 1e12:.0f} TFLOP/s bf16, dense"),
+        ("bus", f"{gpu.pcie or '-'} · link {gpu.link_bandwidth / GB:.0f} GB/s one way"),
+        ("price", f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""),
+        ("unverified", ", ".join(gpu.unverified)),
+        ("note", gpu.note),
+    ]
+    parts: list[RenderableType] = [text(gpu.name, "bold"), paragraphs(facts)]
+    good = [(f"  {title}", _named(row.good_for.get(method))) for method, title in METHODS.items()]
+    return Group(*parts, text(f"good for ({setting})"), paragraphs(good))
+
+
+def _size(found: Largest | None) -> str:
+    return billions(found.parameters) if found else "-"
+
+
+def _named(found: Largest | None) -> str:
+    return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
