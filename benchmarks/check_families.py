@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -92,7 +91,7 @@ def write_totals(totals: dict[str, int]) -> None:
     text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
     with tempfile.NamedTemporaryFile("w", dir=INDEX.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
-    os.replace(file.name, INDEX)
+    Path(file.name).replace(INDEX)
 
 
 def main() -> int:

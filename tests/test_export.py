@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import export
@@ -420,6 +420,7 @@ def test_optimizer_names_go_both_ways() -> None:
 # ---- nothing in a name is executed
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40), st.text(max_size=40), st.text(max_size=20))
 def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
     recipe = Recipe(alloc_conf=alloc_conf, method="lora", lora_targets=(model,))
@@ -449,7 +450,7 @@ def test_write_refuses_to_overwrite_and_leaves_nothing_behind(tmp_path: Path) ->
     folder = tmp_path / "run"
     paths = export.write({"train.py": "a\n", "sub/x.yaml": "b\n"}, folder)
     assert [p.read_text() for p in paths] == ["a\n", "b\n"]
-    with pytest.raises(Refused, match="train.py") as caught:
+    with pytest.raises(Refused, match=r"train\.py") as caught:
         export.write({"new.txt": "n", "train.py": "other"}, folder)
     assert "--force" in caught.value.hint
     assert not (folder / "new.txt").exists() and (folder / "train.py").read_text() == "a\n"

@@ -183,9 +183,10 @@ def test_labels_widen_the_classifier() -> None:
     assert [w.shape for w in model.head if w.name == "classifier.weight"] == [(7, 768)]
 
 
-def test_unknown_head_is_refused() -> None:
-    with pytest.raises(Unsupported, match="LlamaForQuestionAnswering"):
-        architecture({**TINY, "architectures": ["LlamaForQuestionAnswering"]}, "tiny")
+@pytest.mark.parametrize("name", ["LlamaForQuestionAnswering", "LlamaForTokenClassification", "LlamaForMaskedLM"])
+def test_unknown_head_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match="not modelled"):
+        architecture({**TINY, "architectures": [name]}, "tiny")
 
 
 @pytest.mark.parametrize("stem", ["t5-small", "whisper-tiny", "vit-base-patch16-224", "clip-vit-base-patch32"])

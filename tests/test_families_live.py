@@ -32,6 +32,16 @@ QWEN_EYE = {
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
 
+DISTIL = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "vocab_size": 100, "max_position_embeddings": 32}
+EYE = {**D, "image_size": 28, "patch_size": 14}
+PIXTRAL = {"model_type": "pixtral", **EYE}
+CLIP = {"model_type": "clip_vision_model", **EYE}
+GEMMA = {"model_type": "gemma", **G, "head_dim": 16}
+SHARED = {"shared_expert_intermediate_size": 40}
+T5 = {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 100}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+NARROW = {"ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "max_position_embeddings": 32}
+
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "LlamaForCausalLM", {**G, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", "LlamaForCausalLM", {**G, "head_dim": 24, "num_key_value_heads": None}),
@@ -41,7 +51,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "Qwen2ForSequenceClassification", G),
     ("qwen3", "Qwen3ForCausalLM", {**G, "attention_bias": True}),
     ("qwen3_moe", "Qwen3MoeForCausalLM", {**E, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 24}),
-    ("qwen2_moe", "Qwen2MoeForCausalLM", {**E, "shared_expert_intermediate_size": 40, "qkv_bias": False}),
+    ("qwen2_moe", "Qwen2MoeForCausalLM", {**E, **SHARED, "qkv_bias": False}),
     ("mixtral", "MixtralForCausalLM", {**X, "head_dim": 24}),
     ("phimoe", "PhimoeForCausalLM", {**X, "attention_bias": True, "lm_head_bias": True}),
     ("granitemoe", "GraniteMoeForCausalLM", {**X, "attention_bias": True}),
@@ -51,7 +61,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v2", "DeepseekV2ForCausalLM", {**MLA, "q_lora_rank": None, "attention_bias": True}),
     ("deepseek_v3", "DeepseekV3ForCausalLM", {**MLA, "attention_bias": True}),
     ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", {**MLA, "mlp_layer_types": ["dense", "sparse"] * 2}),
-    ("qwen3_next", "Qwen3NextForCausalLM", {**E, **LINEAR, "shared_expert_intermediate_size": 40, "full_attention_interval": 2}),
+    ("qwen3_next", "Qwen3NextForCausalLM", {**E, **LINEAR, **SHARED, "full_attention_interval": 2}),
     ("qwen3_5_text", "Qwen3_5ForCausalLM", {**G, **LINEAR, "full_attention_interval": 2}),
     ("gemma2", "Gemma2ForCausalLM", {**G, "attention_bias": True, "head_dim": 16}),
     ("gemma3_text", "Gemma3ForSequenceClassification", {**G, "head_dim": 16}),
@@ -73,7 +83,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_neox", "GPTNeoXForCausalLM", {**D, "use_parallel_residual": False, "attention_bias": False}),
     ("falcon", "FalconForCausalLM", {**FALCON, "bias": True, "alibi": True, "multi_query": False, "parallel_attn": False}),
     ("falcon", "FalconForCausalLM", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
-    ("opt", "OPTModel", {**D, "ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "max_position_embeddings": 32}),
+    ("opt", "OPTModel", {**D, **NARROW}),
     ("opt", "OPTForCausalLM", {**D, "ffn_dim": 80, "enable_bias": False, "max_position_embeddings": 32}),
     ("stablelm", "StableLmForCausalLM", {**G, "use_parallel_residual": True, "use_qkv_bias": True}),
     ("bert", "BertModel", BERT),
@@ -82,19 +92,23 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "BertForTokenClassification", BERT),
     ("roberta", "RobertaForSequenceClassification", BERT),
     ("camembert", "CamembertForMaskedLM", BERT),
-    ("distilbert", "DistilBertForSequenceClassification", {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "vocab_size": 100, "max_position_embeddings": 32}),
-    ("deberta-v2", "DebertaV2ForSequenceClassification", {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}),
+    ("distilbert", "DistilBertForSequenceClassification", DISTIL),
+    ("deberta-v2", "DebertaV2ForSequenceClassification", {**BERT, **RELATIVE}),
     ("deberta-v2", "DebertaV2ForTokenClassification", {**BERT, "conv_kernel_size": 3, "type_vocab_size": 0}),
     ("modernbert", "ModernBertForSequenceClassification", {**D, "norm_bias": True, "attention_bias": True, "pad_token_id": 0}),
-    ("t5", "T5ForConditionalGeneration", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 100}),
+    ("t5", "T5ForConditionalGeneration", T5),
+    ("mt5", "MT5ForConditionalGeneration", T5),
     ("vit", "ViTForImageClassification", {**D, "image_size": 28, "patch_size": 14, "qkv_bias": False}),
     ("qwen2_vl", "Qwen2VLForConditionalGeneration", {**G, "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4}}),
     ("qwen3_vl", "Qwen3VLForConditionalGeneration", {"text_config": {**G, "head_dim": 16}, "vision_config": QWEN_EYE}),
     ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {"text_config": {**E, "head_dim": 16}, "vision_config": QWEN_EYE}),
-    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"text_config": {**E, **LINEAR, "shared_expert_intermediate_size": 40}, "vision_config": QWEN_EYE}),
-    ("paligemma", "PaliGemmaForConditionalGeneration", {"projection_dim": 64, "text_config": {"model_type": "gemma", **G, "head_dim": 16}, "vision_config": SIGLIP}),
-    ("llava", "LlavaForConditionalGeneration", {"text_config": {"model_type": "llama", **G}, "vision_config": {"model_type": "clip_vision_model", **D, "image_size": 28, "patch_size": 14}}),
-    ("mistral3", "Mistral3ForConditionalGeneration", {"tie_word_embeddings": False, "multimodal_projector_bias": True, "text_config": {"model_type": "mistral", **G, "head_dim": 16}, "vision_config": {"model_type": "pixtral", **D, "image_size": 28, "patch_size": 14}}),
+    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", {"text_config": {**E, **LINEAR, **SHARED}, "vision_config": QWEN_EYE}),
+    ("paligemma", "PaliGemmaForConditionalGeneration", {"projection_dim": 64, "text_config": GEMMA, "vision_config": SIGLIP}),
+    ("llava", "LlavaForConditionalGeneration", {"text_config": {"model_type": "llama", **G}, "vision_config": CLIP}),
+    ("mistral3", "Mistral3ForConditionalGeneration", {
+        "tie_word_embeddings": False, "multimodal_projector_bias": True, "vision_config": PIXTRAL,
+        "text_config": {"model_type": "mistral", **G, "head_dim": 16},
+    }),
 ]  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_config_that_is_a_folder_or_not_text(tmp_path: Path) -> None:
 
 
 def test_empty_folder_and_adapter(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no config.json"):
+    with pytest.raises(BadInput, match=r"no config\.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B"}))
     with pytest.raises(BadInput, match="adapter") as caught:

@@ -30,6 +30,10 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    code: str = "transformers"  # row of formula/codes.py: whose model code runs
+    quantised_head: bool = False  # the output head is quantised like every other linear layer
+    quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
+    dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast
     heads: tuple[tuple[str, str], ...] = (
         ("full", "full"),
         ("chunked", "chunked"),

@@ -39,8 +39,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes["checkpointing"] = sharding.checkpointing or _checkpointing(keys)
     if keys.take("bf16", default="auto") == "auto":
         assumed.append("bf16: auto is true on the card")
-    ignored, unknown = keys.rest(harmless.AXOLOTL)
     model = keys.text("base_model")
+    ignored, unknown = keys.rest(harmless.AXOLOTL)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -86,7 +86,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
     quantization = "int8" if eight else "none"
     if four:
         kind_of = bnb.text("bnb_4bit_quant_type") or "nf4"
-        quantization = spread.four_bit(kind_of, bnb.flag("bnb_4bit_use_double_quant", default=True))
+        quantization = spread.four_bit(kind_of, bnb.flag("bnb_4bit_use_double_quant", default=True), keys.where)
     linear, modules = keys.flag("lora_target_linear"), keys.take("lora_target_modules")
     rank = keys.number("lora_r", default=8)
     return {

@@ -39,14 +39,14 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     }
     changes |= {k: v for k, v in sharding.changes.items() if k != "precision"}
     changes["precision"] = _precision(keys, sharding, changes["method"])
-    names = keys.take("dataset")
+    model, names = keys.text("model_name_or_path"), keys.take("dataset")
     keys.take("fsdp", "fsdp_config")
     keys.odds("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
     ignored, unknown = keys.rest(harmless.LLAMAFACTORY)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
-        model=keys.text("model_name_or_path"),
+        model=model,
         data=names if isinstance(names, str) else None,
         stated=tuple(changes),
         assumed=tuple(sharding.assumed),
@@ -83,7 +83,9 @@ def _method(keys: Keys) -> dict[str, Any]:
         keys.odds("finetuning_type")
     if bits not in (0, 4, 8):
         keys.odds("quantization_bit")
-    fours = spread.four_bit(keys.text("quantization_type") or "nf4", keys.flag("double_quantization", default=True))
+    fours = spread.four_bit(
+        keys.text("quantization_type") or "nf4", keys.flag("double_quantization", default=True), keys.where
+    )
     rank = keys.number("lora_rank", default=8)
     return {
         "method": "qlora" if bits in (4, 8) else "lora",

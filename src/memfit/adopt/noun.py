@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from memfit.errors import BadInput
 from memfit.job import Recipe, check_values
 
-_OFF: tuple[Any, ...] = (None, False, 0, "", "no", "none", "None", "auto", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +101,11 @@ class Keys:
 
 def _off(value: object) -> bool:
     return any(value is off or (type(value) is type(off) and value == off) for off in _OFF)
+
+
+def short(value: object) -> str:
+    """A value for a message: a scalar as it is, cut; of nested data only its kind."""
+    return repr(value)[:60] if isinstance(value, str | bool | int | float) else f"a {type(value).__name__}"
 
 
 def word(value: object) -> str:

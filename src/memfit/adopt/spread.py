@@ -151,8 +151,8 @@ def attention(keys: Keys, value: object, key: str) -> dict[str, str]:
     return {"attention": "sdpa"}
 
 
-def four_bit(kind: str, double: bool) -> str:
+def four_bit(kind: str, double: bool, where: str) -> str:
     """memfit's name of a bitsandbytes 4-bit type."""
     if kind not in ("nf4", "fp4"):
-        raise BadInput(f"4-bit type '{kind}' is neither nf4 nor fp4", hint="bitsandbytes has these two")
+        raise BadInput(f"the 4-bit type {kind!r} in {where} is neither nf4 nor fp4", hint="bitsandbytes has these two")
     return f"{kind}-double" if double and kind == "nf4" else kind

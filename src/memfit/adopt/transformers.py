@@ -46,12 +46,13 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes["precision"] = _precision(keys, model, sharding, changes["method"], trl, assumed)
     if word(keys.data.get("eval_strategy", "no")) == "no":
         keys.take("per_device_eval_batch_size", "eval_accumulation_steps", "eval_packing")
+    name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
     ignored, unknown = keys.rest([*harmless.TRAINER, *harmless.SFT])
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
-        model=keys.text("model_name_or_path", "model"),
-        data=keys.text("dataset_name"),
+        model=name,
+        data=data_name,
         effective_batch=sharding.batch,
         stated=tuple(changes),
         assumed=tuple(assumed),
@@ -122,7 +123,7 @@ def _adapter(keys: Keys, model: Keys, assumed: list[str]) -> dict[str, Any]:
         assumed.append("no LoRA modules are named: PEFT's default for Llama-like models, q_proj and v_proj")
     return {
         "method": "qlora" if four or eight else "lora",
-        "quantization": "int8" if eight else spread.four_bit(kind, double) if four else "none",
+        "quantization": "int8" if eight else spread.four_bit(kind, double, keys.where) if four else "none",
         "lora_rank": keys.number("lora_r", default=16),
         "lora_alpha": keys.number("lora_alpha", default=32),
         "lora_dropout": keys.real("lora_dropout", 0.05),

@@ -9,9 +9,27 @@ from functools import cache
 from memfit.catalogue import Entry, entries
 
 # Words of a model's name that do not change its architecture
-_SILENT = frozenset("instruct chat it hf pt unsloth bnb 4bit 8bit gptq awq int4 int8 fp8 bf16".split())
+_SILENT = frozenset(
+    {
+        "instruct",
+        "chat",
+        "it",
+        "hf",
+        "pt",
+        "unsloth",
+        "bnb",
+        "4bit",
+        "8bit",
+        "gptq",
+        "awq",
+        "int4",
+        "int8",
+        "fp8",
+        "bf16",
+    }
+)
 # Organisations that republish models under the original's name
-_MIRRORS = frozenset("unsloth nousresearch thebloke modelscope axolotl-ai-co".split())
+_MIRRORS = frozenset({"unsloth", "nousresearch", "thebloke", "modelscope", "axolotl-ai-co"})
 
 
 def plain(name: str) -> str:

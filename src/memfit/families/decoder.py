@@ -76,6 +76,8 @@ def head_of(f: Fields, d: Dialect) -> Head:
         return (), "encoder", False
     if kind == "classification":
         return linear("score", f.labels(), width), "classification", False
+    if kind != "lm":
+        raise f.unsupported(f"a {kind} head on a decoder is not modelled")
     weights = linear(d.head, vocabulary, width, flag(f, d.head_bias))
     if f.flag("tie_word_embeddings"):
         return weights[1:], "causal-lm", True

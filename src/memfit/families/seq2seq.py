@@ -67,8 +67,9 @@ def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> A
         layers += [first, *[rest] * (count - 1)]
         names += [f"{part}.block.{i}" for i in range(count)]
     return Architecture(
-        name=name, model_type=f.text("model_type", "t5"), family="t5", task="seq2seq-lm", width=width, vocabulary=f.size("vocab_size"),
-        layers=tuple(layers), layer_names=tuple(names), embedding=embedding("shared", f.size("vocab_size"), width),
+        name=name, model_type=f.text("model_type", "t5"), family="t5", task="seq2seq-lm", width=width,
+        vocabulary=f.size("vocab_size"), layers=tuple(layers), layer_names=tuple(names),
+        embedding=embedding("shared", f.size("vocab_size"), width),
         final=norm("encoder.final_layer_norm", width) + norm("decoder.final_layer_norm", width), head=(), tied=True,
         final_norm=Norm("rms"), trainable_memory=UNMODELLED,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def rotate(rec: Recorder, x: Tensor, heads: int, a: Attention) -> Tensor:
     part = x.view(turned) if partial else x
     table = ops.constant(turned, x.itemsize)
     straight = ops.mul(rec, part, table, "x * cos")
-    half = _negated_half(rec, part)
+    half = negated_half(rec, part)
     turned_half = ops.mul(rec, half, table, "rotated * sin")
     del half
     out = ops.add(rec, straight, turned_half, "rotated")
@@ -86,7 +86,7 @@ def rotate(rec: Recorder, x: Tensor, heads: int, a: Attention) -> Tensor:
     return ops.copy(rec, out, whole, "rotary concatenated") if partial else out
 
 
-def _negated_half(rec: Recorder, x: Tensor) -> Tensor:
+def negated_half(rec: Recorder, x: Tensor) -> Tensor:
     """rotate_half: cat((-x2, x1)); backward: two slices written into zeroed full tensors and added."""
     half_elements = {k: v // 2 for k, v in x.elements.items()}
     elements, width = x.elements, x.itemsize

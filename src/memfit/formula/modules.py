@@ -56,7 +56,7 @@ class Block:
             shape = {k: v // self._in(x) * out for k, v in x.elements.items()}
             bias = self.bias_of(w) if w else None
             numel = w.numel if w else self._in(x) * out
-            y = self._base(x, numel, shape, bias, name)
+            y = base_linear(rec, style, x, numel, shape, bias.numel if bias else 0, name)
             if style.lora_rank and (name in style.lora_targets):
                 y = self._adapter(x, y, shape, name)
             return y
@@ -65,14 +65,6 @@ class Block:
 
     def _in(self, x: Tensor) -> int:
         return next(iter(x.elements.values()))
-
-    def _base(self, x: Tensor, numel: int, shape: Elements, bias: Weight | None, name: str) -> Tensor:
-        rec, style = self.rec, self.style
-        if style.quantization == "none":
-            w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
-            b = ops.weight(bias.numel, style.weight, f"{name}.bias", style.trained) if bias else None
-            return ops.linear(rec, x, w, shape, b)
-        return quantized_linear(rec, x, numel, shape, style)
 
     def _adapter(self, x: Tensor, y: Tensor, shape: Elements, name: str) -> Tensor:
         """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype."""
@@ -105,6 +97,17 @@ def _bert_mlp(name: str) -> bool:
     return name.startswith("output.dense")
 
 
+def base_linear(
+    rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
+) -> Tensor:
+    """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
+    if style.quantization != "none":
+        return quantized_linear(rec, x, numel, shape, style)
+    w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
+    b = ops.weight(bias, style.weight, f"{name}.bias", style.trained) if bias else None
+    return ops.linear(rec, x, w, shape, b)
+
+
 def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
 
@@ -118,7 +121,7 @@ def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, styl
         scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
         weight = rec.new({"1": numel}, compute, "dequantised weight")
         del scales
-        return weight
+        return rec.new({"1": numel}, compute, "cast weight") if style.dequantised_cast else weight
 
     weight = dequantised()
     y = rec.new(shape, compute, "output")
@@ -130,7 +133,7 @@ def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, styl
         del held
         return [result]
 
-    y = rec.record(y, [x], [], backward)
+    y = rec.record(y, [x], [x] if style.quantised_keeps_input else [], backward)
     del x
     return ops.cast(rec, y, before, "quantised output")
 

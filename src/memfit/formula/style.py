@@ -31,3 +31,6 @@ class Style:
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
     use_cache: bool = False
+    code: str = "transformers"  # row of codes.CODES: whose model code runs
+    quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
+    dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast

@@ -1,0 +1,148 @@
+"""litgpt's own model: fused qkv with one merged adapter, expanded key heads, and a chunked head under Fabric.
+
+Source: litgpt/model.py, lora.py and utils.py of lit-gpt 2023-11 and litgpt 0.3 to 0.4, Lightning 2.1 to 2.4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from memfit.architecture import Architecture, Layer, Norm, Weight
+from memfit.formula import ops
+from memfit.formula.attention import kernel, negated_half, split
+from memfit.formula.engine import Elements, Recorder, Tensor
+from memfit.formula.modules import Block, activation, base_linear
+from memfit.formula.style import Style
+
+CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
+
+
+@lru_cache(maxsize=64)
+def stored(a: Architecture) -> Architecture:
+    """The weights litgpt keeps: an output head of its own, plain RMSNorm, and its names for every projection."""
+    made: dict[Layer, Layer] = {}
+    layers = tuple(made.setdefault(layer, _layer(layer, a.width)) for layer in a.layers)
+    head = a.head or ()
+    if a.tied:
+        head = (Weight("lm_head.weight", (a.vocabulary, a.width), "linear"), *head)
+    return replace(a, layers=layers, head=head, tied=False, final_norm=a.final_norm and _norm(a.final_norm))
+
+
+def _norm(norm: Norm) -> Norm:
+    return Norm("rms") if norm.kind == "rms_gemma" else norm
+
+
+def _layer(layer: Layer, width: int) -> Layer:
+    a, m = layer.attention, layer.mlp
+    n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    rows = [("attn.query", n, width, a.bias), ("attn.key", kv, width, a.bias), ("attn.value", kv, width, a.bias)]
+    rows.append(("attn.projection", width, n, a.out_bias))
+    inner = ("fc_1", "fc_2") if m.kind == "gated" else ("fc",)
+    rows += [(f"mlp.{name}", m.width, width, m.bias) for name in inner]
+    rows.append(("mlp.mlp_projection", width, m.width, m.bias))
+    weights = [w for w in layer.weights if w.kind == "norm" or "norm" in w.name or "ln_" in w.name]
+    for name, out, ins, bias in rows:
+        weights.append(Weight(f"{name}.weight", (out, ins), "linear"))
+        if bias:
+            weights.append(Weight(f"{name}.bias", (out,), "bias"))
+    return replace(layer, weights=tuple(weights), norm=_norm(layer.norm))
+
+
+def block(block: Block, x: Tensor) -> Tensor:
+    """litgpt.model.Block.forward; local variables live as long as they do there."""
+    rec, layer = block.rec, block.layer
+    normed = block.norm(x, "norm_1")
+    attended = _attention(block, normed)
+    sandwich = layer.placement == "sandwich"
+    if sandwich:
+        attended = block.norm(attended, "post_attention_norm")
+    if layer.placement == "parallel":
+        normed = normed if layer.norms == 1 else block.norm(x, "norm_2")
+        return ops.add(rec, ops.add(rec, _mlp(block, normed), attended, "mlp + attention"), x, "residual")
+    x = ops.add(rec, attended, x, "residual")
+    h = _mlp(block, block.norm(x, "norm_2"))
+    if sandwich:
+        h = block.norm(h, "post_mlp_norm")
+    return ops.add(rec, h, x, "residual")
+
+
+def _attention(block: Block, x: Tensor) -> Tensor:
+    rec, a = block.rec, block.layer.attention
+    n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    qkv = _qkv(block, x)
+    q, k, v = split(rec, qkv, (n, kv, kv))
+    if n != kv:  # grouped heads: the interleaved queries are copied out, keys and values copied for every head
+        q, k, v = (ops.copy(rec, t, {"T": n}, "expanded heads") for t in (q, k, v))
+    q_roped, k_roped = _rope(rec, q, a.heads * a.rotary_dim), _rope(rec, k, a.heads * a.rotary_dim)
+    q = ops.copy(rec, q_roped, {"T": n}, "concatenated queries")
+    k = ops.copy(rec, k_roped, {"T": n}, "concatenated keys")
+    y = kernel(block, q, k, v, replace(a, kv_heads=a.heads))
+    return _linear(block, y, "attn.projection", block.width)
+
+
+def _rope(rec: Recorder, x: Tensor, turned: int) -> Tensor:
+    """apply_rope: the tables are fp32, so 16-bit queries are rotated in fp32 and cast back."""
+    part: Elements = {"T": turned}
+    x = Tensor(x.storage, part, x.itemsize, x.requires_grad, x.grad_fn)
+    table = ops.constant(part, 4)
+    rotated = negated_half(rec, x)
+    roped = ops.add(rec, ops.mul(rec, x, table, "x * cos"), ops.mul(rec, rotated, table, "rotated * sin"), "roped")
+    return ops.cast(rec, roped, x.itemsize, "roped, cast back")
+
+
+def _qkv(block: Block, x: Tensor) -> Tensor:
+    """LoRAQKVLinear: one adapter for the enabled of q, k and v, its result padded with zeros to the full width."""
+    rec, style, a = block.rec, block.style, block.layer.attention
+    widths = {"query": a.heads * a.head_dim, "key": a.kv_heads * a.head_dim, "value": a.kv_heads * a.head_dim}
+    total, ins = sum(widths.values()), block.width
+    y = base_linear(rec, style, x, total * ins, {"T": total}, total if a.bias else 0, "qkv")
+    on = [w for name, w in widths.items() if name in style.lora_targets]
+    if not style.lora_rank or not on:
+        return y
+    rank, width = style.lora_rank, sum(on)
+    dropped = ops.dropout(rec, x, 0.05 if style.lora_dropout and style.dropout else 0.0)
+    down = ops.weight(rank * len(on) * ins, style.adapter, "qkv.lora_A", True)
+    up = ops.weight(rank * width, style.adapter, "qkv.lora_B", True)
+    hidden = ops.linear(rec, dropped, down, {"T": rank * len(on)}, label="lora_A")
+    delta = ops.linear(rec, hidden, up, {"T": width}, label="lora_B")
+    if len(on) < 3:
+        delta = _zero_pad(rec, delta, total)
+    delta = ops.scale(rec, delta, "lora scaled")
+    return ops.add(rec, y, delta, "with adapter")
+
+
+def _zero_pad(rec: Recorder, x: Tensor, total: int) -> Tensor:
+    """zeros.index_copy(lora_ind, x): keeps its source, whose shape the backward formula asks for."""
+    out = rec.new({"T": total}, x.itemsize, "zero-padded")
+    elements, width = x.elements, x.itemsize
+    return rec.record(out, [x], [x], lambda g, _: [rec.new(elements, width, "selected gradient")])
+
+
+def _mlp(block: Block, x: Tensor) -> Tensor:
+    m, rec = block.layer.mlp, block.rec
+    if m.kind == "gated":
+        first, second = _linear(block, x, "mlp.fc_1", m.width), _linear(block, x, "mlp.fc_2", m.width)
+        x = ops.mul(rec, activation(rec, first, m.activation), second, "gated product")
+    else:
+        x = activation(rec, _linear(block, x, "mlp.fc", m.width), "gelu")
+    return _linear(block, x, "mlp.mlp_projection", block.width)
+
+
+def _linear(block: Block, x: Tensor, name: str, out: int) -> Tensor:
+    bias = any(w.name == f"{name}.bias" for w in block.layer.weights)
+    return lora_linear(block.rec, block.style, x, name.rsplit(".", 1)[-1], out, bias)
+
+
+def lora_linear(rec: Recorder, style: Style, x: Tensor, name: str, out: int, bias: bool = False) -> Tensor:
+    """LoRALinear: pretrained(x) + (dropout(x) @ A^T @ B^T) * scaling, all in the dtype of x."""
+    ((basis, ins),) = x.elements.items()
+    y = base_linear(rec, style, x, ins * out, {basis: out}, out if bias else 0, name)
+    if not style.lora_rank or name not in style.lora_targets:
+        return y
+    rank = style.lora_rank
+    dropped = ops.dropout(rec, x, 0.05 if style.lora_dropout and style.dropout else 0.0)
+    hidden = ops.linear(rec, dropped, ops.weight(rank * ins, style.adapter, f"{name}.lora_A", True), {basis: rank})
+    delta = ops.linear(rec, hidden, ops.weight(rank * out, style.adapter, f"{name}.lora_B", True), {basis: out})
+    delta = ops.scale(rec, delta, "lora scaled")
+    return ops.add(rec, y, delta, "with adapter")

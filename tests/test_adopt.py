@@ -1,0 +1,360 @@
+"""Adopting other tools' files: what they say in memfit's words, what was left over, and no harm from hostile ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.adopt import FORMATS, adopt
+from memfit.errors import BadInput, Unsupported
+from memfit.export import export, write
+from memfit.job import RECIPE_FIELDS, Recipe
+from memfit.recipe_file import SIZE_LIMIT
+
+from test_export import CHOICES, GRID, SINGLES, make_plan  # isort: skip
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3.1-8B
+load_in_4bit: true
+adapter: qlora
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+pad_to_sequence_len: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: paged_adamw_32bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+flash_attention: true
+torch_compile: true
+special_tokens:
+  pad_token: "<|end_of_text|>"
+"""
+LLAMAFACTORY = """
+### model
+model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj, v_proj
+dataset: identity,alpaca_en_demo
+template: qwen3_nothink
+cutoff_len: 3072
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+bf16: true
+ddp_timeout: 180000000
+neat_packing: true
+image_max_pixels: 262144
+"""
+TRAINER = {
+    "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_bnb_8bit", "bf16": True,
+    "gradient_checkpointing": True, "learning_rate": 1e-5, "logging_steps": 1, "save_strategy": "steps", "label_smoothing_factor": 0.1,
+}  # fmt: skip
+SFT = {
+    "output_dir": "out", "max_length": 4096, "packing": True, "per_device_train_batch_size": 2, "optim": "adamw_torch_fused",
+    "gradient_checkpointing_kwargs": {"offload": True}, "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
+}  # fmt: skip
+DEEPSPEED = {
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True, "stage3_max_live_parameters": 1e9},
+}  # fmt: skip
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_offload_params: false
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+mixed_precision: bf16
+num_processes: 8
+dynamo_config: {dynamo_backend: INDUCTOR}
+"""
+QLORA = {
+    "method": "qlora",
+    "quantization": "nf4-double",
+    "optimizer": "paged-adamw-32bit",
+    "lora_rank": 32,
+    "lora_alpha": 16,
+}
+KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
+    ("axolotl", AXOLOTL,
+     QLORA | {"lora_dropout": 0.05, "sequence_length": 4096, "padding": "packing", "micro_batch": 2, "accumulation": 4,
+              "checkpointing": "full", "attention": "flash", "trainer": "transformers"}, ("torch_compile",)),
+    ("llamafactory", LLAMAFACTORY,
+     {"method": "lora", "lora_rank": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj"), "sequence_length": 3072,
+      "padding": "packing", "micro_batch": 1, "accumulation": 8, "checkpointing": "full", "trainer": "transformers"}, ("image_max_pixels",)),
+    ("transformers", TRAINER,
+     {"micro_batch": 4, "accumulation": 2, "optimizer": "adamw-8bit", "checkpointing": "full", "trainer": "transformers"},
+     ("label_smoothing_factor",)),
+    ("transformers", SFT,
+     {"micro_batch": 2, "sequence_length": 4096, "padding": "packing", "checkpointing": "offload", "attention": "flash", "loss": "fused"}, ()),
+    ("deepspeed", DEEPSPEED,
+     {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master"},
+     ("zero_optimization.stage3_max_live_parameters",)),
+    ("accelerate", ACCELERATE,
+     {"num_gpus": 8, "shard": "parameters", "precision": "bf16-mixed", "checkpointing": "full"}, ("dynamo_config",)),
+]  # fmt: skip
+
+
+def file(folder: Path, data: Any, name: str = "given.yaml") -> Path:
+    path = folder / name
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said", "unknown"), KNOWN, ids=lambda v: v if isinstance(v, str) and "\n" not in v else ""
+)
+def test_known_files(tmp_path: Path, name: str, data: Any, said: dict[str, Any], unknown: tuple[str, ...]) -> None:
+    found = adopt(file(tmp_path, data))
+    assert found.format == name
+    assert found.recipe == Recipe(**said)
+    assert found.unknown == unknown
+    assert set(said) <= set(found.stated) <= set(RECIPE_FIELDS)
+
+
+def test_model_data_and_batch(tmp_path: Path) -> None:
+    found = adopt(file(tmp_path, AXOLOTL))
+    assert (found.model, found.data) == ("NousResearch/Meta-Llama-3.1-8B", "tatsu-lab/alpaca")
+    assert {"learning_rate", "lr_scheduler", "tf32", "val_set_size"} <= set(found.ignored)
+    found = adopt(file(tmp_path, LLAMAFACTORY))
+    assert (found.model, found.data) == ("Qwen/Qwen3-4B-Instruct-2507", "identity,alpaca_en_demo")
+    assert adopt(file(tmp_path, DEEPSPEED)).effective_batch == 64
+    assert adopt(file(tmp_path, SFT | {"model_name_or_path": "org/m", "dataset_name": "d"})).model == "org/m"
+
+
+# (what is added to the file, what changes in the recipe)
+AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"bf16": False, "fp16": True}, {"precision": "fp16-mixed"}),
+    ({"bf16": False}, {"precision": "fp32"}),
+    ({"batch_size": 12, "micro_batch_size": 3}, {"micro_batch": 3, "accumulation": 4}),
+    ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4}, {"method": "qlora", "quantization": "int8", "lora_rank": 4, "lora_alpha": 8}),
+    ({"gradient_checkpointing": "offload"}, {"checkpointing": "offload"}),
+    ({"gradient_checkpointing": True, "activation_offloading": "legacy"}, {"checkpointing": "offload"}),
+    ({"gradient_checkpointing": True, "selective_checkpointing": {"save": ["attention"]}}, {"checkpointing": "selective"}),
+    ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, {"loss": "fused"}),
+    ({"chunked_cross_entropy": True}, {"loss": "chunked"}),
+    ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
+    ({"deepspeed": "deepspeed_configs/zero1.json"}, {"shard": "optimizer", "precision": "bf16-master"}),
+    ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}}, {"shard": "gradients", "precision": "bf16-master"}),
+    ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-mixed"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("added", "changes"), AXOLOTL_CASES)
+def test_axolotl_settings(tmp_path: Path, added: dict[str, Any], changes: dict[str, Any]) -> None:
+    plain = {"trainer": "transformers", "sequence_length": 512}
+    found = adopt(file(tmp_path, {"base_model": "m"} | added))
+    assert found.recipe == Recipe(**plain | changes)
+    assert found.unknown == ()
+
+
+TRAINER_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"precision": "fp32", "trainer": "transformers", "sequence_length": 2048}),
+    ({"bf16": True}, {"precision": "bf16", "trainer": "transformers", "sequence_length": 2048}),
+    ({"max_length": 1024}, {"precision": "bf16-mixed", "checkpointing": "full", "loss": "fused"}),
+    ({"max_length": 1024, "fp16": True}, {"precision": "fp16-mixed", "checkpointing": "full", "loss": "fused"}),
+    ({"max_length": 1024, "bf16": False}, {"precision": "fp32", "checkpointing": "full", "loss": "fused"}),
+    ({"packing": False, "activation_checkpointing": False}, {"precision": "bf16-mixed", "loss": "fused"}),
+    ({"packing": False, "gradient_checkpointing_kwargs": {"selective": True}}, {"precision": "bf16-mixed", "checkpointing": "selective", "loss": "fused"}),
+    ({"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "gradient_checkpointing": False},
+     {"method": "qlora", "quantization": "nf4", "lora_dropout": 0.05, "lora_targets": ("q_proj", "v_proj"), "loss": "fused"}),
+    ({"optim": "sgd", "optim_args": "momentum=0.9", "packing": False},
+     {"optimizer": "sgd-momentum", "precision": "bf16-mixed", "checkpointing": "full", "loss": "fused"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("added", "changes"), TRAINER_CASES)
+def test_training_arguments(tmp_path: Path, added: dict[str, Any], changes: dict[str, Any]) -> None:
+    found = adopt(file(tmp_path, {"output_dir": "o"} | added))
+    plain = {"trainer": "trl", "micro_batch": 8, "sequence_length": 1024}
+    assert found.recipe == Recipe(**plain | changes)
+    assert found.unknown == ()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own default has a deprecated name
+def test_defaults_of_the_libraries_leave_nothing_unknown(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("trl")
+    from transformers import TrainingArguments
+    from trl import SFTConfig
+
+    for config, trainer in (
+        (TrainingArguments("out", use_cpu=True), "transformers"),
+        (SFTConfig("out", use_cpu=True), "trl"),
+    ):
+        path = file(tmp_path, config.to_json_string())
+        found = adopt(path)
+        assert found.unknown == ()
+        assert found.recipe.trainer == trainer
+
+
+def expected(recipe: Recipe, format_name: str) -> Recipe:
+    """What can come back of a recipe written as axolotl or LLaMA-Factory YAML."""
+    plain = Recipe()
+    back = recipe.but(trainer="transformers", alloc_conf="", num_gpus=1)
+    if recipe.method == "full":
+        back = back.but(**{f: getattr(plain, f) for f in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")})
+        if (
+            recipe.precision == "bf16-master"
+            and recipe.shard == "parameters"
+            and recipe.offload == "none"
+            and format_name == "axolotl"
+        ):
+            back = back.but(precision="bf16-mixed")  # FSDP2's fp32 shards
+    elif recipe.precision == "bf16-master":
+        back = back.but(precision="bf16")  # nothing of the base is trained
+    if back.lora_targets == ("attention",):
+        back = back.but(lora_targets=("k_proj", "o_proj", "q_proj", "v_proj"))
+    if recipe.quantization != "none":
+        back = back.but(method="qlora")
+    if recipe.offload == "optimizer" and recipe.shard == "none":
+        back = back.but(shard="gradients")  # ZeRO-2 is what offloads
+    return back.but(shard="parameters") if recipe.offload == "parameters" else back
+
+
+@pytest.mark.parametrize("name", ["axolotl", "llamafactory"])
+def test_what_was_exported_comes_back(tmp_path: Path, name: str) -> None:
+    count = 0
+    for recipe in dict.fromkeys((*SINGLES, *GRID[::3])):
+        try:
+            files = export(make_plan(recipe), name)
+        except Unsupported:
+            continue
+        write(files, tmp_path, force=True)
+        found = adopt(tmp_path / f"{name}.yaml")
+        assert found.recipe == expected(recipe, name)
+        assert all(key.endswith("bucket_size") for key in found.unknown)  # buckets are DeepSpeed's own
+        assert found.model == "org/tiny-llama"
+        count += 1
+        assert adopt(tmp_path / "recipe.toml").recipe == recipe
+    assert count > 25
+
+
+@pytest.mark.parametrize("shard", CHOICES["shard"])
+def test_launcher_files_come_back(tmp_path: Path, shard: str) -> None:
+    recipe = Recipe(shard=shard, num_gpus=4, precision="bf16-master" if shard != "none" else "bf16")
+    write(export(make_plan(recipe), "accelerate"), tmp_path)
+    found = adopt(tmp_path / "accelerate.yaml").recipe
+    assert (found.shard, found.num_gpus) == (shard, 4)
+
+
+def test_an_optimizer_memfit_does_not_know_is_said(tmp_path: Path) -> None:
+    found = adopt(file(tmp_path, TRAINER | {"optim": "ademamix_8bit", "label_smoothing_factor": 0}))
+    assert found.unknown == ("optim",)
+
+
+def test_what_was_assumed_is_said(tmp_path: Path) -> None:
+    found = adopt(file(tmp_path, TRAINER))
+    assert any("sequence length" in line for line in found.assumed)
+    assert any("dtype" in line for line in found.assumed)
+    found = adopt(file(tmp_path, {"base_model": "m", "deepspeed": "zero2.json"}))
+    assert any("ZeRO-2 from its name" in line for line in found.assumed)
+
+
+HOSTILE = [
+    ("!!python/object/apply:os.system ['touch owned']", "not valid"),
+    ("base_model: !!python/name:os.system ''", "not valid"),
+    ("[" * 20000, "not valid"),
+    ('{"a":' * 20000, "not valid"),
+    ("a: [1", "not valid"),
+    ("just words", "no training configuration"),
+    ("- base_model: m", "no training configuration"),
+    ("", "no training configuration"),
+    ('{"a": 1}', "no training configuration"),
+    ("base_model: m\nmicro_batch_size: four", "whole number"),
+    ("base_model: m\nmicro_batch_size: 0", "--micro-batch"),
+    ("base_model: m\nmicro_batch_size: -3\nbatch_size: 4", "--micro-batch"),
+    ("base_model: [m]", "must be text"),
+    ("base_model: m\nadapter: lora\nlora_dropout: .nan", "--lora-dropout"),
+    ("base_model: m\nadapter: lora\nlora_target_modules: {a: b}", "must be names"),
+    ("base_model: m\nadapter: lora\nbnb_config_kwargs: 3", "must be a mapping"),
+    ("base_model: m\nadapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_quant_type: nf5}", "nf5"),
+    ("zero_optimization: {stage: 9}", "0 to 3"),
+    ("schema = 1\n[recipe]\nmicro_batc = 1\n[job]\nmodel = 'm'", "micro_batc"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), HOSTILE, ids=[text[:24] for text, _ in HOSTILE])
+def test_hostile_and_broken_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=said) as caught:
+        adopt(file(tmp_path, text))
+    assert caught.value.hint and "given.yaml" in caught.value.message
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_file_that_repeats_itself_is_not_unfolded(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 30))
+    for key in (
+        "attn_implementation",
+        "optim_args",
+        "fsdp_config",
+        "lora_target_modules",
+        "micro_batch_size",
+        "optimizer",
+    ):
+        try:
+            adopt(file(tmp_path, f"{bomb}base_model: m\nadapter: lora\n{key}: *a29\n"))
+        except BadInput as error:
+            assert len(error.message) < 400
+
+
+def test_files_that_are_no_small_text_are_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"base_model: m\n#" + b"x" * SIZE_LIMIT)
+    for path, said in ((large, "larger"), (tmp_path, "not a file"), (tmp_path / "none.yaml", "no file")):
+        with pytest.raises(BadInput, match=said):
+            adopt(path)
+
+
+KEYS = ["base_model", "adapter", "lora_r", "deepspeed", "fsdp_config", "optimizer", "bf16", "plugins", "datasets", "stage", "fp16",
+        "model_name_or_path", "finetuning_type", "lora_target", "output_dir", "optim", "model_init_kwargs", "zero_optimization",
+        "distributed_type", "deepspeed_config", "num_processes", "mixed_precision", "gradient_checkpointing", "schema", "recipe",
+        "activation_checkpointing_kwargs", "micro_batch_size", "per_device_train_batch_size", "load_in_4bit", "quantization_bit"]  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=9) | st.sampled_from(["auto", "zero2", "lora", "FSDP"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYS, "device", "enabled", "stage"]), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(data=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8))
+def test_any_settings_are_read_or_refused(data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    for number, text in enumerate((json.dumps(data), yaml.safe_dump(data))):
+        path = file(tmp_path_factory.getbasetemp(), text, f"any{number}.yaml")
+        try:
+            found = adopt(path)
+        except BadInput as error:
+            assert error.message and error.hint
+        else:
+            assert found.format in {row.name for row in FORMATS}

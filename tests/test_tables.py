@@ -1,0 +1,141 @@
+"""The tables of optimizers, quantisations, trainers and combinations: every row is checked, so a new one is too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import Recipe, combinations, errors, find_gpu, resolve_model
+from memfit.architecture import Weight
+from memfit.formula.ends import LOSSES
+from memfit.job import check_values
+from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.quantization import QUANTIZATIONS, Quantization
+from memfit.trainers import TRAINERS, Trainer, trainer
+
+BIG = Weight("w", (4096, 1024), "linear")
+SMALL = Weight("norm.weight", (1024,), "norm")
+
+# bytes of state per trained element of a large matrix: (16-bit weight, 32-bit weight); bitsandbytes and torch measured
+STATE_BYTES = {
+    "adamw": (4, 8), "adamw-foreach": (4, 8), "adamw-forloop": (4, 8), "adamw-in-backward": (4, 8),
+    "adamw-8bit": (2.03125, 2.03125), "adamw-32bit": (8, 8), "paged-adamw-32bit": (0, 0),
+    "paged-adamw-8bit": (0.03125, 0.03125), "adafactor": (0.0049, 0.0049), "lion": (4, 4), "lion-8bit": (1.015625, 1.015625),
+    "sgd": (0, 0), "sgd-momentum": (2, 4), "adamw-4bit": (1.0625, 1.0625), "adamw-8bit-torchao": (2.03125, 2.03125),
+    "muon": (2, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.key)
+def test_every_optimizer_is_complete(row: Optimizer) -> None:
+    assert row.title and row.package
+    for itemsize in (2, 4):
+        assert all(size > 0 for size in row.state_tensors(BIG, itemsize))
+        assert sum(row.state_tensors(SMALL, itemsize)) <= 8 * SMALL.numel + 4
+        assert row.step_bytes([(BIG.numel, itemsize)]) >= 0
+
+
+@pytest.mark.parametrize("key", STATE_BYTES)
+@pytest.mark.parametrize(("column", "itemsize"), [(0, 2), (1, 4)])
+def test_state_bytes_are_the_measured_ones(key: str, column: int, itemsize: int) -> None:
+    per_element = OPTIMIZERS[key].state_bytes(BIG, itemsize) / BIG.numel
+    assert per_element == pytest.approx(STATE_BYTES[key][column], rel=0.01, abs=1e-5)
+
+
+def test_bitsandbytes_keeps_small_tensors_in_32_bits() -> None:
+    assert OPTIMIZERS["adamw-8bit"].state_bytes(SMALL, 2) == 8 * SMALL.numel
+
+
+def test_foreach_copies_everything_a_loop_only_neighbours_fused_nothing() -> None:
+    weights = [(100, 4), (300, 4), (200, 4)]
+    assert OPTIMIZERS["adamw"].step_bytes(weights) == 0
+    assert OPTIMIZERS["adamw-foreach"].step_bytes(weights) == 600 * 4
+    assert OPTIMIZERS["adamw-forloop"].step_bytes(weights) == 2 * 300 * 4 + 100 * 4
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "paged_adamw_8bit", "adamw-8bit", "ADAFACTOR"])
+def test_hugging_face_names_are_understood(name: str) -> None:
+    assert optimizer(name).key
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(errors.UnknownName):
+        optimizer("adamx")
+
+
+@pytest.mark.parametrize("row", QUANTIZATIONS.values(), ids=lambda row: row.key)
+@given(rows=st.integers(1, 512), columns=st.integers(1, 64))
+def test_tensors_add_up_to_payload_and_scales(row: Quantization, rows: int, columns: int) -> None:
+    n = rows * columns * 64
+    assert sum(row.tensors(n, rows)) == row.bytes(n, rows) == row.payload(n) + row.scales(n, rows)
+
+
+@pytest.mark.parametrize(("key", "each"), [("nf4", 0.5625), ("fp4", 0.5625), ("nf4-double", 0.515869), ("int8", 1.0)])
+def test_bytes_per_weight_are_the_measured_ones(key: str, each: float) -> None:
+    n = 4096 * 4096
+    assert QUANTIZATIONS[key].bytes(n, 4096) / n == pytest.approx(each, rel=0.002)
+
+
+@pytest.mark.parametrize("row", TRAINERS, ids=lambda t: f"{t.name}>={'.'.join(map(str, t.since))}")
+def test_every_trainer_names_losses_that_exist(row: Trainer) -> None:
+    for loss in ("full", "chunked", "fused"):
+        assert row.head(loss) in LOSSES
+    assert row.default_loss in ("full", "chunked", "fused")
+
+
+@pytest.mark.parametrize(("spec", "loss"), [("trl", "fused"), ("trl==1.8", "chunked"), ("trl==1.3", "full"), ("transformers", "full")])
+def test_a_version_selects_its_row(spec: str, loss: str) -> None:
+    assert trainer(spec).default_loss == loss
+
+
+@pytest.mark.parametrize("spec", ["trl==", "tlr", "trl>=1", "", "trl==x"])
+def test_bad_trainers_are_refused_with_a_hint(spec: str) -> None:
+    with pytest.raises(errors.BadInput) as caught:
+        trainer(spec)
+    assert caught.value.hint
+
+
+GPU, OLD = find_gpu("rtx-4090"), find_gpu("t4")
+GEMMA2, GPT2 = resolve_model("gemma-2-2b"), resolve_model("gpt2")
+BROKEN = [
+    Recipe(method="qlora"), Recipe(quantization="nf4"), Recipe(method="lora", quantization="nf4"),
+    Recipe(attention="flash", precision="fp32"), Recipe(shard="optimizer"),
+    Recipe(method="qlora", quantization="nf4", offload="parameters"), Recipe(offload="optimizer", optimizer="adamw-8bit"),
+    Recipe(optimizer="adamw-in-backward", trainer="torch", accumulation=2), Recipe(optimizer="adamw-in-backward"),
+    Recipe(method="lora", optimizer="galore"), Recipe(method="lora", precision="bf16-master"),
+    Recipe(method="qlora", quantization="int8", precision="bf16-mixed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", BROKEN, ids=lambda r: "")
+def test_impossible_combinations_are_refused_with_reason_and_hint(recipe: Recipe) -> None:
+    with pytest.raises(errors.BadInput) as caught:
+        combinations.check(recipe, GPT2, GPU)
+    assert caught.value.hint
+
+
+def test_combinations_that_depend_on_card_or_model() -> None:
+    assert combinations.refusal(Recipe(precision="bf16"), GPT2, OLD) is not None
+    assert combinations.refusal(Recipe(precision="fp16-mixed", sequence_length=512), GPT2, OLD) is None
+    assert combinations.refusal(Recipe(attention="sdpa"), GEMMA2, GPU) is not None
+    assert combinations.refusal(Recipe(sequence_length=4096), GPT2, GPU) is not None
+
+
+def test_every_rule_can_be_broken() -> None:
+    cases = [*((r, GPT2, GPU) for r in BROKEN), (Recipe(), GPT2, OLD), (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
+             (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
+    broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
+    assert broken == {rule.why for rule in combinations.IMPOSSIBLE}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro_batch": 0}, {"micro_batch": -1}, {"sequence_length": 1 << 40}, {"lora_rank": True}, {"accumulation": 1.5},
+     {"precision": "bf8"}, {"checkpointing": "yes"}, {"lora_dropout": 1.0}, {"num_gpus": 0}],
+    ids=str,
+)  # fmt: skip
+def test_values_outside_their_domain_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(errors.BadInput) as caught:
+        check_values(Recipe(**changes))  # type: ignore[arg-type]
+    assert caught.value.hint

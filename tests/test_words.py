@@ -1,0 +1,47 @@
+"""Units and errors: how bytes are written and read, and how errors speak."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import errors, units
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("40GiB", 40 << 30), ("24 GB", 24 * 10**9), ("512MiB", 512 << 20), ("1.5gib", 3 << 29), ("123", 123), ("2 k", 2000)],
+)
+def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
+    assert units.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-3GiB", "3 apples", "1e9", "nan", "1,5GiB"])
+def test_nonsense_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(errors.BadInput) as caught:
+        units.parse_size(text)
+    assert caught.value.hint
+
+
+@given(st.integers(0, 1 << 60))
+def test_human_text_reads_back_within_half_a_percent(size: int) -> None:
+    assert units.parse_size(units.human(size)) == pytest.approx(size, rel=0.0055, abs=1)
+
+
+def test_negative_sizes_keep_their_sign() -> None:
+    assert units.human(-(3 << 30)) == "-3.00 GiB"
+
+
+@pytest.mark.parametrize(("count", "text"), [(6_738_415_616, "6.74 B"), (134_515_008, "134.5 M"), (512, "512")])
+def test_parameter_counts_are_written_as_people_say_them(count: int, text: str) -> None:
+    assert units.billions(count) == text
+
+
+def test_an_unknown_name_says_what_is_near() -> None:
+    error = errors.UnknownName("GPU", "rtx-4900", ["rtx-4090", "h100"])
+    assert "rtx-4090" in error.hint and error.exit_code == 2
+
+
+def test_a_missing_extra_says_what_to_install() -> None:
+    assert "pip install 'memfit[data]'" in errors.MissingExtra("reading a tokenizer", "data").hint
