@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,10 +120,31 @@ def glossary() -> str:
     return "```\n" + memfit("glossary") + "\n```\n"
 
 
+def excerpt(path: str, start: str, stop: str) -> str:
+    """Lines of a source file from the one that contains `start` up to the one before that with `stop`."""
+    lines = (ROOT / path).read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if start in line)
+    last = next(i for i in range(first + 1, len(lines) + 1) if i == len(lines) or stop in lines[i])
+    language = "toml" if path.endswith("toml") else "python"
+    text = "\n".join(line.rstrip() for line in lines[first:last]).rstrip()
+    return f"```{language}\n{text}\n```\n"
+
+
+EXAMPLES = {
+    "example_gpu": ("src/memfit/catalogue/gpus.toml", 'name = "L4"', "[[gpu]]"),
+    "example_optimizer": ("src/memfit/optimizers.py", 'key="lion-8bit"', "Optimizer("),
+    "example_quantization": ("src/memfit/quantization.py", 'key="nf4-double"', 'key="fp4"'),
+    "example_family": ("src/memfit/families/rows.py", '"smollm3": replace(', '"phi3"'),
+    "example_trainer": ("src/memfit/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
+    "example_loss": ("src/memfit/formula/ends.py", "def _full(", "def _fused("),
+    "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
+    "example_target": ("src/memfit/export/__init__.py", "TARGETS: dict", "def target("),
+}
+
 GENERATORS = {
     f.__name__: f
     for f in (screen, commands, file_tree, accuracy, speed, techniques, optimizers, quantizations, help_pages, glossary)
-}
+} | {name: partial(excerpt, *where) for name, where in EXAMPLES.items()}
 
 
 def filled(text: str) -> str:

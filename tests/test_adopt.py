@@ -16,8 +16,7 @@ from memfit.errors import BadInput, Unsupported
 from memfit.export import export, write
 from memfit.job import RECIPE_FIELDS, Recipe
 from memfit.recipe_file import SIZE_LIMIT
-
-from test_export import CHOICES, GRID, SINGLES, make_plan  # isort: skip
+from plans import CHOICES, GRID, SINGLES, make_plan
 
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3.1-8B

@@ -52,6 +52,7 @@ class Attention:
     head_dim: int  # H
     value_dim: int  # width of one value head (= head_dim but for MLA and linear attention)
     rotary_dim: int = 0  # part of each head that is rotated; 0: no rotary embedding
+    rotary: str = "half"  # how: a row of formula/rotary.py
     qk_norm: Literal["none", "head", "full"] = "none"  # head: over H; full: over N*H
     fused_qkv: bool = False
     bias: bool = False  # on the q, k, v projections
@@ -130,6 +131,8 @@ class Architecture:
     checkpoint_parameters: int | None = None  # the checkpoint's own total, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"
     embedding_dropout: float = 0.0
+    logits_upcast: bool = True  # the model's own loss takes the logits in fp32
+    rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:

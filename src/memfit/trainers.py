@@ -46,6 +46,7 @@ class Trainer:
 
 
 _TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
+_LITGPT_HEADS = (("full", "litgpt"), ("chunked", "litgpt"), ("fused", "litgpt"))
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
@@ -59,9 +60,17 @@ TRAINERS: tuple[Trainer, ...] = (
             qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
     Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
             qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+    # litgpt and its own GPT class: no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128,
+    # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
+    Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
+            qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True, quantised_keeps_input=True,
+            dequantised_cast=True),
+    Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
+            adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
+            dequantised_cast=True),
 )  # fmt: skip
 
-CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13)}
+CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13), "litgpt": (0, 5, 13)}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 

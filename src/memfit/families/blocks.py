@@ -21,7 +21,7 @@ def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
         raise f.unsupported(f"{heads} query heads cannot share {kv_heads} key/value heads")
     trait = Attention(
         "softmax", heads, kv_heads, head, head,
-        rotary_dim=d.rotary(f, index), qk_norm=qk_norm, fused_qkv=bool(d.qkv), bias=bias, out_bias=out_bias,
+        rotary_dim=d.rotary(f, index), rotary=d.rotary_how, upcast=d.upcast, qk_norm=qk_norm, fused_qkv=bool(d.qkv), bias=bias, out_bias=out_bias,
         window=d.window(f, index), softcap=bool(f.raw("attn_logit_softcapping")), sdpa=d.sdpa,
         sinks=d.sinks, alibi=flag(f, d.alibi), dropout=f.number(d.attention_dropout),
     )  # fmt: skip

@@ -39,6 +39,8 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
         trainable_memory=d.untrainable,
         layer_names=tuple(f"{stem}.{d.layers}.{i}".removeprefix(".") for i in range(len(layers))),
         embedding_dropout=f.number(d.embedding_dropout) if d.embedding_dropout else 0.0,
+        logits_upcast=d.logits_upcast,
+        rotary_tables=d.rotary_tables,
     )
 
 

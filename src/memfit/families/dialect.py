@@ -100,6 +100,10 @@ class Dialect:
     qk_norm_by_head: bool = False  # True: each head has a scale of its own
     sinks: bool = False
     alibi: Flag = False
+    upcast: bool = True  # see Attention
+    rotary_how: str = "half"  # Attention.rotary
+    rotary_tables: int = 1  # see Architecture
+    logits_upcast: bool = True
     sdpa: bool = True
     transposed: bool = False  # Conv1D of GPT-2
     rotary: Callable[[Fields, int], int] = rotary

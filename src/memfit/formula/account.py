@@ -7,6 +7,7 @@ from typing import Any
 
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
+from memfit.formula.codes import CODES
 from memfit.formula.fold import Meter, Peak, fold
 from memfit.formula.numerics import Numerics, gathered, numerics
 from memfit.formula.run import MicroStep, Step
@@ -50,9 +51,10 @@ class Account:
                 f"training memory of {architecture.name} is not modelled: {architecture.trainable_memory}",
                 hint="memfit trace runs the real model on a virtual card",
             )
+        self.trainer: Trainer = profile or trainer(recipe.trainer)
+        architecture = CODES[self.trainer.code].stored(architecture)
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.padded = masks_needed(recipe) if padded is None else padded
-        self.trainer: Trainer = profile or trainer(recipe.trainer)
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         self.static: Static = static_of(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.architecture import Norm
-from memfit.formula import ops
+from memfit.formula import litgpt, ops
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import norm
 from memfit.formula.program import Program, finished
@@ -257,4 +257,4 @@ def _tile(rec: Recorder, h: HeadStyle, itemsize: int) -> Tensor:
     return rec.new({"tile": min(TILE_VOCABULARY, h.vocabulary)}, itemsize, "tile of logits")
 
 
-LOSSES = {"full": _full, "fused": _fused}
+LOSSES = {"full": _full, "fused": _fused, **litgpt.LOSSES}

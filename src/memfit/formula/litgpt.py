@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from memfit.architecture import Architecture, Layer, Norm, Weight
 from memfit.formula import ops
@@ -14,6 +15,9 @@ from memfit.formula.attention import kernel, negated_half, split
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.modules import Block, activation, base_linear
 from memfit.formula.style import Style
+
+if TYPE_CHECKING:
+    from memfit.formula.ends import HeadStyle
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 
@@ -146,3 +150,83 @@ def lora_linear(rec: Recorder, style: Style, x: Tensor, name: str, out: int, bia
     delta = ops.linear(rec, hidden, ops.weight(rank * out, style.adapter, f"{name}.lora_B", True), {basis: out})
     delta = ops.scale(rec, delta, "lora scaled")
     return ops.add(rec, y, delta, "with adapter")
+
+
+def head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """lm_head and chunked_cross_entropy; Fabric casts what the model returns to fp32, and the loop holds it."""
+    logits = _whole_logits(rec, h, style, x) if style.trained else _chunked_logits(rec, h, style, x)
+    wide = ops.cast(rec, logits, 4, "fp32 logits")
+    del logits
+    flat = ops.copy(rec, wide, label="shifted logits") if style.trained else wide  # a view in chunks of whole rows
+    loss = _scored(rec, flat, h.vocabulary, whole=style.trained)
+    del flat
+    return loss, [wide]
+
+
+def _whole_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "head", True)
+    return ops.linear(rec, x, w, {"T": h.vocabulary}, label="logits")
+
+
+def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+    """[lm_head(x_i) for x_i in x.split(128)]: the working tensors of one chunk, the results of all."""
+    chunk: Elements = {("chunk", CHUNK, 0): h.vocabulary}
+    weight: Elements = {"1": h.vocabulary * h.width}
+    adapted, rank = style.lora_rank and "head" in style.lora_targets, style.lora_rank
+    kept: list[Tensor | None] = [x] if style.quantised_keeps_input and style.quantization != "none" else []
+    parts: list[Tensor | None] = [x]
+    if adapted:
+        dropped = ops.dropout(rec, x, 0.05 if style.lora_dropout and style.dropout else 0.0)
+        down = ops.weight(rank * h.width, style.adapter, "head.lora_A", True)
+        hidden = ops.linear(rec, dropped, down, {"T": rank}, label="lora_A")
+        kept.append(hidden)
+        parts += [hidden, ops.weight(rank * h.vocabulary, style.adapter, "head.lora_B", True)]
+        del dropped
+    working = _head_weight(rec, style, weight)
+    del working
+    working = [rec.new(chunk, 2, "logits of a chunk") for _ in range(2 if adapted else 0)]
+    logits = rec.new({"T": h.vocabulary}, 2, "logits")
+    del working
+    elements = x.elements
+
+    def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
+        held = _head_weight(rec, style, weight)
+        grads: list[Tensor | None] = [rec.new(elements, 2, "gradient of hidden states")]
+        del held
+        if adapted:
+            working = rec.new(chunk, 2, "scaled gradient of a chunk")
+            del working
+            grads += [rec.new({"T": rank}, 2, "lora gradient"), rec.new({"1": rank * h.vocabulary}, 2, "lora_B gradient")]
+        return grads
+
+    return rec.record(logits, parts, kept, backward)
+
+
+def _head_weight(rec: Recorder, style: Style, weight: Elements) -> list[Tensor]:
+    """The head's weight for one product: nothing to make, or dequantised and cast."""
+    if style.quantization == "none":
+        return []
+    first = rec.new(weight, 2, "dequantised weight")
+    if not style.dequantised_cast:
+        return [first]
+    return [rec.new(weight, 2, "cast weight")]
+
+
+def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> Tensor:
+    """Cross entropy by chunks: the log-probabilities of all are kept; each chunk's gradient takes its place."""
+    elements, chunk = logits.elements, {("chunk", CHUNK, 0): vocabulary}
+    kept = rec.new(elements, 4, "log_softmax", "activations")
+
+    def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
+        working = [rec.new(chunk, 4, "gradient of a chunk") for _ in range(2)]
+        del working
+        saved.clear()
+        result = rec.new(elements, 4, "gradient of all chunks")
+        return [rec.new(elements, 4, "concatenated gradient")] if whole else [result]
+
+    kept = rec.record(kept, [logits], [kept], backward)
+    loss = rec.new({"1": 1}, 4, "loss")
+    return rec.record(loss, [kept], [], lambda g, _: [rec.new({"1": 1}, 4, "gradient of the mean")])
+
+
+LOSSES = {"litgpt": head}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Architecture, Attention, Layer, Weight
+from memfit.architecture import Architecture, Attention, Weight
 from memfit.formula.style import Kernel
 from memfit.job import Recipe
 from memfit.trainers import Trainer
@@ -24,6 +25,7 @@ class Numerics:
     master: int  # extra fp32 copy of trained weights, 0 when none
     gradient: int
     state: int  # of an optimizer whose states are as wide as the parameter
+    quantised_head: bool = False  # the head is stored like the linear layers of the blocks
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
@@ -45,6 +47,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     return Numerics(
         weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or weight == 4 else 2,
         master=4 if master else 0, gradient=weight, state=4 if master else weight,
+        quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 
 
@@ -95,10 +98,10 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
     return frozenset(targets)
 
 
-def adapter_weights(layer: Layer, modules: frozenset[str], rank: int) -> list[Weight]:
-    """lora_A [rank, in] and lora_B [out, rank] of every adapted linear of a layer."""
+def adapter_weights(weights: Sequence[Weight], modules: frozenset[str], rank: int) -> list[Weight]:
+    """lora_A [rank, in] and lora_B [out, rank] of every adapted linear among `weights`."""
     found = []
-    for w in layer.weights:
+    for w in weights:
         if w.kind == "linear" and w.module in modules:
             out, ins = w.shape[0], w.shape[-1]
             found += [

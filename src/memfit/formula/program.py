@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.architecture import Layer
-from memfit.formula import block as blocks
+from memfit.formula.codes import CODES
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
 from memfit.formula.size import Basis, Size, added, covers
@@ -108,7 +108,7 @@ def _run_forward(rec: Recorder, layer: Layer, style: Style, width: int, x: Tenso
     """The forward; with checkpointing only the input stays (`kept`), on the host when offloaded."""
     x.requires_grad = style.grad and style.input_grad
     rec.keep = style.checkpointing in ("none",)
-    out = blocks.forward(Block(rec, layer, style, width), x)
+    out = CODES[style.code].block(Block(rec, layer, style, width), x)
     saves, rec.saves, rec.keep = rec.saves, 0, True
     kept: list[Tensor] = []
     if style.grad and style.checkpointing == "full":
@@ -132,7 +132,7 @@ def _run_backward(
     x = kept.pop() if kept else rec.new({"T": width}, style.residual, "hidden states fetched back", "activations")
     x.requires_grad = style.input_grad
     rec.stop_at = saves
-    again = blocks.forward(Block(rec, layer, style, width), x)
+    again = CODES[style.code].block(Block(rec, layer, style, width), x)
     rec.stop_at, rec.silent = None, False
     rec.exit_autocast()
     root = Tensor(None, again.elements, again.itemsize, True, again.grad_fn)

@@ -36,6 +36,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
+        code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
     )  # fmt: skip
     made: dict[int, Style] = {}
     styles = []
@@ -74,7 +75,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         itemsize=n.other,
     )  # fmt: skip
     head = HeadStyle(
-        vocabulary=table.shape[0], width=a.width, norm=a.final_norm, loss=r.loss, tied=a.tied, trained=full,
+        vocabulary=table.shape[0], width=a.width, norm=a.final_norm, loss=t.head(r.loss), tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform=a.task == "masked-lm",
         bias=any(w.kind == "bias" for w in a.head),
     )  # fmt: skip

@@ -53,6 +53,8 @@ def static_bytes(
 ) -> Static:  # fmt: skip
     """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    if n.quantised_head:
+        linears |= {id(w) for w in architecture.head if w.kind == "linear"}
     row = QUANTIZATIONS.get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
     for w in architecture.weights:
@@ -91,7 +93,8 @@ def trained_weights(
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     modules = lora_modules(architecture, targets)
-    return [(w, n.adapter) for layer in architecture.layers for w in adapter_weights(layer, modules, rank)]
+    parts = [layer.weights for layer in architecture.layers] + [architecture.head]
+    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, modules, rank)]
 
 
 def _state_tensors(

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.gpu import Gpu
+from memfit.report.good_for import GpuRow, Largest
 from memfit.report.layout import paragraphs, table, text
 from memfit.units import GB, billions, gib
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest catalogued model a card trains in one way."""
-
-    model: str
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRow:
-    """A card and, by method, what it is good for; a method that is missing fits nothing or is not modelled there."""
-
-    gpu: Gpu
-    good_for: Mapping[str, Largest]
 
 
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}

@@ -1,0 +1,332 @@
+"""Nouns to JSON and back: versioned documents whose shape is written down once, here, and checked on the way in.
+
+Every size is an integer number of bytes, every time a number of seconds. A document names its kind and version in
+`schema`; the version is raised when a key changes its meaning or goes, not when one is added. docs/json.md explains the
+keys, docs/schema.json is the JSON Schema made from these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from memfit.architecture import Architecture
+from memfit.errors import BadInput
+from memfit.footprint import Footprint, Levels, PhasePeak, Source
+from memfit.gpu import Gpu
+from memfit.job import Job, Recipe, check_values
+from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.report.good_for import GpuRow, Largest
+from memfit.report.why import Kept, Reason, Why
+from memfit.tape import Phase, Role
+
+T = TypeVar("T")
+VERSION = 1
+Bytes = Annotated[int, Meta(description="bytes")]
+
+
+class GpuDoc(Struct, frozen=True, kw_only=True):
+    """The card: its name and what it leaves for tensors. `count` cards share the work."""
+
+    name: str
+    usable_bytes: Bytes
+    short: str
+    count: int
+    total_bytes: Bytes
+    context_bytes: Bytes
+
+
+class Body(Struct, frozen=True, kw_only=True):
+    """A recipe's footprint held against a card: what an estimate, a plan and every rung of its ladder have in common."""
+
+    recipe: Recipe
+    source: Source
+    peak: Levels
+    peak_phase: Phase
+    peak_instant: str
+    by_role: dict[Role, int]
+    phases: tuple[PhasePeak, ...]
+    fits: Annotated[bool, Meta(description="the verdict is 'fits'; 'tight' is not")]
+    verdict: Verdict
+    usable: Bytes
+    need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, that are held against `usable`")]
+    band: Annotated[int, Meta(description="bytes the prediction may be off")]
+    headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
+    assumptions: tuple[str, ...]
+    unknowns: tuple[str, ...]
+
+
+class RungDoc(Body, frozen=True, kw_only=True):
+    """One step of the ladder. `saved` bytes against the rung before; `step_time` relative to the first rung."""
+
+    key: str
+    title: str
+    saved: int
+    step_time: float
+    caveat: str
+    why: str
+    flags: dict[str, str]
+
+
+class EstimateDoc(Body, frozen=True, kw_only=True):
+    """`memfit estimate --json`."""
+
+    schema: Literal["memfit.estimate/1"] = "memfit.estimate/1"
+    model: str
+    parameters: int
+    gpu: GpuDoc
+    why: tuple[Reason, ...] = ()  # with --why: the terms of each reason add up to it, the reasons to peak.device
+    tensors: tuple[Kept, ...] = ()  # with --why: what is alive at the worst instant
+
+
+class AskedDoc(Struct, frozen=True, kw_only=True):
+    """What was asked. `wanted` holds the recipe fields that were named and never altered."""
+
+    num_gpus: int
+    sequence_length: int
+    effective_batch: int
+    method: Literal["auto", "full", "lora", "qlora"]
+    trainer: str
+    wanted: dict[str, Any]
+    reserve: Bytes
+    longest_sample: int | None
+    dataset: str
+
+
+class ChosenDoc(Struct, frozen=True, kw_only=True):
+    """The answer in short: the rung it stands on ("" when there is none) and the recipe."""
+
+    rung: str
+    title: str
+    recipe: Recipe
+
+
+class PlanDoc(Body, frozen=True, kw_only=True):
+    """`memfit plan --json`: the chosen recipe's footprint, and how it was found."""
+
+    schema: Literal["memfit.plan/1"] = "memfit.plan/1"
+    model: str
+    parameters: int
+    gpu: GpuDoc
+    job: AskedDoc
+    chosen: ChosenDoc
+    ladder: tuple[RungDoc, ...]
+    refused: tuple[Refusal, ...]
+    alternatives: tuple[Alternative, ...]
+    largest: dict[str, int]
+    seconds_per_step: float
+    notes: tuple[str, ...]
+
+
+class GpuRowDoc(Struct, frozen=True, kw_only=True):
+    """One card of the catalogue and, by method, the largest catalogued model it trains."""
+
+    gpu: Gpu
+    usable_bytes: Bytes
+    good_for: dict[str, Largest]
+
+
+class GpusDoc(Struct, frozen=True, kw_only=True):
+    """`memfit gpus --json`. `setting`: what "good for" was computed under."""
+
+    schema: Literal["memfit.gpus/1"] = "memfit.gpus/1"
+    setting: str
+    gpus: tuple[GpuRowDoc, ...]
+
+
+class TechniquesDoc(Struct, frozen=True, kw_only=True):
+    """`memfit techniques --json`."""
+
+    schema: Literal["memfit.techniques/1"] = "memfit.techniques/1"
+    model: str
+    gpu: GpuDoc
+    job: AskedDoc
+    techniques: tuple[RungDoc, ...]
+
+
+DOCUMENTS: dict[str, type[Struct]] = {
+    "memfit.estimate/1": EstimateDoc,
+    "memfit.plan/1": PlanDoc,
+    "memfit.techniques/1": TechniquesDoc,
+    "memfit.gpus/1": GpusDoc,
+}
+HEAD = ("schema", "model", "parameters", "gpu")  # what a reader looks for first
+
+
+# ---- nouns -> documents --------------------------------------------------------------------------------------------
+
+
+def estimate_doc(
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
+    why: Why | None = None,
+) -> EstimateDoc:  # fmt: skip
+    """One footprint on one card, explained where `why` is given."""
+    body = _body(recipe, footprint, judgement)
+    card = gpu_doc(gpu, judgement.usable, recipe.num_gpus)
+    reasons, tensors = (why.reasons, why.tensors) if why else ((), ())
+    return EstimateDoc(
+        model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, tensors=tensors, **body
+    )
+
+
+def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
+    """A plan; `rung` is the index of the chosen one on its ladder."""
+    job = plan.job
+    stands_on = plan.ladder[rung] if rung is not None else None
+    return PlanDoc(
+        model=job.architecture.name,
+        parameters=job.architecture.parameters,
+        gpu=gpu_doc(job.gpu, plan.judgement.usable, plan.recipe.num_gpus),
+        job=asked_doc(job),
+        chosen=ChosenDoc(
+            rung=stands_on.key if stands_on else "", title=stands_on.title if stands_on else "", recipe=plan.recipe
+        ),
+        ladder=tuple(map(rung_doc, plan.ladder)),
+        refused=plan.refused,
+        alternatives=plan.alternatives,
+        largest=plan.largest,
+        seconds_per_step=plan.seconds_per_step,
+        notes=plan.notes,
+        **_body(plan.recipe, plan.footprint, plan.judgement),
+    )
+
+
+def techniques_doc(job: Job, rungs: tuple[Rung, ...]) -> TechniquesDoc:
+    """The cheat sheet of one run."""
+    card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
+    return TechniquesDoc(model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)))
+
+
+def rung_doc(rung: Rung) -> RungDoc:
+    """One rung with its whole footprint."""
+    own = {name: getattr(rung, name) for name in ("key", "title", "saved", "step_time", "caveat", "why", "flags")}
+    return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
+
+
+def gpus_doc(rows: tuple[GpuRow, ...], setting: str) -> GpusDoc:
+    """The catalogue of cards."""
+    made = (GpuRowDoc(gpu=r.gpu, usable_bytes=r.gpu.usable_bytes(), good_for=dict(r.good_for)) for r in rows)
+    return GpusDoc(setting=setting, gpus=tuple(made))
+
+
+def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
+    """A card under a reserve."""
+    return GpuDoc(
+        name=gpu.name, usable_bytes=usable, short=gpu.short, count=count, total_bytes=gpu.total_bytes,
+        context_bytes=gpu.context_bytes,
+    )  # fmt: skip
+
+
+def asked_doc(job: Job) -> AskedDoc:
+    """A job without its model and card, which the document names elsewhere."""
+    names = ("num_gpus", "sequence_length", "effective_batch", "method", "trainer", "reserve", "longest_sample", "dataset")
+    return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
+
+
+def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[str, Any]:
+    worst = footprint.peak
+    return {
+        "recipe": recipe, "source": footprint.source, "peak": worst.levels, "peak_phase": worst.phase,
+        "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
+        "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
+        "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
+        "assumptions": footprint.assumptions, "unknowns": footprint.unknowns,
+    }  # fmt: skip
+
+
+# ---- documents -> text and back ------------------------------------------------------------------------------------
+
+
+def plain(document: Struct) -> dict[str, Any]:
+    """A document as dicts, lists, strings and numbers, `schema` first."""
+    found: dict[str, Any] = msgspec.to_builtins(document)
+    return {**{k: found[k] for k in HEAD if k in found}, **found}
+
+
+def dumps(value: Any) -> str:
+    """Indented JSON of a document, or of plain data."""
+    data = plain(value) if isinstance(value, Struct) else value
+    return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
+
+
+def loads(text: str | bytes) -> Any:
+    """A document of any known schema. Raises BadInput for broken JSON, an unknown schema or a wrong shape."""
+    try:
+        data = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise BadInput(f"not valid JSON: {error}", hint="give a file written by memfit --json") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if not isinstance(schema, str) or schema not in DOCUMENTS:
+        known = ", ".join(DOCUMENTS)
+        raise BadInput("the file is no memfit document of a known schema", hint=f"this memfit reads {known}")
+    return convert(data, DOCUMENTS[schema])
+
+
+def convert(data: Any, shape: type[T]) -> T:
+    """Plain data as `shape`, strictly typed; recipes are checked as those on the command line are."""
+    try:
+        found = msgspec.convert(data, shape, strict=True)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"the document is wrong: {error}", hint="docs/json.md explains every key") from None
+    for recipe in _recipes(found):
+        check_values(recipe)
+    return found
+
+
+def _recipes(found: Any) -> list[Recipe]:
+    if isinstance(found, Recipe):
+        return [found]
+    own = [found.recipe] if isinstance(found, Body) else []
+    return own + [rung.recipe for rung in getattr(found, "ladder", ()) or getattr(found, "techniques", ())]
+
+
+# ---- documents -> nouns --------------------------------------------------------------------------------------------
+
+
+def footprint_of(body: Body) -> Footprint:
+    """The footprint of an estimate, plan or rung."""
+    return Footprint(body.phases, body.source, body.assumptions, body.unknowns)
+
+
+def judgement_of(body: Body) -> Judgement:
+    """Its judgement."""
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom)
+
+
+def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
+    """The plan a document was made from. Model and card are found by name elsewhere and handed in."""
+    asked = document.job
+    job = Job(
+        architecture=architecture, gpu=gpu, wanted=tuple((k, _frozen(v)) for k, v in asked.wanted.items()),
+        **{f: getattr(asked, f) for f in AskedDoc.__struct_fields__ if f != "wanted"},
+    )  # fmt: skip
+    return Plan(
+        job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
+        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.notes,
+    )  # fmt: skip
+
+
+def rung_of(document: RungDoc) -> Rung:
+    """One rung of a plan."""
+    return Rung(
+        document.key, document.title, document.recipe, footprint_of(document), judgement_of(document), document.saved,
+        document.step_time, document.caveat, document.why, document.flags,
+    )  # fmt: skip
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def json_schema() -> Mapping[str, Any]:
+    """JSON Schema 2020-12 of every document; which one holds is told by its `schema` key."""
+    shapes, parts = msgspec.json.schema_components(DOCUMENTS.values(), ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "memfit documents",
+        "oneOf": list(shapes),
+        "$defs": dict(sorted(parts.items())),
+    }

@@ -1,0 +1,115 @@
+"""What a card is good for: the largest model of a catalogue that fits by each method, at one stated setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from memfit import combinations
+from memfit.architecture import Architecture
+from memfit.errors import Unsupported
+from memfit.formula.estimate import estimate
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.judge import verdict_of
+
+SETTING = (
+    "Llama, Qwen, Mistral and Gemma; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "
+    "bf16, or fp16 mixed on cards without bf16"
+)
+# the models people name: dense decoders of these publishers, which keeps the table readable and quick
+PUBLISHERS = ("meta-llama/", "Qwen/", "mistralai/", "google/")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+_COMMON = Recipe(micro_batch=1, sequence_length=2048, checkpointing="full", loss="fused")
+RECIPES: dict[str, Recipe] = {
+    "full": _COMMON,
+    "lora": _COMMON.but(method="lora"),
+    "qlora": _COMMON.but(method="qlora", quantization="nf4-double"),
+}
+# bytes per parameter that no model can stay below, to skip the hopeless ones: AdamW in 16 bits, 16-bit and 4-bit bases
+_LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
+VENDORS = ("NVIDIA", "AMD")  # those PyTorch's allocator and kernels, as modelled here, run on
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest catalogued model a card trains in one way."""
+
+    model: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """A card and, by method, what it is good for; a method that is missing fits nothing or is not modelled there."""
+
+    gpu: Gpu
+    good_for: Mapping[str, Largest]
+
+
+class Entry(Protocol):
+    """What is needed of a catalogue entry."""
+
+    @property
+    def stem(self) -> str: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def parameters(self) -> int | None: ...
+
+
+Load = Callable[[Entry], Architecture | None]  # None: not modelled
+
+
+def good_for(gpus: Iterable[Gpu], entries: Sequence[Entry], load: Load) -> tuple[GpuRow, ...]:
+    """One row per card. `load` is asked only for models that might fit."""
+    named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
+    sized = sorted(named, key=lambda e: (-(e.parameters or 0), e.stem))
+    search = _Search(sized, load)
+    return tuple(GpuRow(gpu, search.of(gpu)) for gpu in gpus)
+
+
+def recipe_for(method: str, gpu: Gpu) -> Recipe:
+    """The stated setting on a card."""
+    old = gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
+    return RECIPES[method].but(precision="fp16-mixed") if old else RECIPES[method]
+
+
+class _Search:
+    """Remembers what a model needs on one kind of chip, because cards share chips and differ in memory."""
+
+    def __init__(self, entries: Sequence[Entry], load: Load) -> None:
+        self.entries, self.load = entries, load
+        self.needs: dict[tuple[str, str, object], tuple[int, int] | None] = {}
+
+    def of(self, gpu: Gpu) -> dict[str, Largest]:
+        found: dict[str, Largest] = {}
+        for method in RECIPES if gpu.vendor in VENDORS else ():
+            for entry in self.entries:
+                size = entry.parameters or 0
+                if size * _LEAST[method] <= gpu.usable_bytes() and self._fits(entry, method, gpu):
+                    found[method] = Largest(entry.stem, size)
+                    break
+        return found
+
+    def _fits(self, entry: Entry, method: str, gpu: Gpu) -> bool:
+        key = (entry.stem, method, gpu.compute_capability)
+        if key not in self.needs:
+            architecture, recipe = self.load(entry), recipe_for(method, gpu)
+            self.needs[key] = _need(architecture, recipe, gpu) if architecture else None
+        need = self.needs[key]
+        return need is not None and verdict_of(*need, gpu.usable_bytes()).verdict == "fits"
+
+
+def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
+    """(reserved, allocated) bytes at the worst instant of all phases; None where it is not modelled."""
+    if combinations.refusal(recipe, architecture, gpu):
+        return None
+    try:
+        phases = estimate(architecture, recipe, gpu, replay=False).phases
+    except Unsupported:
+        return None
+    return max(p.levels.reserved for p in phases), max(p.levels.allocated for p in phases)
