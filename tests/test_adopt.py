@@ -77,7 +77,7 @@ SFT = {
 }  # fmt: skip
 DEEPSPEED = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True, "stage3_max_live_parameters": 1e9},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True, "stage3_max_live_parameters": 2e9},
 }  # fmt: skip
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE

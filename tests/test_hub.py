@@ -77,7 +77,7 @@ def test_names_of_the_catalogue(typed: str, stem: str) -> None:
     model = resolve_model(typed)
     entry = names.find(typed)
     assert entry is not None and entry.stem == stem
-    assert (model.name, model.parameters) == (typed, entry.parameters)
+    assert (model.name, model.parameters) == (typed if "/" in typed else entry.id, entry.parameters)
 
 
 @pytest.mark.parametrize("entry", list_models(), ids=lambda entry: entry.stem)

@@ -42,7 +42,8 @@ def resolve_model(
         return _local(path, name, trust_config)
     entry = names.find(name)
     if entry is not None:
-        return architecture(catalogue.config(entry), name)
+        # a repository that was named is kept (a variant with the same shape); a short name means the catalogued one
+        return architecture(catalogue.config(entry), name if "/" in name else entry.id)
     if path and path.is_dir():
         raise _no_config(path)
     if name.startswith((".", "/", "~")) or name.endswith((".json", "/")):

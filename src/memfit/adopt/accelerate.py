@@ -29,7 +29,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         found = spread.fsdp(keys.table("fsdp_config"), "fsdp_config")
     elif kind == "DEEPSPEED":
         found = _deepspeed(keys.table("deepspeed_config"), path)
-    changes = {"num_gpus": max(1, keys.number("num_processes", default=1)), **found.changes}
+    processes = keys.number("num_processes", default=1)
+    changes = {"num_gpus": 1 if kind == "NO" else max(1, processes), **found.changes}
     changes |= {"checkpointing": found.checkpointing} if found.checkpointing else {}
     mixed = word(keys.take("mixed_precision", default="no"))
     assumed = list(found.assumed)

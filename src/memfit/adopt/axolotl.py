@@ -101,6 +101,7 @@ def _adapter(keys: Keys) -> dict[str, Any]:
 
 def _spread(keys: Keys, path: Path) -> spread.Spread:
     version = keys.take("fsdp_version")
+    keys.take("fsdp")  # the old list of options; fsdp_config says the same
     if keys.take("fsdp_config"):
         found = spread.fsdp(keys.table("fsdp_config"), "fsdp_config")
         found.assumed += (

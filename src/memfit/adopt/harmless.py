@@ -55,6 +55,7 @@ ZERO = _words("""
 DEEPSPEED = _words("""
     gradient_clipping steps_per_print wall_clock_breakdown scheduler optimizer zero_allow_* zero_force_* tensorboard
     csv_monitor wandb flops_profiler dump_state prescale_gradients gradient_predivide_factor communication_data_type
+    comms_config monitor_config
 """)
 FSDP = _words("""
     version auto_wrap_policy transformer_layer_cls_to_wrap cpu_ram_efficient_loading *state_dict_type

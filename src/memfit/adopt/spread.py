@@ -18,6 +18,7 @@ KERNELS = {
     "eager": "eager", "sdpa": "sdpa", "flash": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash",
     "kernels-community/flash-attn2": "flash", "kernels-community/flash-attn3": "flash",
 }  # fmt: skip
+_ZERO_DEFAULTS = {"sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 _SHARDING = {
     "FULL_SHARD": "parameters",
     "SHARD_GRAD_OP": "gradients",
@@ -87,7 +88,8 @@ def zero(keys: Keys) -> Spread:
             found.changes[ours] = keys.number(theirs, default=1)
     if keys.take("train_batch_size", default="auto") != "auto":
         found.batch = keys.number("train_batch_size", default=1)
-    inner = [f"zero_optimization.{n}" for n in block.rest(harmless.ZERO)[1]]
+    left = [n for n in block.rest(harmless.ZERO)[1] if block.data[n] != _ZERO_DEFAULTS.get(n)]
+    inner = [f"zero_optimization.{n}" for n in left]
     found.unknown = [*inner, *keys.rest(harmless.DEEPSPEED)[1]]
     return found
 

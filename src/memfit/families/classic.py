@@ -140,7 +140,7 @@ GPT = Dialect(
 )  # fmt: skip
 GPT2 = replace(
     GPT, defaults=_GPT2_DEFAULTS, variant=_no_cross_attention, positions="wpe", qkv="c_attn", o="c_proj",
-    attention_order=("qkv", "o"), qkv_bias=True, out_bias=True, transposed=True, up="c_fc", down="c_proj",
+    attention_order=("qkv", "o"), qkv_bias=True, out_bias=True, transposed=True, up="c_fc", down="c_proj", upcast=False,
 )  # fmt: skip
 GPTJ = replace(
     GPT, defaults=_GPTJ_DEFAULTS, body=("ln_1", "@attention", "@mlp"), placement="parallel", rotary=_rotary_dim,

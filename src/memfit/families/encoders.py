@@ -163,7 +163,7 @@ BERT = Dialect(
     norm="layer", norm_bias=True, attention_module="attention", q="self.query", k="self.key", v="self.value",
     o="output.dense", qkv_bias=True, out_bias=True, rotary=no_rotary, mlp_module="", up="intermediate.dense",
     down="output.dense", mlp_bias=True, attention_dropout="attention_probs_dropout_prob",
-    residual_dropout="hidden_dropout_prob", embedding_dropout="hidden_dropout_prob",
+    residual_dropout="hidden_dropout_prob", embedding_dropout="hidden_dropout_prob", upcast=False, logits_upcast=False,
 )  # fmt: skip
 ROBERTA = replace(
     BERT, stem="roberta", heads=Heads(
@@ -203,6 +203,6 @@ ENCODERS: dict[str, Dialect] = {
         embed="embeddings.tok_embeddings", embed_norm="embeddings.norm", final="final_norm", norm="layer",
         attention_module="attn", qkv="Wqkv", o="Wo", attention_order=("qkv", "o"), qkv_bias="attention_bias",
         out_bias="attention_bias", window=_local_window, gate_up="Wi", down="Wo", mlp_bias="mlp_bias",
-        activation="hidden_activation", embedding_dropout="embedding_dropout",
+        activation="hidden_activation", embedding_dropout="embedding_dropout", rotary_how="half_fp32", rotary_tables=2,
     ),
 }  # fmt: skip

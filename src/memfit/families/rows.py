@@ -53,9 +53,10 @@ GEMMA2 = replace(
     GEMMA, defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     body=SANDWICH, placement="sandwich", window=windows.every(2), activation="hidden_activation", sdpa=False,
 )  # fmt: skip
-GEMMA3 = replace(GEMMA2, defaults=_GEMMA, qk_norm="head", window=windows.every(6), sdpa=True)
+GEMMA3 = replace(GEMMA2, defaults=_GEMMA, qk_norm="head", window=windows.every(6), sdpa=True, rotary_tables=2)
 OLMO2 = replace(
-    LLAMA, defaults=UNTIED, mlp_bias=False, norm="rms_gemma", qk_norm="full", body=POST_INNER, placement="post_inner"
+    LLAMA, defaults=UNTIED, mlp_bias=False, norm="rms_gemma", qk_norm="full", body=POST_INNER, placement="post_inner",
+    rotary_how="half_fp32_table",
 )
 GLM4_MOE = replace(
     LLAMA, defaults={**UNTIED, "partial_rotary_factor": 0.5, "use_qk_norm": False}, out_bias=False, mlp_bias=False,
@@ -101,7 +102,7 @@ DECODERS: dict[str, Dialect] = {
     "cohere": replace(
         LLAMA, defaults={**TIED, "use_qk_norm": False}, mlp_bias=False, norm="layer_fp32",
         qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_by_head=True,
-        body=("@attention", "@mlp", "input_layernorm"), placement="parallel",
+        body=("@attention", "@mlp", "input_layernorm"), placement="parallel", rotary_how="half_fp32_once",
     ),
     "starcoder2": replace(
         LLAMA, mlp=plain_mlp, defaults={**TIED, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
@@ -180,7 +181,7 @@ DECODERS: dict[str, Dialect] = {
     "gpt_oss": replace(
         MISTRAL, defaults={**UNTIED, "attention_bias": True, "head_dim": 64, "sliding_window": 128},
         qkv_bias="attention_bias", out_bias="attention_bias", norm="rms_gemma", window=windows.every(2),
-        sinks=True, sdpa=False, activation="=gpt_oss_glu", mlp=Moe(
+        sinks=True, sdpa=False, rotary_how="pairs", activation="=gpt_oss_glu", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", router_bias=True, bias=True,
             order=("router", "experts"), transposed=True,
         ),
@@ -189,7 +190,7 @@ DECODERS: dict[str, Dialect] = {
         LLAMA, defaults={**UNTIED, **_NO_ROPE, "head_dim": 128, "interleave_moe_layer_step": 1, "use_qk_norm": True,
                          "attention_chunk_size": 8192},
         mlp_bias=False, qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_weights=False,
-        rotary=windows.some_rotary, window=windows.chunked, mlp_module="feed_forward", mlp=Moe(
+        rotary=windows.some_rotary, rotary_how="complex", upcast=False, window=windows.chunked, mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
             shared_width=_llama4_experts, sparse=_llama4_sparse, transposed=True, every_token=True,
             dense=partial(gated_mlp, key="intermediate_size_mlp"),

@@ -172,15 +172,15 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     """[lm_head(x_i) for x_i in x.split(128)]: the working tensors of one chunk, the results of all."""
     chunk: Elements = {("chunk", CHUNK, 0): h.vocabulary}
     weight: Elements = {"1": h.vocabulary * h.width}
-    adapted, rank = style.lora_rank and "head" in style.lora_targets, style.lora_rank
+    adapted, rank = style.lora_rank and "lm_head" in style.lora_targets, style.lora_rank
     kept: list[Tensor | None] = [x] if style.quantised_keeps_input and style.quantization != "none" else []
     parts: list[Tensor | None] = [x]
     if adapted:
         dropped = ops.dropout(rec, x, 0.05 if style.lora_dropout and style.dropout else 0.0)
-        down = ops.weight(rank * h.width, style.adapter, "head.lora_A", True)
+        down = ops.weight(rank * h.width, style.adapter, "lm_head.lora_A", True)
         hidden = ops.linear(rec, dropped, down, {"T": rank}, label="lora_A")
         kept.append(hidden)
-        parts += [hidden, ops.weight(rank * h.vocabulary, style.adapter, "head.lora_B", True)]
+        parts += [hidden, ops.weight(rank * h.vocabulary, style.adapter, "lm_head.lora_B", True)]
         del dropped
     working = _head_weight(rec, style, weight)
     del working

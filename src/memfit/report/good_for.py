@@ -10,17 +10,18 @@ from memfit import combinations
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.estimate import estimate
+from memfit.formula.numerics import attention_kernel
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.judge import verdict_of
 
 SETTING = (
-    "Llama, Qwen, Mistral and Gemma; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "
+    "Llama, Qwen3, Mistral and Gemma 3; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "
     "bf16, or fp16 mixed on cards without bf16"
 )
 # the models people name: dense decoders of these publishers, which keeps the table readable and quick
 PUBLISHERS = ("meta-llama/", "Qwen/", "mistralai/", "google/")
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text")
 _COMMON = Recipe(micro_batch=1, sequence_length=2048, checkpointing="full", loss="fused")
 RECIPES: dict[str, Recipe] = {
     "full": _COMMON,
@@ -67,8 +68,8 @@ Load = Callable[[Entry], Architecture | None]  # None: not modelled
 def good_for(gpus: Iterable[Gpu], entries: Sequence[Entry], load: Load) -> tuple[GpuRow, ...]:
     """One row per card. `load` is asked only for models that might fit."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
-    sized = sorted(named, key=lambda e: (-(e.parameters or 0), e.stem))
-    search = _Search(sized, load)
+    newest = {(e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)}  # llama-3.3-70b, not llama-3-70b
+    search = _Search(sorted(newest.values(), key=lambda e: -(e.parameters or 0)), load)
     return tuple(GpuRow(gpu, search.of(gpu)) for gpu in gpus)
 
 
@@ -83,7 +84,7 @@ class _Search:
 
     def __init__(self, entries: Sequence[Entry], load: Load) -> None:
         self.entries, self.load = entries, load
-        self.needs: dict[tuple[str, str, object], tuple[int, int] | None] = {}
+        self.needs: dict[tuple[str, Recipe, object], tuple[int, int] | None] = {}
 
     def of(self, gpu: Gpu) -> dict[str, Largest]:
         found: dict[str, Largest] = {}
@@ -96,18 +97,25 @@ class _Search:
         return found
 
     def _fits(self, entry: Entry, method: str, gpu: Gpu) -> bool:
-        key = (entry.stem, method, gpu.compute_capability)
+        architecture, recipe = self.load(entry), recipe_for(method, gpu)
+        if architecture is None or combinations.refusal(recipe, architecture, gpu):
+            return False
+        key = (entry.stem, recipe, _kind(architecture, recipe, gpu))
         if key not in self.needs:
-            architecture, recipe = self.load(entry), recipe_for(method, gpu)
-            self.needs[key] = _need(architecture, recipe, gpu) if architecture else None
+            self.needs[key] = _need(architecture, recipe, gpu)
         need = self.needs[key]
         return need is not None and verdict_of(*need, gpu.usable_bytes()).verdict == "fits"
 
 
+def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
+    """What about a chip moves a gibibyte: the attention kernel it runs, and the size of its cuBLAS workspaces."""
+    capability = gpu.compute_capability or (8, 0)
+    kernels = {attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in set(architecture.layers)}
+    return frozenset(kernels), capability[0] >= 9
+
+
 def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
     """(reserved, allocated) bytes at the worst instant of all phases; None where it is not modelled."""
-    if combinations.refusal(recipe, architecture, gpu):
-        return None
     try:
         phases = estimate(architecture, recipe, gpu, replay=False).phases
     except Unsupported:

@@ -1,0 +1,1 @@
+"""Published measurements of training runs, read from a CSV, and what memfit predicts for each."""

@@ -1,0 +1,73 @@
+"""The noun Row: one published measurement, read from the CSV with nothing but its text parsed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the CSV. Field names are its column names."""
+
+    id: str = ""
+    source: str = ""
+    model: str = ""
+    params_b: str = ""
+    method: str = ""
+    lora_rank: str = ""
+    lora_targets: str = ""
+    weight_dtype: str = ""
+    quant: str = ""
+    optimizer: str = ""
+    micro_batch: str = ""
+    grad_accum: str = ""
+    seq_len: str = ""
+    checkpointing: str = ""
+    attention: str = ""
+    loss_kernel: str = ""
+    framework: str = ""
+    framework_version: str = ""
+    gpu: str = ""
+    n_gpus: str = ""
+    sharding: str = ""
+    measured_gib: str = ""
+    unit_note: str = ""
+    quantity: str = ""
+    quality: str = ""
+    notes: str = ""
+    note: str = ""
+    verdict: str = ""
+
+    @property
+    def measured(self) -> int:
+        """Bytes; 0 when the row gives none."""
+        return round(float(self.measured_gib) * GIB) if self.measured_gib else 0
+
+    @property
+    def group(self) -> str:
+        """The source's short name: the id without its number."""
+        return self.id.rsplit("-", 1)[0]
+
+    def number(self, column: str, default: int = 0) -> int:
+        """The first whole number in a column."""
+        found = re.search(r"\d+", str(getattr(self, column)))
+        return int(found.group()) if found else default
+
+    def version(self, package: str) -> tuple[int, ...]:
+        """'torch 2.1.1' in framework_version -> (2, 1, 1); () when the package is not named."""
+        found = re.search(rf"\b{package}[ =]?(\d+(?:\.\d+)*)", self.framework_version)
+        return tuple(map(int, found[1].split("."))) if found else ()
+
+
+_COLUMNS = {f.name for f in fields(Row)}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every row of a CSV; columns that are not known are left out."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [Row(**{k: v or "" for k, v in line.items() if k in _COLUMNS}) for line in csv.DictReader(file)]

@@ -1,0 +1,64 @@
+"""The command line: parse, call, print. Data goes to stdout, everything else to stderr; errors never show a traceback.
+
+Exit codes: 0 fits (or done) · 2 bad input · 3 nothing fits · 4 too tight to promise · 1 a bug in memfit · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from memfit.cli import terminal
+from memfit.errors import EXIT_BAD_INPUT, MemfitError
+
+EXIT_BUG, EXIT_INTERRUPTED, EXIT_PIPE = 1, 130, 141  # 128 + the signal's number, as shells report it
+REPORT = "this is a bug in memfit; please report it with the output of the same command and --debug"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if "--debug" in args:
+        return _run(args)
+    try:
+        return _run(args)
+    except MemfitError as error:
+        terminal.error(error.message, error.hint)
+        return error.exit_code
+    except (KeyboardInterrupt, EOFError):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return _reader_gone()
+    except Exception as error:  # anything else is ours to fix: one line, never a traceback
+        terminal.error(f"{type(error).__name__}: {error}", REPORT)
+        return EXIT_BUG
+
+
+def _run(args: list[str]) -> int:
+    """Hand over to typer; its usage errors become ours. Commands return their exit code (None: 0)."""
+    from memfit.cli.app import Exit, Misuse, command
+
+    entry = command()
+    if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
+        entry.main(args, prog_name="memfit")
+    try:
+        # not entry.main(): it would answer a closed pipe itself
+        with entry.make_context("memfit", args) as context:
+            code = entry.invoke(context)
+        sys.stdout.flush()
+    except Exit as stop:  # --help and --version
+        code = stop.exit_code
+        sys.stdout.flush()
+    except Misuse as misuse:
+        where = getattr(misuse, "ctx", None)
+        terminal.error(terminal.sentence(misuse.format_message()), f"see: {where.command_path if where else 'memfit'} --help")
+        return EXIT_BAD_INPUT
+    return code if isinstance(code, int) else 0
+
+
+def _reader_gone() -> int:
+    """The reader of our pipe has left (`| head`): leave quietly, and keep Python from complaining at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    return EXIT_PIPE

@@ -1,0 +1,213 @@
+"""From flags and files to what was asked: the Job, the Recipe to start from, and what had to be assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit import cards, hub
+from memfit.architecture import Architecture
+from memfit.cli import terminal
+from memfit.cli.flags import recipe_values
+from memfit.errors import BadInput, UnknownName
+from memfit.gpu import Gpu
+from memfit.job import Job, Recipe, check_values
+from memfit.optimizers import optimizer
+from memfit.trainers import trainer
+from memfit.units import parse_size
+
+if TYPE_CHECKING:
+    from memfit.adopt import Adopted
+    from memfit.data import Dataset
+
+EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
+DEFAULT_BATCH = 16
+QLORA_BASE = "nf4-double"
+LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+LARGEST_BATCH = 1 << 24
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a command line means. `wanted` are the recipe fields the user typed; `notes` what was assumed."""
+
+    architecture: Architecture
+    gpu: Gpu
+    recipe: Recipe
+    wanted: dict[str, Any]
+    reserve: int = 0
+    adopted: Adopted | None = None
+    dataset: Dataset | None = None
+    gpu_words: tuple[str, ...] = ()  # the card as it was typed, for commands to type next
+    notes: list[str] = field(default_factory=list)
+
+
+def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
+    """Read flags and files. Raises BadInput; nothing is estimated yet."""
+    adopted = _adopted(flags.get("from_"))
+    name = model or (adopted.model if adopted else None)
+    if not name:
+        raise BadInput("no model given", hint=EXAMPLE)
+    values = recipe_values(flags)
+    gpu, count, words, notes = _card(flags, adopted)
+    architecture = hub.resolve_model(name)
+    if count is not None:
+        if values.get("num_gpus", count) != count:
+            raise BadInput(f"--gpu asks for {count} GPUs, --num-gpus for {values['num_gpus']}", hint="say it once")
+        values["num_gpus"] = count
+    recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
+    optimizer(recipe.optimizer), trainer(recipe.trainer)  # refuse unknown names before anything is computed
+    _check_targets(recipe, architecture)
+    reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
+    if reserve >= gpu.usable_bytes():
+        raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
+    found = Asked(architecture, gpu, recipe, values, reserve, adopted, gpu_words=words, notes=notes)
+    _notes(found)
+    return found
+
+
+def _adopted(path: str | None) -> Adopted | None:
+    if not path:
+        return None
+    from memfit.adopt import adopt
+
+    return adopt(Path(path))
+
+
+def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int | None, tuple[str, ...], list[str]]:
+    """(card, how many where it was said, the flags that say it, notes)."""
+    named, memory = flags.get("gpu"), flags.get("gpu_memory")
+    named = named or _gpu_of(adopted, flags.get("from_"))
+    words = ("--gpu", named) if named else ()
+    notes: list[str] = []
+    if memory:
+        gpu, count = cards.parse_gpu(named) if named else (None, None)
+        return cards.custom_gpu(parse_size(memory), gpu), count if named and count != 1 else None, (*words, "--gpu-memory", memory), notes
+    if not named or named == "local":
+        gpu = cards.local_gpu()
+        notes.append(f"the card in this machine: {gpu.name}")
+        return gpu, None, ("--gpu", "local"), notes
+    gpu, count = cards.parse_gpu(named)
+    if reading := cards.reading(named, gpu):
+        notes.append(reading)
+    return gpu, count if count != 1 else None, words, notes
+
+
+def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
+    """The card a recipe.toml was planned for."""
+    if adopted is None or adopted.format != "recipe" or not path:
+        return ""
+    from memfit import recipe_file
+
+    return recipe_file.read(Path(path)).gpu
+
+
+def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
+    known = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
+    for name in recipe.lora_targets:
+        if name not in known and name not in ("all-linear", "attention"):
+            raise UnknownName("LoRA module", name, known, hint=f"this model has {', '.join(sorted(known))}")
+
+
+def _notes(found: Asked) -> None:
+    """What was assumed, and what was said without effect."""
+    if (adopted := found.adopted) is not None:
+        found.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
+        if adopted.unknown:
+            found.notes.append(f"{adopted.format}: not understood, may matter to memory: {', '.join(adopted.unknown)}")
+    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
+    if useless and found.wanted.get("method") == "full":
+        found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters")
+
+
+# ---- estimate ------------------------------------------------------------------------------------------------------
+
+
+def exact_recipe(found: Asked) -> Recipe:
+    """The recipe as it would run: what the trainer and QLoRA decide by themselves is filled in, and said."""
+    recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
+    if recipe.method == "qlora" and "quantization" not in given:
+        recipe = recipe.but(quantization=QLORA_BASE)
+        found.notes.append(f"QLoRA base taken as --quantization {QLORA_BASE}")
+    default = trainer(recipe.trainer).default_loss
+    if "loss" not in given and recipe.loss != default:
+        recipe = recipe.but(loss=default)
+        found.notes.append(f"--loss {default}: the default of trainer {recipe.trainer}")
+    return recipe
+
+
+# ---- plan ----------------------------------------------------------------------------------------------------------
+
+
+def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
+    """(job, recipe to start from). The method and length of a `--from` file are part of the job; the rest may change."""
+    adopted, wanted = found.adopted, found.wanted
+    stated = set(adopted.stated) if adopted else set()
+    method = flags.get("method") or (found.recipe.method if "method" in stated else "auto")
+    recipe = found.recipe
+    if method == "qlora" and recipe.quantization == "none" and "quantization" not in wanted:
+        recipe = recipe.but(quantization=QLORA_BASE)
+    if found.dataset is not None and "sequence_length" not in {*wanted, *stated}:
+        recipe = recipe.but(sequence_length=_length_for(found))
+    batch = _effective_batch(found, flags)
+    job = Job(
+        architecture=found.architecture, gpu=found.gpu, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
+        effective_batch=batch, method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()), reserve=found.reserve,
+        longest_sample=found.dataset.lengths.longest if found.dataset else None,
+        dataset=found.dataset.path if found.dataset else "",
+    )  # fmt: skip
+    return job, recipe
+
+
+def _effective_batch(found: Asked, flags: Mapping[str, Any]) -> int:
+    """What was asked, or what micro-batch and accumulation say, or 16; never less than one sequence per GPU."""
+    asked_for, recipe, wanted = flags.get("effective_batch"), found.recipe, found.wanted
+    if asked_for is not None and not 1 <= asked_for <= LARGEST_BATCH:
+        raise BadInput(f"--effective-batch must be from 1 to {LARGEST_BATCH}, not {asked_for}", hint="16 is usual")
+    if "micro_batch" in wanted and "accumulation" in wanted:
+        if asked_for not in (None, recipe.effective_batch):
+            raise BadInput(
+                f"--micro-batch x --accumulation x GPUs is {recipe.effective_batch}, not --effective-batch {asked_for}",
+                hint="leave one of the three out",
+            )
+        return recipe.effective_batch
+    least = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
+    if asked_for is None:
+        from_file = found.adopted.effective_batch if found.adopted else None
+        return max(from_file or DEFAULT_BATCH, least)
+    if asked_for % least:
+        raise BadInput(f"--effective-batch {asked_for} is no multiple of {least} sequences", hint=f"for example {least * 2}")
+    return int(asked_for)
+
+
+def _length_for(found: Asked) -> int:
+    """The sequence length that holds nearly every sample of the data."""
+    from memfit.lengths import choose_sequence_length
+
+    assert found.dataset is not None
+    cut = choose_sequence_length(found.dataset.lengths)
+    found.notes.append(f"--sequence-length {cut.length} from the data: {cut.truncated:.1%} of the samples are cut")
+    return cut.length
+
+
+def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
+    """The same, with the training file read (`--data`, or the one the `--from` file names, where it exists)."""
+    path = flags.get("data")
+    if not path:
+        if flags.get("tokenizer"):
+            raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
+        return found
+    from memfit.data import read_dataset
+
+    with terminal.progress() as tell:
+        dataset = read_dataset(
+            path, flags.get("tokenizer"), progress=lambda done, size: tell("reading the data", done / max(size, 1))
+        )
+    found.notes += dataset.notes
+    if dataset.estimate:
+        found.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
+    if dataset.broken:
+        found.notes.append(f"{path}: {dataset.broken} records could not be used (see: memfit data {path})")
+    return replace(found, dataset=dataset)

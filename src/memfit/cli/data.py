@@ -1,0 +1,45 @@
+"""memfit data: how long the samples of a training file are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, Flag, takes
+
+EXAMPLES = ("memfit data train.jsonl --tokenizer ~/models/Llama-3.1-8B", "memfit data corpus.txt --tokenizer bytes")
+OWN = (
+    Flag("tokenizer", str, "tokenizer.json or its folder, or 'bytes'. Default: an estimate.", "PATH"),
+    Flag("text_field", str, "Read this field alone.", "NAME"),
+    Flag("limit", int, "Stop after so many samples.", "N"),
+    Flag("micro_batch", int, "Sequences per batch, for the padding column.", "N", default=4),
+)
+
+
+@takes(*OWN, *COMMON)
+def run(file: Annotated[str, typer.Argument(help="A .jsonl, .json, .txt, .csv, .tsv or .parquet file.", metavar="FILE")], **flags: Any) -> int:
+    """Count the tokens of a training file and show which sequence length it needs."""
+    from memfit.data import read_dataset
+    from memfit.errors import BadInput
+
+    if flags["micro_batch"] < 1:
+        raise BadInput(f"--micro-batch must be at least 1, not {flags['micro_batch']}", hint="for example --micro-batch 4")
+    with terminal.progress() as tell:
+        found = read_dataset(
+            file, flags["tokenizer"], text_field=flags["text_field"] or "", limit=flags["limit"],
+            progress=lambda done, size: tell("reading", done / max(size, 1)),
+        )  # fmt: skip
+    if flags["json"]:
+        terminal.show_json({"schema": "memfit.data/1", **found.summary()})
+        return 0
+    from memfit.report.dataset import DatasetFacts, dataset_view
+
+    facts = DatasetFacts(
+        path=found.path, lengths=found.lengths, layouts=found.layouts, tokenizer=found.tokenizer, estimate=found.estimate,
+        longest=found.longest, broken=[(b.line, b.reason) for b in found.examples], broken_count=found.broken,
+        complete=found.complete, notes=found.notes,
+    )  # fmt: skip
+    terminal.show(dataset_view(facts, flags["micro_batch"]))
+    return 0

@@ -1,0 +1,65 @@
+"""memfit estimate: the footprint of one recipe, as it is, and why."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.asked import Asked, asked, exact_recipe
+from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Flag, as_flags, takes
+from memfit.cli.verdict import EXIT_OF
+from memfit.footprint import Footprint
+from memfit.job import Recipe
+from memfit.plan import Judgement
+
+EXAMPLES = (
+    "memfit estimate meta-llama/Llama-2-7b-hf --gpu a100-80gb --micro-batch 4 --checkpointing full",
+    "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
+)
+WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors alive at the worst instant.", default=False)
+
+
+@takes(*CARD, FROM, WHY, *RECIPE, *COMMON)
+def run(
+    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    **flags: Any,
+) -> int:
+    """Say what one recipe needs, changing nothing about it."""
+    from memfit import combinations
+    from memfit.formula.estimate import estimate
+    from memfit.judge import judge
+
+    found = asked(model, flags)
+    recipe = combinations.check(exact_recipe(found), found.architecture, found.gpu)
+    footprint = estimate(found.architecture, recipe, found.gpu)
+    judgement = judge(footprint, found.gpu, found.reserve)
+    for line in found.notes:
+        terminal.note(line)
+    _show(found, recipe, footprint, judgement, flags)
+    return EXIT_OF[judgement.verdict]
+
+
+def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
+    from memfit.formula.account import Account
+    from memfit.report.why import explain
+
+    why = explain(Account(found.architecture, recipe, found.gpu), footprint.peak) if flags["why"] else None
+    if flags["json"]:
+        from memfit import codec
+
+        terminal.show_json(codec.estimate_doc(found.architecture, recipe, found.gpu, footprint, judgement, why))
+        return
+    from memfit.report.estimate import estimate_view
+
+    same = [found.architecture.name, *found.gpu_words, *as_flags(recipe)]
+    commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
+    commands.append(shlex.join(["memfit", "plan", found.architecture.name, *found.gpu_words]))
+    terminal.show(estimate_view(found.architecture, recipe, found.gpu, footprint, judgement, commands))
+    if why:
+        from memfit.report.why_view import why_view
+
+        terminal.show("")
+        terminal.show(why_view(why))

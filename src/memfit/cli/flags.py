@@ -1,0 +1,146 @@
+"""The flags as a table: one row each, shared by every command that takes it. Recipe flags are the fields of Recipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from memfit.errors import BadInput
+from memfit.job import Recipe
+
+Command = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One row. `kind` is what typer parses; choices and lists arrive as text and are read by `recipe_values`."""
+
+    name: str  # parameter name; the flag is the same with dashes
+    kind: type
+    help: str
+    metavar: str = ""
+    default: Any = None  # None: not given
+    panel: str = ""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+_HELP = {
+    "method": "What is trained.",
+    "precision": "What weights are stored and computed in; see 'memfit glossary precision'.",
+    "quantization": "How the frozen base of QLoRA is stored.",
+    "lora_rank": "Rank of the adapters.",
+    "lora_alpha": "Scale of the adapters; does not change memory.",
+    "lora_dropout": "Dropout in front of the adapters.",
+    "lora_targets": "Modules with adapters: names, 'all-linear' or 'attention'.",
+    "optimizer": "A row of 'memfit glossary optimizer', or Hugging Face's name for it.",
+    "micro_batch": "Sequences per forward pass on one GPU.",
+    "accumulation": "Forward and backward passes per optimizer step.",
+    "sequence_length": "Tokens per sequence.",
+    "padding": "How batches are filled.",
+    "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
+    "attention": "The attention kernel.",
+    "loss": "How logits and loss are computed.",
+    "offload": "What lives in host memory.",
+    "shard": "What is split over the GPUs: ZeRO-1, -2, -3 or FSDP.",
+    "num_gpus": "How many GPUs; --gpu 8xh100 says the same.",
+    "trainer": "The training loop, with a version if it matters: trl==1.3.",
+    "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
+}
+_METAVAR = {"lora_targets": "A,B,C", "trainer": "trl|transformers|torch[==VERSION]", "optimizer": "NAME", "alloc_conf": "TEXT"}
+_HINTS = get_type_hints(Recipe)
+
+
+def _recipe_flag(name: str) -> Flag:
+    hint = _HINTS[name]
+    choices = [c for c in get_args(hint) if isinstance(c, str)]
+    if choices:
+        return Flag(name, str, _HELP[name], "|".join(choices))
+    kind = hint if hint in (int, float) else str
+    metavar = {int: "N", float: "SHARE"}.get(kind, "TEXT")
+    return Flag(name, kind, _HELP[name], _METAVAR.get(name, metavar))
+
+
+RECIPE: tuple[Flag, ...] = tuple(_recipe_flag(f.name) for f in fields(Recipe))
+AUTO: tuple[Flag, ...] = tuple(
+    Flag("method", str, "What is trained; auto takes the first of full, LoRA and QLoRA that fits.", "auto|full|lora|qlora")
+    if row.name == "method" else row
+    for row in RECIPE
+)  # fmt: skip
+CARD: tuple[Flag, ...] = (
+    Flag("gpu", str, "A card of 'memfit gpus', several (8xh100), or 'local'. Default: the card in this machine.", "NAME"),
+    Flag("gpu_memory", str, "The card's memory as CUDA reports it, for one that is not in the table.", "40GiB"),
+    Flag("reserve", str, "Memory to keep free on purpose.", "1GiB"),
+)
+FROM = Flag("from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE")
+BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
+DATA: tuple[Flag, ...] = (
+    Flag("data", str, "A training file: its longest sample decides what must fit.", "FILE"),
+    Flag("tokenizer", str, "tokenizer.json or its folder, to count tokens exactly; or 'bytes'.", "PATH"),
+)
+OUT: tuple[Flag, ...] = (
+    Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
+    Flag("target", str, "What they are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag("force", bool, "Overwrite files, and write a recipe that does not fit.", default=False),
+)
+COMMON: tuple[Flag, ...] = (
+    Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
+    Flag("debug", bool, "Show tracebacks.", default=False),
+)
+
+
+def takes(*rows: Flag) -> Callable[[Command], Command]:
+    """Give a command the options of `rows` in place of its `**flags`; each arrives by name, None when not given."""
+
+    def wrap(function: Command) -> Command:
+        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        added = [_parameter(row) for row in rows]
+
+        def run(**values: Any) -> int:
+            return function(**values)
+
+        run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added)]
+        run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
+        return run
+
+    return wrap
+
+
+def _parameter(row: Flag) -> inspect.Parameter:
+    """An option as typer reads it. A Python keyword as a name gets an underscore: from -> from_."""
+    name = row.name + "_" if row.name in ("from",) else row.name
+    kind: Any = row.kind if row.kind is bool else row.kind | None
+    option = typer.Option(row.flag, help=row.help, metavar=row.metavar or None, show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=Annotated[kind, option])
+
+
+def recipe_values(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe fields among the flags that were given, as Recipe stores them; 'auto' is no recipe value."""
+    found = {row.name: flags[row.name] for row in RECIPE if flags.get(row.name) is not None}
+    if found.get("method") == "auto":
+        del found["method"]
+    if "lora_targets" in found:
+        found["lora_targets"] = tuple(part.strip() for part in found["lora_targets"].split(",") if part.strip())
+        if not found["lora_targets"]:
+            raise BadInput("--lora-targets names no module", hint="for example --lora-targets q_proj,v_proj")
+    return found
+
+
+def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:
+    """The flags that make this recipe from the defaults, ready to be typed: ['--method', 'lora', ...]."""
+    words: list[str] = []
+    for field in fields(Recipe):
+        value = getattr(recipe, field.name)
+        if field.default is not MISSING and value == field.default and field.name not in always:
+            continue
+        text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+        words += ["--" + field.name.replace("_", "-"), text]
+    return words

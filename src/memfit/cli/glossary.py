@@ -1,0 +1,44 @@
+"""memfit glossary: what the words mean."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, takes
+
+EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
+
+
+@takes(*COMMON)
+def run(
+    term: Annotated[list[str] | None, typer.Argument(help="One word or phrase.", metavar="TERM")] = None, **flags: Any
+) -> int:
+    """Explain the words memfit uses."""
+    from memfit.report.glossary import glossary_view, lookup, term_view
+
+    known = load()
+    if term:
+        one = lookup(known, " ".join(term))
+        if flags["json"]:
+            terminal.show_json({"schema": "memfit.glossary/1", "terms": [asdict(one)]})
+        else:
+            terminal.show(term_view(one))
+    elif flags["json"]:
+        terminal.show_json({"schema": "memfit.glossary/1", "terms": [asdict(t) for t in known]})
+    else:
+        terminal.show(glossary_view(known))
+    return 0
+
+
+def load() -> Any:
+    """The terms of glossary.toml."""
+    import tomllib
+    from importlib.resources import files
+
+    from memfit.report.glossary import terms
+
+    return terms(tomllib.loads((files("memfit") / "glossary.toml").read_text(encoding="utf-8")))

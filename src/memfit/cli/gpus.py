@@ -1,0 +1,55 @@
+"""memfit gpus: the cards memfit knows and what each is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from memfit.architecture import Architecture
+from memfit.cards import find_gpu, list_gpus
+from memfit.catalogue import Entry
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, takes
+from memfit.errors import MemfitError
+
+EXAMPLES = ("memfit gpus", "memfit gpus 4090")
+
+
+@takes(*COMMON)
+def run(
+    name: Annotated[str | None, typer.Argument(help="Show one card in full.", metavar="NAME")] = None, **flags: Any
+) -> int:
+    """List the GPUs memfit knows, with the largest model each trains."""
+    from memfit.catalogue import entries
+    from memfit.report.good_for import SETTING, good_for
+    from memfit.report.gpus import gpu_view, gpus_view
+
+    chosen = (find_gpu(name),) if name else list_gpus()
+    rows = good_for(chosen, entries(), loader())
+    if flags["json"]:
+        from memfit import codec
+
+        terminal.show_json(codec.gpus_doc(rows, SETTING))
+    else:
+        terminal.show(gpu_view(rows[0], SETTING) if name else gpus_view(rows, SETTING))
+    return 0
+
+
+def loader() -> Callable[[Entry], Architecture | None]:
+    """Reads each catalogued model once; None for those whose training is not modelled."""
+    from memfit.catalogue import config
+    from memfit.families import architecture
+
+    known: dict[str, Architecture | None] = {}
+
+    def load(entry: Entry) -> Architecture | None:
+        if entry.stem not in known:
+            try:
+                known[entry.stem] = architecture(config(entry), entry.id)
+            except MemfitError:
+                known[entry.stem] = None
+        return known[entry.stem]
+
+    return load

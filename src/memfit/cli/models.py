@@ -1,0 +1,34 @@
+"""memfit models: the catalogue, searched by text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, takes
+from memfit.errors import UnknownName
+from memfit.hub import list_models
+
+EXAMPLES = ("memfit models qwen",)
+
+
+@takes(*COMMON)
+def run(
+    text: Annotated[str, typer.Argument(help="Show only models whose name contains this.", metavar="TEXT")] = "", **flags: Any
+) -> int:
+    """List the models memfit knows without a network."""
+    every = list_models()
+    words = text.lower().split()
+    rows = [e for e in every if all(any(w in name.lower() for name in (*e.names, e.family)) for w in words)]
+    if not rows:
+        raise UnknownName("model", text, [n for e in every for n in e.names], hint="any org/name on Hugging Face works too")
+    if flags["json"]:
+        terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
+        return 0
+    from memfit.report.models import models_view
+
+    terminal.show(models_view(rows))
+    return 0

@@ -1,0 +1,89 @@
+"""memfit plan: the cheapest recipe that fits, the ladder that led to it, and the files to run it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.asked import Asked, asked, job_of, with_data
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, OUT, Flag, as_flags, takes
+from memfit.cli.verdict import EXIT_OF
+from memfit.errors import BadInput, Refused
+from memfit.plan import Plan
+
+EXAMPLES = (
+    "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
+    "memfit plan Qwen/Qwen2.5-7B --gpu 8xh100 --method full --data train.jsonl",
+    "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
+)
+ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
+
+
+@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, *AUTO, *COMMON)
+def run(
+    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    **flags: Any,
+) -> int:
+    """Find the cheapest recipe that fits and show what each technique buys."""
+    from memfit.cards import list_gpus
+    from memfit.planner import make_plan
+
+    target = _target(flags)
+    found = with_data(asked(model, flags), flags)
+    job, base = job_of(found, flags)
+    with terminal.progress() as tell:
+        plan = make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell)
+    for line in found.notes:
+        terminal.note(line)
+    _show(plan, found, flags)
+    if flags.get("out"):
+        _write(plan, target, Path(flags["out"]), flags["force"])
+    return EXIT_OF[plan.judgement.verdict]
+
+
+def _target(flags: dict[str, Any]) -> str:
+    """The export target, checked before anything is computed."""
+    if not flags.get("out"):
+        if flags.get("target") or flags.get("force"):
+            raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
+        return ""
+    from memfit.export import target
+
+    return target(flags.get("target") or "trl").key
+
+
+def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
+    from memfit.report.ladder import chosen_index
+
+    if flags["json"]:
+        from memfit import codec
+
+        terminal.show_json(codec.plan_doc(plan, chosen_index(plan)))
+        return
+    from memfit.report.plan import plan_view
+
+    terminal.show(plan_view(plan, next_commands(plan, found, bool(flags.get("out")))))
+
+
+def next_commands(plan: Plan, found: Asked, written: bool) -> list[str]:
+    """What could be typed next, ready to be copied."""
+    model, card = plan.job.architecture.name, list(found.gpu_words)
+    why = ["memfit", "estimate", model, *card, *as_flags(plan.recipe), "--why"]
+    cheat = ["memfit", "techniques", model, *card]
+    if plan.judgement.verdict == "misfit":
+        return [shlex.join(cheat), shlex.join(why)]
+    files = ["memfit", "plan", model, *card, "--out", "run/", "--target", "trl"]
+    return [shlex.join(words) for words in (*([] if written else [files]), why, cheat)]
+
+
+def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
+    from memfit.export import export, write
+
+    if plan.judgement.verdict == "misfit" and not force:
+        raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
+    for path in write(export(plan, target), folder, force):
+        terminal.note(f"wrote {path}")

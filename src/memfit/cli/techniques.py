@@ -1,0 +1,37 @@
+"""memfit techniques: the cheat sheet, computed for one run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import terminal
+from memfit.cli.asked import asked, job_of
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, takes
+
+EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090 --sequence-length 4096",)
+
+
+@takes(*CARD, BATCH, *AUTO, *COMMON)
+def run(
+    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    **flags: Any,
+) -> int:
+    """Show what every technique saves and costs in this run, and the switch for it in each framework."""
+    from memfit.planner import techniques
+
+    found = asked(model, flags)
+    job, base = job_of(found, flags)
+    rungs = techniques(job, base)
+    for line in found.notes:
+        terminal.note(line)
+    if flags["json"]:
+        from memfit import codec
+
+        terminal.show_json(codec.techniques_doc(job, rungs))
+        return 0
+    from memfit.report.techniques import techniques_view
+
+    terminal.show(techniques_view(job, rungs))
+    return 0

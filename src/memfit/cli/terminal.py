@@ -1,0 +1,111 @@
+"""Where output goes: renderables and JSON to stdout, notes, progress and errors to stderr, plain wherever it is piped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console, RenderableType
+
+UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
+SOON = 0.4  # seconds before progress is shown at all
+
+
+def show(view: RenderableType) -> None:
+    """A view on stdout."""
+    out = console(sys.stdout)
+    if out.is_terminal:
+        out.print(view)
+        return
+    with out.capture() as captured:
+        out.print(view)
+    # cells are padded to their column; in a pipe the padding of the last one is noise
+    sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().rstrip("\n").split("\n")))
+
+
+def show_json(document: Any) -> None:
+    """A document, or plain data, as JSON on stdout."""
+    from memfit import codec
+
+    sys.stdout.write(codec.dumps(document) + "\n")
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    _say("note:", "dim", text)
+
+
+def error(message: str, hint: str = "") -> None:
+    """What is wrong, and what to type next, on stderr."""
+    _say("error:", "bold red", message)
+    if hint:
+        _say("hint:", "bold", hint)
+
+
+def sentence(message: str) -> str:
+    """A message of typer's in our style: no capital, no full stop."""
+    message = " ".join(message.split()).rstrip(".")
+    return message[:1].lower() + message[1:]
+
+
+def console(file: TextIO) -> Console:
+    """A rich console that takes text literally. Without a terminal it never wraps."""
+    from rich.console import Console
+
+    made = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False, legacy_windows=False)
+    return made if made.is_terminal else Console(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)
+
+
+def _say(label: str, style: str, message: str) -> None:
+    from rich.text import Text
+
+    from memfit.report.words import visible
+
+    one_line = visible(" ".join(message.split()))
+    console(sys.stderr).print(Text.assemble((label, style), " ", one_line), soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """Yields tell(text, share of 1). Drawn on stderr only where that is a terminal, and only when it takes a while."""
+    if not sys.stderr.isatty():
+        yield lambda text, share: None
+        return
+    from time import monotonic
+
+    start, live = monotonic(), _Live()
+
+    def tell(text: str, share: float) -> None:
+        if monotonic() - start > SOON:
+            live.update(text, share)
+
+    try:
+        yield tell
+    finally:
+        live.stop()
+
+
+class _Live:
+    """A progress bar that is made when it is first needed."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.task: Any = None
+
+    def update(self, text: str, share: float) -> None:
+        if self.bar is None:
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), console=console(sys.stderr), transient=True)
+            self.task = self.bar.add_task(text, total=1.0)
+            self.bar.start()
+        self.bar.update(self.task, description=text, completed=share)
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
