@@ -31,7 +31,11 @@ def memfit(*arguments: str, columns: int = 100) -> str:
 
 def screen() -> str:
     """The first screen of the README."""
-    return "```\n$ memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090\n" + memfit("plan", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090") + "\n```\n"
+    return (
+        "```\n$ memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090\n"
+        + memfit("plan", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090")
+        + "\n```\n"
+    )
 
 
 def commands() -> str:
@@ -50,7 +54,9 @@ def commands() -> str:
 def file_tree() -> str:
     """Every module with the first sentence of its docstring."""
     rows, shown = ["```"], set()
-    for path in sorted((ROOT / "src" / "memfit").rglob("*.py"), key=lambda p: (len(p.relative_to(ROOT).parts) > 3, str(p))):
+    for path in sorted(
+        (ROOT / "src" / "memfit").rglob("*.py"), key=lambda p: (len(p.relative_to(ROOT).parts) > 3, str(p))
+    ):
         relative = path.relative_to(ROOT / "src")
         parent = relative.parent
         if parent not in shown:

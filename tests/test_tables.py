@@ -84,7 +84,9 @@ def test_every_trainer_names_losses_that_exist(row: Trainer) -> None:
     assert row.default_loss in ("full", "chunked", "fused")
 
 
-@pytest.mark.parametrize(("spec", "loss"), [("trl", "fused"), ("trl==1.8", "chunked"), ("trl==1.3", "full"), ("transformers", "full")])
+@pytest.mark.parametrize(
+    ("spec", "loss"), [("trl", "fused"), ("trl==1.8", "chunked"), ("trl==1.3", "full"), ("transformers", "full")]
+)
 def test_a_version_selects_its_row(spec: str, loss: str) -> None:
     assert trainer(spec).default_loss == loss
 

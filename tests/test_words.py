@@ -11,7 +11,14 @@ from memfit import errors, units
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("40GiB", 40 << 30), ("24 GB", 24 * 10**9), ("512MiB", 512 << 20), ("1.5gib", 3 << 29), ("123", 123), ("2 k", 2000)],
+    [
+        ("40GiB", 40 << 30),
+        ("24 GB", 24 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5gib", 3 << 29),
+        ("123", 123),
+        ("2 k", 2000),
+    ],
 )
 def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
     assert units.parse_size(text) == size

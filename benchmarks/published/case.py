@@ -81,3 +81,9 @@ def fixed_length(row: Row) -> int:
     if not row.seq_len.isdigit():
         raise NotCovered(f"sequence length '{row.seq_len}' is not known")
     return int(row.seq_len)
+
+
+def accumulation(row: Row) -> int:
+    """Micro-batches per step on one card; 1 when the source does not say."""
+    one = re.search(r"(\d+) for 1 GPU", row.grad_accum)
+    return max(int(one[1]) if one else row.number("grad_accum", 1), 1)

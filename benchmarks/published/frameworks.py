@@ -9,9 +9,7 @@ from published import litgpt
 from published.case import Case, NotCovered
 from published.rows import Row
 
-FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
-    (r"lit-?gpt", litgpt.case),
-)
+FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = ((r"lit-?gpt", litgpt.case),)
 
 
 def case_of(row: Row) -> Case:

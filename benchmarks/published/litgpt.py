@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memfit.job import Recipe
 from memfit.trainers import trainer
-from published.case import Case, NotCovered, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
+from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
 from published.rows import Row
 
 QUANTIZATIONS = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.fp4": "fp4", "none": "none"}
@@ -29,11 +29,13 @@ def case(row: Row) -> Case:
         method=row.method, precision=PRECISIONS[dtype], quantization=QUANTIZATIONS[row.quant],
         lora_rank=row.number("lora_rank", 8), lora_dropout=0.05, lora_targets=tuple(targets) or ("all-linear",),
         optimizer="paged-adamw-32bit" if "PagedAdamW" in row.optimizer else "adamw-foreach",
-        micro_batch=row.number("micro_batch", 1), accumulation=row.number("grad_accum", 1) or 1,
+        micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=fixed_length(row), checkpointing="full" if row.checkpointing.startswith("on") else "none",
         attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="litgpt",
     )  # fmt: skip
-    profile = replace(trainer("litgpt==0.3"), autocast="mixed" in dtype)
+    # where the longest sample is forced to come first, the step after it is shorter and holds less
+    again = "first iteration" not in row.notes
+    profile = replace(trainer("litgpt==0.3"), autocast="mixed" in dtype, keeps_loss=again)
     return Case(
         architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=profile,
         compared=compared_of(row),

@@ -79,7 +79,8 @@ class EstimateDoc(Body, frozen=True, kw_only=True):
     parameters: int
     gpu: GpuDoc
     why: tuple[Reason, ...] = ()  # with --why: the terms of each reason add up to it, the reasons to peak.device
-    tensors: tuple[Kept, ...] = ()  # with --why: what is alive at the worst instant
+    kept: tuple[Kept, ...] = ()  # with --why: the tensors the forward pass keeps for the backward pass
+    working: tuple[Kept, ...] = ()  # with --why: those at work at the worst instant
 
 
 class AskedDoc(Struct, frozen=True, kw_only=True):
@@ -166,10 +167,11 @@ def estimate_doc(
     """One footprint on one card, explained where `why` is given."""
     body = _body(recipe, footprint, judgement)
     card = gpu_doc(gpu, judgement.usable, recipe.num_gpus)
-    reasons, tensors = (why.reasons, why.tensors) if why else ((), ())
+    reasons, kept, working = (why.reasons, why.kept, why.working) if why else ((), (), ())
     return EstimateDoc(
-        model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, tensors=tensors, **body
-    )
+        model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, kept=kept,
+        working=working, **body,
+    )  # fmt: skip
 
 
 def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
@@ -197,7 +199,9 @@ def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
 def techniques_doc(job: Job, rungs: tuple[Rung, ...]) -> TechniquesDoc:
     """The cheat sheet of one run."""
     card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
-    return TechniquesDoc(model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)))
+    return TechniquesDoc(
+        model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs))
+    )
 
 
 def rung_doc(rung: Rung) -> RungDoc:
@@ -222,7 +226,16 @@ def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
 
 def asked_doc(job: Job) -> AskedDoc:
     """A job without its model and card, which the document names elsewhere."""
-    names = ("num_gpus", "sequence_length", "effective_batch", "method", "trainer", "reserve", "longest_sample", "dataset")
+    names = (
+        "num_gpus",
+        "sequence_length",
+        "effective_batch",
+        "method",
+        "trainer",
+        "reserve",
+        "longest_sample",
+        "dataset",
+    )
     return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
 
 

@@ -30,6 +30,7 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over
     code: str = "transformers"  # row of formula/codes.py: whose model code runs
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
@@ -46,7 +47,7 @@ class Trainer:
 
 
 _TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
-_LITGPT_HEADS = (("full", "litgpt"), ("chunked", "litgpt"), ("fused", "litgpt"))
+_LITGPT_HEADS = (("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt"))
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
@@ -64,10 +65,10 @@ TRAINERS: tuple[Trainer, ...] = (
     # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
     Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
             qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True, quantised_keeps_input=True,
-            dequantised_cast=True),
+            dequantised_cast=True, keeps_loss=True),
     Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
             adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
-            dequantised_cast=True),
+            dequantised_cast=True, keeps_loss=True),
 )  # fmt: skip
 
 CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13), "litgpt": (0, 5, 13)}

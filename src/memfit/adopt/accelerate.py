@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import harmless, spread
+import memfit.adopt.harmless as harmless
+import memfit.adopt.spread as spread
 from memfit.adopt.noun import Adopted, Keys, build, word
 
 NAME = "accelerate"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import harmless
+import memfit.adopt.harmless as harmless
 from memfit.adopt.noun import Keys, beside, word
 from memfit.adopt.parse import parse
 from memfit.errors import BadInput

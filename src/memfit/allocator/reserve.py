@@ -17,7 +17,7 @@ from memfit.units import human
 UNLIMITED = 1 << 44  # stands for the size of a card without a limit: above any card, below what addresses can hold
 
 
-class OutOfMemory(MemfitError):  # noqa: N818  (an answer of the card as much as an error)
+class OutOfMemory(MemfitError):
     """The card is full, with the numbers of torch.OutOfMemoryError; all sizes in bytes.
 
     `tried` is what the message calls "Tried to allocate" (the segment asked for), `requested` the tensor's bytes,

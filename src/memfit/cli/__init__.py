@@ -52,7 +52,9 @@ def _run(args: list[str]) -> int:
         sys.stdout.flush()
     except Misuse as misuse:
         where = getattr(misuse, "ctx", None)
-        terminal.error(terminal.sentence(misuse.format_message()), f"see: {where.command_path if where else 'memfit'} --help")
+        terminal.error(
+            terminal.sentence(misuse.format_message()), f"see: {where.command_path if where else 'memfit'} --help"
+        )
         return EXIT_BAD_INPUT
     return code if isinstance(code, int) else 0
 

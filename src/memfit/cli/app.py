@@ -37,7 +37,9 @@ def command() -> Any:
     @app.callback(invoke_without_command=True, epilog=_examples(EXAMPLE))
     def top(
         context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        ] = False,
     ) -> None:
         """Will this fit on my GPU, and if not, what is the cheapest change that makes it fit?"""
         if context.invoked_subcommand is None:

@@ -84,7 +84,12 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     notes: list[str] = []
     if memory:
         gpu, count = cards.parse_gpu(named) if named else (None, None)
-        return cards.custom_gpu(parse_size(memory), gpu), count if named and count != 1 else None, (*words, "--gpu-memory", memory), notes
+        return (
+            cards.custom_gpu(parse_size(memory), gpu),
+            count if named and count != 1 else None,
+            (*words, "--gpu-memory", memory),
+            notes,
+        )
     if not named or named == "local":
         gpu = cards.local_gpu()
         notes.append(f"the card in this machine: {gpu.name}")
@@ -178,7 +183,9 @@ def _effective_batch(found: Asked, flags: Mapping[str, Any]) -> int:
         from_file = found.adopted.effective_batch if found.adopted else None
         return max(from_file or DEFAULT_BATCH, least)
     if asked_for % least:
-        raise BadInput(f"--effective-batch {asked_for} is no multiple of {least} sequences", hint=f"for example {least * 2}")
+        raise BadInput(
+            f"--effective-batch {asked_for} is no multiple of {least} sequences", hint=f"for example {least * 2}"
+        )
     return int(asked_for)
 
 

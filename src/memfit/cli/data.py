@@ -19,13 +19,21 @@ OWN = (
 
 
 @takes(*OWN, *COMMON)
-def run(file: Annotated[str, typer.Argument(help="A .jsonl, .json, .txt, .csv, .tsv or .parquet file.", metavar="FILE")], **flags: Any) -> int:
-    """Count the tokens of a training file and show which sequence length it needs."""
+def run(
+    file: Annotated[str, typer.Argument(help="A .jsonl, .json, .txt, .csv, .tsv or .parquet file.", metavar="FILE")],
+    **flags: Any,
+) -> int:
+    """Count the tokens of a training file.
+
+    Shows which sequence length the samples need, and what padding would waste.
+    """
     from memfit.data import read_dataset
     from memfit.errors import BadInput
 
     if flags["micro_batch"] < 1:
-        raise BadInput(f"--micro-batch must be at least 1, not {flags['micro_batch']}", hint="for example --micro-batch 4")
+        raise BadInput(
+            f"--micro-batch must be at least 1, not {flags['micro_batch']}", hint="for example --micro-batch 4"
+        )
     with terminal.progress() as tell:
         found = read_dataset(
             file, flags["tokenizer"], text_field=flags["text_field"] or "", limit=flags["limit"],

@@ -19,15 +19,19 @@ EXAMPLES = (
     "memfit estimate meta-llama/Llama-2-7b-hf --gpu a100-80gb --micro-batch 4 --checkpointing full",
     "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
 )
-WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors alive at the worst instant.", default=False)
+WHY = Flag(
+    "why", bool, "Show every formula with its numbers, and the tensors alive at the worst instant.", default=False
+)
 
 
 @takes(*CARD, FROM, WHY, *RECIPE, *COMMON)
 def run(
-    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
+    ] = None,
     **flags: Any,
 ) -> int:
-    """Say what one recipe needs, changing nothing about it."""
+    """Say what one recipe needs, as it is."""
     from memfit import combinations
     from memfit.formula.estimate import estimate
     from memfit.judge import judge

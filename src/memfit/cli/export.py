@@ -18,7 +18,7 @@ GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", 
 
 @takes(GPU, *OUT, *COMMON)
 def run(file: Annotated[str, typer.Argument(help="A recipe.toml.", metavar="RECIPE")], **flags: Any) -> int:
-    """Write the files that run a recipe in another framework."""
+    """Write a recipe as another framework's files."""
     from memfit.export import export, target, write
 
     if not flags.get("out"):
@@ -27,9 +27,18 @@ def run(file: Annotated[str, typer.Argument(help="A recipe.toml.", metavar="RECI
     plan = plan_of_file(Path(file), flags.get("gpu") or "")
     paths = write(export(plan, row.key), Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
-        terminal.note(f"this recipe is {plan.judgement.verdict} on the {plan.job.gpu.name}: see memfit estimate --from {file}")
+        terminal.note(
+            f"this recipe is {plan.judgement.verdict} on the {plan.job.gpu.name}: see memfit estimate --from {file}"
+        )
     if flags["json"]:
-        terminal.show_json({"schema": "memfit.export/1", "target": row.key, "files": [str(p) for p in paths], "command": row.command(plan)})
+        terminal.show_json(
+            {
+                "schema": "memfit.export/1",
+                "target": row.key,
+                "files": [str(p) for p in paths],
+                "command": row.command(plan),
+            }
+        )
         return 0
     for path in paths:
         print(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from keyword import iskeyword
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -24,11 +25,15 @@ class Flag:
     help: str
     metavar: str = ""
     default: Any = None  # None: not given
-    panel: str = ""
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def parameter(self) -> str:
+        """The Python name; a keyword gets an underscore."""
+        return f"{self.name}_" if iskeyword(self.name) else self.name
 
 
 _HELP = {
@@ -53,7 +58,12 @@ _HELP = {
     "trainer": "The training loop, with a version if it matters: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
 }
-_METAVAR = {"lora_targets": "A,B,C", "trainer": "trl|transformers|torch[==VERSION]", "optimizer": "NAME", "alloc_conf": "TEXT"}
+_METAVAR = {
+    "lora_targets": "A,B,C",
+    "trainer": "trl|transformers|torch[==VERSION]",
+    "optimizer": "NAME",
+    "alloc_conf": "TEXT",
+}
 _HINTS = get_type_hints(Recipe)
 
 
@@ -74,11 +84,15 @@ AUTO: tuple[Flag, ...] = tuple(
     for row in RECIPE
 )  # fmt: skip
 CARD: tuple[Flag, ...] = (
-    Flag("gpu", str, "A card of 'memfit gpus', several (8xh100), or 'local'. Default: the card in this machine.", "NAME"),
+    Flag(
+        "gpu", str, "A card of 'memfit gpus', several (8xh100), or 'local'. Default: the card in this machine.", "NAME"
+    ),
     Flag("gpu_memory", str, "The card's memory as CUDA reports it, for one that is not in the table.", "40GiB"),
     Flag("reserve", str, "Memory to keep free on purpose.", "1GiB"),
 )
-FROM = Flag("from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE")
+FROM = Flag(
+    "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
+)
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
     Flag("data", str, "A training file: its longest sample decides what must fit.", "FILE"),
@@ -115,11 +129,12 @@ def takes(*rows: Flag) -> Callable[[Command], Command]:
 
 
 def _parameter(row: Flag) -> inspect.Parameter:
-    """An option as typer reads it. A Python keyword as a name gets an underscore: from -> from_."""
-    name = row.name + "_" if row.name in ("from",) else row.name
+    """An option as typer reads it."""
     kind: Any = row.kind if row.kind is bool else row.kind | None
     option = typer.Option(row.flag, help=row.help, metavar=row.metavar or None, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=Annotated[kind, option])
+    return inspect.Parameter(
+        row.parameter, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=Annotated[kind, option]
+    )
 
 
 def recipe_values(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +147,16 @@ def recipe_values(flags: Mapping[str, Any]) -> dict[str, Any]:
         if not found["lora_targets"]:
             raise BadInput("--lora-targets names no module", hint="for example --lora-targets q_proj,v_proj")
     return found
+
+
+def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
+    """The flags among `rows` that were given, ready to be typed again."""
+    words: list[str] = []
+    for row in rows:
+        value = flags.get(row.parameter)
+        if value is not None and value != row.default:
+            words += [row.flag] if row.kind is bool else [row.flag, str(value)]
+    return words
 
 
 def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:

@@ -21,7 +21,7 @@ EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 def run(
     name: Annotated[str | None, typer.Argument(help="Show one card in full.", metavar="NAME")] = None, **flags: Any
 ) -> int:
-    """List the GPUs memfit knows, with the largest model each trains."""
+    """List GPUs and what each is good for."""
     from memfit.catalogue import entries
     from memfit.report.good_for import SETTING, good_for
     from memfit.report.gpus import gpu_view, gpus_view

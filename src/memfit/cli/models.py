@@ -17,14 +17,17 @@ EXAMPLES = ("memfit models qwen",)
 
 @takes(*COMMON)
 def run(
-    text: Annotated[str, typer.Argument(help="Show only models whose name contains this.", metavar="TEXT")] = "", **flags: Any
+    text: Annotated[str, typer.Argument(help="Show only models whose name contains this.", metavar="TEXT")] = "",
+    **flags: Any,
 ) -> int:
-    """List the models memfit knows without a network."""
+    """List the models known without a network."""
     every = list_models()
     words = text.lower().split()
     rows = [e for e in every if all(any(w in name.lower() for name in (*e.names, e.family)) for w in words)]
     if not rows:
-        raise UnknownName("model", text, [n for e in every for n in e.names], hint="any org/name on Hugging Face works too")
+        raise UnknownName(
+            "model", text, [n for e in every for n in e.names], hint="any org/name on Hugging Face works too"
+        )
     if flags["json"]:
         terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
         return 0

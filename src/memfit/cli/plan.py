@@ -10,7 +10,7 @@ import typer
 
 from memfit.cli import terminal
 from memfit.cli.asked import Asked, asked, job_of, with_data
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, OUT, Flag, as_flags, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, OUT, Flag, as_flags, takes, typed
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
 from memfit.plan import Plan
@@ -25,10 +25,15 @@ ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
 
 @takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, *AUTO, *COMMON)
 def run(
-    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
+    ] = None,
     **flags: Any,
 ) -> int:
-    """Find the cheapest recipe that fits and show what each technique buys."""
+    """Find the cheapest recipe that fits.
+
+    Shows what each technique buys on the way, and on request writes the files that run the recipe.
+    """
     from memfit.cards import list_gpus
     from memfit.planner import make_plan
 
@@ -66,18 +71,19 @@ def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
         return
     from memfit.report.plan import plan_view
 
-    terminal.show(plan_view(plan, next_commands(plan, found, bool(flags.get("out")))))
+    terminal.show(plan_view(plan, next_commands(plan, found, flags)))
 
 
-def next_commands(plan: Plan, found: Asked, written: bool) -> list[str]:
+def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     """What could be typed next, ready to be copied."""
     model, card = plan.job.architecture.name, list(found.gpu_words)
-    why = ["memfit", "estimate", model, *card, *as_flags(plan.recipe), "--why"]
-    cheat = ["memfit", "techniques", model, *card]
+    same = typed(flags, (*CARD[2:], BATCH, *AUTO))
+    why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
+    cheat = ["memfit", "techniques", model, *card, *same]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(cheat), shlex.join(why)]
-    files = ["memfit", "plan", model, *card, "--out", "run/", "--target", "trl"]
-    return [shlex.join(words) for words in (*([] if written else [files]), why, cheat)]
+    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), "--out", "run/", "--target", "trl"]
+    return [shlex.join(words) for words in (*([] if flags.get("out") else [files]), why, cheat)]
 
 
 def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:

@@ -15,10 +15,15 @@ EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090 --sequence
 
 @takes(*CARD, BATCH, *AUTO, *COMMON)
 def run(
-    model: Annotated[str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
+    ] = None,
     **flags: Any,
 ) -> int:
-    """Show what every technique saves and costs in this run, and the switch for it in each framework."""
+    """Show what each technique buys in this run.
+
+    Also what it costs, and the switch that turns it on in each framework.
+    """
     from memfit.planner import techniques
 
     found = asked(model, flags)

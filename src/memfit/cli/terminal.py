@@ -101,7 +101,9 @@ class _Live:
         if self.bar is None:
             from rich.progress import BarColumn, Progress, TextColumn
 
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), console=console(sys.stderr), transient=True)
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), console=console(sys.stderr), transient=True
+            )
             self.task = self.bar.add_task(text, total=1.0)
             self.bar.start()
         self.bar.update(self.task, description=text, completed=share)

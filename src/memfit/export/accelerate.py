@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.export import deepspeed, launch, names
-from memfit.export.text import yaml_text
+import memfit.export.deepspeed as deepspeed
+import memfit.export.launch as launch
+import memfit.export.names as names
+from memfit.export.text import savings, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
 
@@ -14,13 +16,15 @@ def export(plan: Plan) -> dict[str, str]:
     """accelerate.yaml, with ds_config.json where the recipe needs DeepSpeed. Raises Unsupported."""
     names.check_method(plan.recipe)
     launch.check(plan.recipe)
-    return files(plan.recipe)
+    return files(plan)
 
 
-def files(recipe: Recipe) -> dict[str, str]:
-    """The launcher files of a recipe."""
+def files(plan: Plan) -> dict[str, str]:
+    """The launcher files of a plan."""
+    recipe, saved = plan.recipe, savings(plan)
+    told = saved.get("shard", "") or saved.get("offload", "")
     head = ["# accelerate launch --config_file accelerate.yaml train.py"]
-    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe), head=head)}
+    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe), {"fsdp_config": told, "deepspeed_config": told}, head)}
     if launch.backend(recipe) == "deepspeed":
         found[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe, auto=True))
     return found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import memfit.export.deepspeed as deepspeed
+import memfit.export.launch as launch
+import memfit.export.names as names
 from memfit.errors import Unsupported
-from memfit.export import deepspeed, launch, names
 from memfit.export.script import learning_rate
 from memfit.export.text import savings, stamp, summary, with_environment, yaml_text
 from memfit.job import Recipe

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memfit.export import launch, names
+import memfit.export.launch as launch
+import memfit.export.names as names
 from memfit.job import Recipe
 from memfit.plan import Plan
 

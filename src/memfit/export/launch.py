@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import memfit.export.names as names
 from memfit.errors import Unsupported
-from memfit.export import names
 from memfit.job import Recipe
 
 Backend = Literal["plain", "ddp", "fsdp", "deepspeed"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.export import launch, names
+import memfit.export.launch as launch
+import memfit.export.names as names
 from memfit.job import Recipe
 
 PINS = {

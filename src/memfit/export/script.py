@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memfit.export import launch, names
+import memfit.export.launch as launch
+import memfit.export.names as names
 from memfit.export.text import WIDTH, comment, literal, stamp, summary
 from memfit.job import Recipe
 from memfit.plan import Plan
 
 Setting = tuple[str, str, str]  # name, value as source text, comment
 
+NO_DATA = "data.jsonl"
 DATA_HELP = "JSON Lines file, or dataset on the Hub"
 ROWS = 'Each line of the data holds {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}.'
 
@@ -23,7 +25,7 @@ def head(plan: Plan, what: str, versions: str) -> list[str]:
         f"The recipe is in recipe.toml; {stamp(versions)}.",
         "",
         "    pip install -r requirements.txt",
-        f"    {launch.command(plan.recipe)} --data {_default_data(plan, shell=True)}",
+        f"    {launch.command(plan.recipe)} --data {NO_DATA}",
         "",
         ROWS,
         '"""',
@@ -31,14 +33,7 @@ def head(plan: Plan, what: str, versions: str) -> list[str]:
     ]
 
 
-def _default_data(plan: Plan, *, shell: bool = False) -> str:
-    data = plan.job.dataset or "data.jsonl"
-    if shell:
-        return data if all(c.isalnum() or c in "._-/" for c in data) else "data.jsonl"
-    return literal(data)
-
-
-def imports(plan: Plan, standard: Sequence[str], others: Sequence[str], saved: str = "") -> list[str]:
+def imports(plan: Plan, standard: Sequence[str], others: Sequence[str], saved: dict[str, str]) -> list[str]:
     """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
     lines = [f"import {name}" for name in standard if not name.startswith("from")]
     if plan.recipe.alloc_conf:
@@ -47,7 +42,7 @@ def imports(plan: Plan, standard: Sequence[str], others: Sequence[str], saved: s
     lines.append("")
     if not plan.recipe.alloc_conf:
         return [*lines, *others, ""]
-    why = "before torch is imported, which reads it once" + (f"; {saved}" if saved else "")
+    why = also("before torch is imported, which reads it once", saved, "alloc_conf")
     setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
     return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *others, ""]
 
@@ -90,23 +85,21 @@ def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     """The constants every script has: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
-    notes = {
-        "micro": saved.get("micro_batch", ""),
-        "steps": "; ".join(
-            filter(
-                None, (f"{product} = {r.effective_batch} sequences per optimizer step", saved.get("accumulation", ""))
-            )
-        ),
-    }
+    step = f"{product} = {r.effective_batch} sequences per optimizer step"
     return [
         ("MODEL", literal(plan.job.architecture.name), ""),
-        ("DATA", _default_data(plan), ""),
-        ("MAX_LENGTH", str(r.sequence_length), "tokens; longer samples are cut"),
-        ("MICRO_BATCH", str(r.micro_batch), notes["micro"]),
-        ("ACCUMULATION", str(r.accumulation), notes["steps"]),
+        ("DATA", literal(plan.job.dataset or NO_DATA), ""),
+        ("MAX_LENGTH", str(r.sequence_length), also("tokens; longer samples are cut", saved, "sequence_length")),
+        ("MICRO_BATCH", str(r.micro_batch), saved.get("micro_batch", "")),
+        ("ACCUMULATION", str(r.accumulation), also(step, saved, "accumulation")),
         ("LEARNING_RATE", learning_rate(r), "this and EPOCHS do not change memory"),
         ("EPOCHS", "1", ""),
     ]
+
+
+def also(note: str, saved: dict[str, str], field: str) -> str:
+    """A comment with what the field saved behind it."""
+    return f"{note}; {saved[field]}" if field in saved else note
 
 
 def adapters(plan: Plan, saved: dict[str, str]) -> list[str]:
@@ -121,7 +114,7 @@ def adapters(plan: Plan, saved: dict[str, str]) -> list[str]:
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
         lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
         lora |= {"target_modules": names.targets(recipe, plan.job.architecture), "task_type": "CAUSAL_LM"}
-        lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
+        lines += assign("LORA", "LoraConfig", lora, saved.get("method", "") or saved.get("lora_rank", ""))
     return lines
 
 

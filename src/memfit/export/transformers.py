@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import memfit.export.accelerate as accelerate
+import memfit.export.launch as launch
+import memfit.export.names as names
+import memfit.export.script as script
 from memfit.errors import Unsupported
-from memfit.export import accelerate, launch, names, script
 from memfit.export.requirements import requirements
 from memfit.export.text import literal, savings
 from memfit.job import Recipe
@@ -35,7 +38,7 @@ def export(plan: Plan) -> dict[str, str]:
     check(plan.recipe)
     files = {"train.py": train(plan), "requirements.txt": requirements(plan.recipe, "transformers")}
     if launch.backend(plan.recipe) != "plain":
-        files |= accelerate.files(plan.recipe)
+        files |= accelerate.files(plan)
     return files
 
 
@@ -57,9 +60,7 @@ def train(plan: Plan) -> str:
     """The text of train.py."""
     saved, recipe = savings(plan), plan.recipe
     lines = script.head(plan, "transformers", VERSIONS)
-    lines += script.imports(
-        plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved.get("alloc_conf", "")
-    )
+    lines += script.imports(plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved)
     lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
     lines += [*script.pieces(), *_TOKENIZE.splitlines(), *_load(recipe, saved), *_main(recipe, saved)]
     return "\n".join([*lines, *script.ending()])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import memfit.export.accelerate as accelerate
+import memfit.export.launch as launch
+import memfit.export.names as names
+import memfit.export.script as script
 from memfit.errors import Unsupported
-from memfit.export import accelerate, launch, names, script
 from memfit.export.requirements import requirements
 from memfit.export.text import literal, savings
 from memfit.job import Recipe
@@ -19,7 +22,7 @@ def export(plan: Plan) -> dict[str, str]:
     check(plan.recipe)
     files = {"train.py": train(plan), "requirements.txt": requirements(plan.recipe, "trl")}
     if launch.backend(plan.recipe) != "plain":
-        files |= accelerate.files(plan.recipe)
+        files |= accelerate.files(plan)
     return files
 
 
@@ -46,9 +49,7 @@ def train(plan: Plan) -> str:
     saved = savings(plan)
     recipe = plan.recipe
     lines = script.head(plan, "TRL", VERSIONS)
-    lines += script.imports(
-        plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved.get("alloc_conf", "")
-    )
+    lines += script.imports(plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved)
     lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
     lines += [*script.pieces(), "def main() -> None:", "    args = arguments()"]
     lines += script.call("config = SFTConfig(", _config(recipe, saved))
@@ -70,7 +71,7 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
         ("max_steps", "args.max_steps", ""),
         ("num_train_epochs", "EPOCHS", ""),
         ("learning_rate", "LEARNING_RATE", ""),
-        ("max_length", "MAX_LENGTH", saved.get("sequence_length", "")),
+        ("max_length", "MAX_LENGTH", ""),
     ]
     if recipe.padding == "packing":
         settings.append(("packing", "True", saved.get("padding", "")))

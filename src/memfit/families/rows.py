@@ -55,7 +55,13 @@ GEMMA2 = replace(
 )  # fmt: skip
 GEMMA3 = replace(GEMMA2, defaults=_GEMMA, qk_norm="head", window=windows.every(6), sdpa=True, rotary_tables=2)
 OLMO2 = replace(
-    LLAMA, defaults=UNTIED, mlp_bias=False, norm="rms_gemma", qk_norm="full", body=POST_INNER, placement="post_inner",
+    LLAMA,
+    defaults=UNTIED,
+    mlp_bias=False,
+    norm="rms_gemma",
+    qk_norm="full",
+    body=POST_INNER,
+    placement="post_inner",
     rotary_how="half_fp32_table",
 )
 GLM4_MOE = replace(

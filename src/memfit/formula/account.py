@@ -122,12 +122,15 @@ class Account:
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
             lines = self.resident(states=states, gradients=later, buffers=self.share.forward)
-            top, level = fold([*micro.forward, *micro.exits], self.meter, sum(line[2] for line in lines))
+            before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
+            if before:
+                lines = (*lines, ("activations", "inputs kept by the graph of the step before", before))
+            top, level = fold(micro.until_loss, self.meter, sum(line[2] for line in lines))
             found.append(Instant(phase, _named(top) + where, top.level, lines, top))
             change = self.share.backward - self.share.forward + (0 if later else sharded)
             lines = self.resident(states=states, gradients=later or bool(sharded), buffers=self.share.backward)
-            top, _ = fold(micro.backward, self.meter, level + change)
-            top.steps = [*micro.forward, *micro.exits, *top.steps]
+            top, _ = fold(micro.from_loss, self.meter, level - before + change)
+            top.steps = (*micro.until_loss.steps, *top.steps)
             found.append(Instant(phase, _named(top) + where, top.level, lines, top))
         return found
 
@@ -144,7 +147,7 @@ class Account:
         """One forward without gradients; its logits and loss exist at once."""
         micro = self.micro(train=False)
         lines = self.resident(states=True, gradients=False, buffers=self.share.forward)
-        top, _ = fold([*micro.forward, *micro.exits], self.meter, sum(line[2] for line in lines))
+        top, _ = fold(micro.until_loss, self.meter, sum(line[2] for line in lines))
         return Instant("eval", _named(top), top.level, lines, top)
 
     def load(self) -> Instant:

@@ -163,6 +163,8 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     loss, held = LOSSES[h.loss](rec, h, style, normed)
     del normed
     forward, rec.events = rec.events, []
+    split = rec.returned or len(forward)
+    forward, after = forward[:split], forward[split:]
     rec.exit_autocast()
     exit_events, rec.events = rec.events, []
     received = 0
@@ -172,13 +174,13 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         del first
         received = result.storage.id if result is not None and result.storage else 0
         held.clear()
-        backward = list(rec.events)
+        backward = [*after, *rec.events]
         del loss
         rec.events = []
         return finished(rec, forward, exit_events, backward, 0, received)
     del loss
     held.clear()
-    exit_events += rec.events
+    exit_events = [*after, *exit_events, *rec.events]
     rec.events = []
     return finished(rec, forward, exit_events, [], 0, 0)
 

@@ -84,6 +84,9 @@ class Recorder:
         self.release_gradients = False  # optimizer in backward: gradients die at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
         self.saves = 0  # tensors saved so far
+        # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
+        self.lingering: set[int] = set()
+        self.returned = 0  # events up to here happen before the model returns, where that is not all of the forward
         self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
         self.silent = False  # ... after which operations still leave their nodes, but make nothing
 

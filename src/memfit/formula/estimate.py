@@ -7,6 +7,7 @@ from memfit.allocator import Allocator
 from memfit.architecture import Architecture
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
+from memfit.formula.sharding import BUCKET_ELEMENTS
 from memfit.formula.timeline import Schedule, write
 from memfit.gpu import Gpu
 from memfit.job import Recipe
@@ -141,6 +142,8 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
+    if r.shard in ("optimizer", "gradients") or r.offload != "none":
+        assumptions.append(f"ZeRO buckets of {BUCKET_ELEMENTS:.0e} elements (DeepSpeed's own default is 5e8)")
     unknowns = [
         "context +-100 MiB on your driver"
         if "context_bytes" in account.gpu.unverified

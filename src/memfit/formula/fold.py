@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from memfit.formula.program import Segment, by_role
-from memfit.formula.run import MicroStep, Step
+from memfit.formula.run import Step, Stretch
 from memfit.formula.size import Basis, Dims, Size, added
 from memfit.tape import Role
 
@@ -16,6 +17,7 @@ class Meter:
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
         self.values: dict[Basis, int] = {}
+        self.heights: dict[Segment, tuple[int, int, int]] = {}
 
     def bytes(self, size: Size) -> int:
         """`size` in bytes."""
@@ -28,14 +30,17 @@ class Meter:
             total += coefficient * value
         return total
 
-    def top(self, segment: Segment) -> tuple[int, int]:
-        """The highest level inside a segment above its start, and the index of its event."""
-        best, at = 0, -1
-        for size, index in segment.peaks:
-            height = self.bytes(size)
-            if height > best:
-                best, at = height, index
-        return best, at
+    def top(self, segment: Segment) -> tuple[int, int, int]:
+        """The highest level inside a segment above its start, the index of its event, and what is left at the end."""
+        known = self.heights.get(segment)
+        if known is None:
+            best, at = 0, -1
+            for size, index in segment.peaks:
+                height = self.bytes(size)
+                if height > best:
+                    best, at = height, index
+            known = self.heights[segment] = best, at, self.bytes(segment.left)
+        return known
 
 
 @dataclass(slots=True)
@@ -43,16 +48,16 @@ class Peak:
     """A highest level with the place it was reached at."""
 
     level: int
-    steps: list[Step]  # completed before
+    steps: tuple[Step, ...]  # completed before
     step: Step | None
     event: int
 
     def by_role(self) -> dict[Role, dict[Basis, int]]:
         """What is alive at the peak, by role, as sizes."""
         total: dict[Role, dict[Basis, int]] = {}
-        for done in self.steps:
-            for role, size in done.segment.left_by_role.items():
-                added(total.setdefault(role, {}), size)
+        for done, times in Counter(step.segment for step in self.steps).items():
+            for role, size in done.left_by_role.items():
+                added(total.setdefault(role, {}), size, times)
         if self.step is not None:
             program = self.step.part.program
             events = self.step.segment.events[: self.event + 1]
@@ -61,25 +66,14 @@ class Peak:
         return total
 
 
-def fold(steps: list[Step], meter: Meter, start: int = 0) -> tuple[Peak, int]:
-    """Peak over `steps` and the level after them, both counted from `start` bytes.
-
-    Each distinct segment is evaluated once; the rest is additions.
-    """
-    heights: dict[int, tuple[int, int, int]] = {}
+def fold(stretch: Stretch, meter: Meter, start: int = 0) -> tuple[Peak, int]:
+    """Peak over a stretch and the level after it, both counted from `start` bytes."""
     level, best, where, event = start, start, -1, -1
-    for i, step in enumerate(steps):
-        segment = step.segment
-        known = heights.get(id(segment))
-        if known is None:
-            known = heights[id(segment)] = (*meter.top(segment), meter.bytes(segment.left))
-        height, index, left = known
-        if level + height > best:
-            best, where, event = level + height, i, index
-        level += left
+    for segment, first, count in stretch.runs:
+        height, index, left = meter.top(segment)
+        highest = count - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
+        if level + highest * left + height > best:
+            best, where, event = level + highest * left + height, first + highest, index
+        level += count * left
+    steps = stretch.steps
     return Peak(best, steps[: max(where, 0)], steps[where] if where >= 0 else None, event), level
-
-
-def whole(micro: MicroStep) -> list[Step]:
-    """Forward, the frees at its end, and backward."""
-    return [*micro.forward, *micro.exits, *micro.backward]

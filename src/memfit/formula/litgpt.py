@@ -82,6 +82,8 @@ def _attention(block: Block, x: Tensor) -> Tensor:
     q = ops.copy(rec, q_roped, {"T": n}, "concatenated queries")
     k = ops.copy(rec, k_roped, {"T": n}, "concatenated keys")
     y = kernel(block, q, k, v, replace(a, kv_heads=a.heads))
+    if block.style.kernel in ("flash", "cudnn"):  # they answer in the layout of q, which is by head
+        y = ops.copy(rec, y, label="contiguous output")
     return _linear(block, y, "attn.projection", block.width)
 
 
@@ -157,6 +159,9 @@ def head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, 
     logits = _whole_logits(rec, h, style, x) if style.trained else _chunked_logits(rec, h, style, x)
     wide = ops.cast(rec, logits, 4, "fp32 logits")
     del logits
+    rec.returned = len(rec.events)
+    if wide.storage:
+        rec.lingering.add(wide.storage.id)  # `logits` stays bound until the model returns the next ones
     flat = ops.copy(rec, wide, label="shifted logits") if style.trained else wide  # a view in chunks of whole rows
     loss = _scored(rec, flat, h.vocabulary, whole=style.trained)
     del flat
@@ -174,6 +179,9 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     weight: Elements = {"1": h.vocabulary * h.width}
     adapted, rank = style.lora_rank and "lm_head" in style.lora_targets, style.lora_rank
     kept: list[Tensor | None] = [x] if style.quantised_keeps_input and style.quantization != "none" else []
+    if rec.autocast and h.itemsize != rec.autocast:  # a frozen weight is cast, and its copy kept, for every chunk
+        casts = rec.new({("chunks", CHUNK, 0): h.vocabulary * h.width}, rec.autocast, "autocast copies of the head")
+        kept.append(casts)
     parts: list[Tensor | None] = [x]
     if adapted:
         dropped = ops.dropout(rec, x, 0.05 if style.lora_dropout and style.dropout else 0.0)
@@ -182,10 +190,12 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
         kept.append(hidden)
         parts += [hidden, ops.weight(rank * h.vocabulary, style.adapter, "lm_head.lora_B", True)]
         del dropped
+    if x in kept and x.storage:
+        rec.lingering.add(x.storage.id)
+    logits = rec.new({"T": h.vocabulary}, 2, "logits")
     working = _head_weight(rec, style, weight)
     del working
     working = [rec.new(chunk, 2, "logits of a chunk") for _ in range(2 if adapted else 0)]
-    logits = rec.new({"T": h.vocabulary}, 2, "logits")
     del working
     elements = x.elements
 
@@ -196,7 +206,10 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
         if adapted:
             working = rec.new(chunk, 2, "scaled gradient of a chunk")
             del working
-            grads += [rec.new({"T": rank}, 2, "lora gradient"), rec.new({"1": rank * h.vocabulary}, 2, "lora_B gradient")]
+            grads += [
+                rec.new({"T": rank}, 2, "lora gradient"),
+                rec.new({"1": rank * h.vocabulary}, 2, "lora_B gradient"),
+            ]
         return grads
 
     return rec.record(logits, parts, kept, backward)

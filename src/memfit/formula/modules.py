@@ -97,9 +97,7 @@ def _bert_mlp(name: str) -> bool:
     return name.startswith("output.dense")
 
 
-def base_linear(
-    rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
-) -> Tensor:
+def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
     """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
     if style.quantization != "none":
         return quantized_linear(rec, x, numel, shape, style)
@@ -133,7 +131,11 @@ def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, styl
         del held
         return [result]
 
-    y = rec.record(y, [x], [x] if style.quantised_keeps_input else [], backward)
+    if style.quantised_keeps_input and need:
+        y = rec.record(y, [x], [x], backward)
+        rec.lingering |= {x.storage.id} if x.storage else set()
+    else:
+        y = rec.record(y, [x], [], backward)
     del x
     return ops.cast(rec, y, before, "quantised output")
 

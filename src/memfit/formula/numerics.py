@@ -31,12 +31,13 @@ class Numerics:
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     """The widths a recipe means under a trainer.
 
-    DeepSpeed (shard optimizer or gradients) has no fp32 weights under autocast: it keeps 16-bit weights and gradients
+    DeepSpeed (sharded optimizer or gradients, offload) has no fp32 weights under autocast: it keeps 16-bit weights and gradients
     and shards an fp32 master copy, so mixed precision means that there.
     """
     full = recipe.method == "full"
     mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
-    master = recipe.precision == "bf16-master" or (full and mixed and recipe.shard in ("optimizer", "gradients"))
+    deepspeed = recipe.shard in ("optimizer", "gradients") or recipe.offload != "none"
+    master = recipe.precision == "bf16-master" or (full and mixed and deepspeed)
     # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
     wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
     weight = 4 if wide else 2

@@ -64,6 +64,7 @@ class Program:
     labels: dict[int, str]
     output: int
     input_gradient: int  # 0: none
+    lingering: Size  # see Recorder.lingering
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +102,10 @@ def finished(
     rec.roles[GRADIENT] = rec.roles[received] = "temporaries"
     first, middle, last = (Segment.of(events, rec.sizes, rec.roles) for events in (forward, exit_events, backward))
     rec.events = []
-    return Program(first, middle, last, rec.sizes, rec.roles, rec.labels, output, received)
+    lingering: dict[Basis, int] = {}
+    for id in rec.lingering:
+        added(lingering, rec.sizes[id])
+    return Program(first, middle, last, rec.sizes, rec.roles, rec.labels, output, received, lingering)
 
 
 def _run_forward(rec: Recorder, layer: Layer, style: Style, width: int, x: Tensor) -> tuple[Tensor, list[Tensor], int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 from memfit.architecture import Architecture
 from memfit.formula.ends import EmbeddingStyle, HeadStyle, embedding_program, head_program
 from memfit.formula.program import Program, Segment, block_program
+from memfit.formula.size import Basis, Size, added
 from memfit.formula.style import Style
 
 
@@ -28,7 +31,31 @@ class Step:
     instant: str
     segment: Segment
     part: Part
-    repeat: int = 1  # equal neighbours are folded together
+
+
+class Run(NamedTuple):
+    """Neighbouring steps that share a segment: `count` of them from step `first` on."""
+
+    segment: Segment
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Steps in order of time, and the same as runs: a model of equal blocks has few."""
+
+    steps: tuple[Step, ...]
+    runs: tuple[Run, ...]
+
+    @staticmethod
+    def of(*steps: Step) -> Stretch:
+        first, runs = 0, []
+        for _, equal in groupby(steps, key=lambda step: id(step.segment)):
+            run = tuple(equal)
+            runs.append(Run(run[0].segment, first, len(run)))
+            first += len(run)
+        return Stretch(steps, tuple(runs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +75,28 @@ class MicroStep:
         return [*first, *middle, Step("loss", self.head.program.forward, self.head)]
 
     @cached_property
+    def lingering(self) -> Size:
+        """What the graph of the step before still holds while a loop that keeps `loss` runs the next forward."""
+        total: dict[Basis, int] = {}
+        for part in (*self.blocks, self.head):
+            added(total, part.program.lingering)
+        return total
+
+    @cached_property
     def exits(self) -> list[Step]:
         """What the end of the forward frees."""
         parts = [self.embedding, *self.blocks, self.head]
         return [Step("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+
+    @cached_property
+    def until_loss(self) -> Stretch:
+        """The forward and the frees at its end, to be folded."""
+        return Stretch.of(*self.forward, *self.exits)
+
+    @cached_property
+    def from_loss(self) -> Stretch:
+        """The backward, to be folded."""
+        return Stretch.of(*self.backward)
 
     @cached_property
     def backward(self) -> list[Step]:

@@ -17,7 +17,9 @@ from memfit.job import Recipe
 # reduce-scatter (measured: 4.0 blocks above the end of the forward).
 GATHERED_FORWARD = 3
 GATHERED_BACKWARD = 3
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed reduce_bucket_size, used twice with overlap_comm
+BUCKET_ELEMENTS = (
+    50_000_000  # ZeRO reduce_bucket_size as memfit's exports write it (DeepSpeed's default: 5e8), used twice
+)
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 

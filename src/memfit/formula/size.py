@@ -1,7 +1,8 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
 Basis names: "1" constant · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
-"T32", "T128" B * S rounded up to 32 or 128 (kernel buffers) · "tile" min(T, 4096) · ("chunk", n, 0) B * min(S, n) · ("reduce", rows_of, columns, accumulators) the staging
+"T32", "T128" B * S rounded up to 32 or 128 (kernel buffers) · "tile" min(T, 4096) · ("chunk", n, 0) B * min(S, n) ·
+("chunks", n, 0) S / n rounded up · ("reduce", rows_of, columns, accumulators) the staging
 buffer of a reduction over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
@@ -50,6 +51,8 @@ class Dims:
             kind, columns, width = basis
             if kind == "chunk":
                 return b * min(s, columns)
+            if kind == "chunks":
+                return -(-s // columns)
             if kind == "reduce":
                 return reduce_staging(b * s, columns, width, self.multiprocessors, self.threads_per_multiprocessor)
             return embedding_sort(b * s, columns, width)

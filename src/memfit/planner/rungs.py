@@ -47,6 +47,12 @@ def _fused(r: Recipe, job: Job) -> Recipe:
     return r.but(loss="fused")
 
 
+def _offloaded(r: Recipe, what: str) -> Recipe:
+    """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host."""
+    precision = "fp16-mixed" if r.precision == "fp16-mixed" else "bf16-master"
+    return r.but(offload=what, optimizer="adamw", precision=precision if r.method == "full" else r.precision)
+
+
 LADDER: tuple[Step, ...] = (
     Step("mixed", "16-bit mixed precision", lambda r, j: r.but(precision=sixteen_bit(j.gpu)),
          "none: fp32 weights, 16-bit products",
@@ -85,9 +91,9 @@ LADDER: tuple[Step, ...] = (
          "none; PCIe traffic every step",
          {"trl": "activation_offloading=True", "transformers": 'activation_checkpointing_kwargs={"offload": True}',
           "axolotl": "gradient_checkpointing: offload"}, learns="", sets=("checkpointing",)),
-    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: r.but(offload="optimizer", optimizer="adamw"),
+    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, "optimizer"),
          "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full", sets=("offload",)),
-    Step("offload-parameters", "+ weights in host RAM", lambda r, j: r.but(offload="parameters", optimizer="adamw"),
+    Step("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, "parameters"),
          "none; every block crosses PCIe twice a step",
          {"deepspeed": '"offload_param": {"device": "cpu"}', "accelerate": "fsdp_offload_params: true"}, learns="full",
          sets=("offload",)),

@@ -33,18 +33,15 @@ def shares(peak: PhasePeak, judgement: Judgement) -> tuple[Share, ...]:
 
 
 def cells(sizes: Sequence[int], width: int) -> list[int]:
-    """Columns of each part: in proportion, whole, at least one where there is room, together exactly `width`."""
+    """Columns of each part: in proportion, whole, together exactly `width`; what is too thin to see gets none."""
     total = sum(sizes)
     if not total or width <= 0:
         return [0] * len(sizes)
     exact = [size * width / total for size in sizes]
-    found = [max(int(x), 1) if width >= len(sizes) else int(x) for x in exact]
-    by_need = sorted(range(len(sizes)), key=lambda i: found[i] - exact[i])
-    while sum(found) < width:
-        for i in by_need[: width - sum(found)]:
-            found[i] += 1
-    while sum(found) > width:
-        found[max(range(len(sizes)), key=lambda i: (found[i] - exact[i], found[i]))] -= 1
+    found = [int(x) for x in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: found[i] - exact[i])
+    for i in by_remainder[: width - sum(found)]:
+        found[i] += 1
     return found
 
 
@@ -80,24 +77,27 @@ class StackedBar:
         filled = max(round(inner * self.need / scale), 1)
         drawn = Text()
         for part, columns in zip(self.parts, cells([p.bytes for p in self.parts], filled), strict=True):
-            drawn.append(wall)
-            drawn.append(_inside(part, columns - 1), f"black on {part.word.colour}")
+            if columns:
+                drawn.append(wall)
+                drawn.append(_inside(part, columns - 1), f"black on {part.word.colour}")
         drawn.append(wall)
         drawn.append(" " * (inner + 1 - drawn.cell_len))
         limit = round(inner * self.usable / scale)
         if self.need <= self.usable:
             return Text.assemble(drawn, line, (label, "dim"))
-        return Text.assemble(drawn[:limit], (line, "bold red"), drawn[limit + 1 :], "\n", " " * limit, (f"{line}{label} usable", "dim"))
+        return Text.assemble(
+            drawn[:limit], (line, "bold red"), drawn[limit + 1 :], "\n", " " * limit, (f"{line}{label} usable", "dim")
+        )
 
     def _legend(self, ascii_only: bool) -> Text:
+        """Every part that rounds to something; no-break spaces keep a name and its number on one line."""
         mark = "#" if ascii_only else "■"
-        found = Text()
+        told = []
         for part in self.parts:
-            found.append(f"{mark} ", part.word.colour)
-            # a no-break space keeps a name and its number on one line
-            found.append(f"{part.word.title} {gib(part.bytes)}  ".replace(" ", "\N{NO-BREAK SPACE}")[:-2] + "  ")
-        found.rstrip()
-        return found
+            if gib(part.bytes) != gib(0):
+                label = f" {part.word.title} {gib(part.bytes)}".replace(" ", "\N{NO-BREAK SPACE}")
+                told.append(Text.assemble((mark, part.word.colour), label))
+        return Text("  ").join(told)
 
 
 def _inside(part: Share, width: int) -> str:

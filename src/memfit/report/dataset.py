@@ -34,9 +34,21 @@ class DatasetFacts:
 def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     """Summary, histogram, sequence lengths to choose from, and problems."""
     found = data.lengths
-    about = [f"{tokens(found.count)} samples", f"{tokens(found.tokens)} tokens", f"mean {found.tokens / found.count:,.0f}"]
+    about = [
+        f"{tokens(found.count)} samples",
+        f"{tokens(found.tokens)} tokens",
+        f"mean {found.tokens / found.count:,.0f}",
+    ]
     about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
-    parts: list[RenderableType] = [text(data.path, "bold"), text(DOT.join(about)), "", Histogram(found), "", _choices(found, micro_batch), ""]
+    parts: list[RenderableType] = [
+        text(data.path, "bold"),
+        text(DOT.join(about)),
+        "",
+        Histogram(found),
+        "",
+        _choices(found, micro_batch),
+        "",
+    ]
     facts = [("tokenizer:", data.tokenizer), ("layout:", DOT.join(f"{name} ({tokens(n)})" for name, n in data.layouts))]
     facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
     if data.estimate:
@@ -68,9 +80,21 @@ class Histogram:
 
 def _choices(lengths: Lengths, micro_batch: int) -> RenderableType:
     """What each sequence length would cut, pad and save."""
-    made = table("--sequence-length", ">samples cut", ">tokens lost", f">padding at micro-batch {micro_batch}", ">packed sequences")
+    made = table(
+        "--sequence-length",
+        ">samples cut",
+        ">tokens lost",
+        f">padding at micro-batch {micro_batch}",
+        ">packed sequences",
+    )
     cuts = {c.length: c for c in (choose_sequence_length(lengths, p) for p in (90, 95, 99, 100))}
     for cut in cuts.values():
         waste = padding_waste(lengths, micro_batch, cut.length)
-        made.add_row(tokens(cut.length), f"{cut.truncated:.1%}", f"{cut.lost:.1%}", f"{waste.share:.0%}", tokens(packed(lengths, cut.length)))
+        made.add_row(
+            tokens(cut.length),
+            f"{cut.truncated:.1%}",
+            f"{cut.lost:.1%}",
+            f"{waste.share:.0%}",
+            tokens(packed(lengths, cut.length)),
+        )
     return made

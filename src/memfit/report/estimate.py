@@ -53,7 +53,11 @@ def estimate_view(
 def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]:
     """What the numbers take for granted, and what nobody can know from here."""
     unknowns = (*footprint.unknowns, f"prediction ±{gib(judgement.band)} GiB")
-    return [("source:", footprint.source), ("assumed:", DOT.join(footprint.assumptions)), ("not known:", DOT.join(unknowns))]
+    return [
+        ("source:", footprint.source),
+        ("assumed:", DOT.join(footprint.assumptions)),
+        ("not known:", DOT.join(unknowns)),
+    ]
 
 
 def _lines(footprint: Footprint) -> RenderableType:

@@ -68,7 +68,9 @@ Load = Callable[[Entry], Architecture | None]  # None: not modelled
 def good_for(gpus: Iterable[Gpu], entries: Sequence[Entry], load: Load) -> tuple[GpuRow, ...]:
     """One row per card. `load` is asked only for models that might fit."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
-    newest = {(e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)}  # llama-3.3-70b, not llama-3-70b
+    newest = {
+        (e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)
+    }  # llama-3.3-70b, not llama-3-70b
     search = _Search(sorted(newest.values(), key=lambda e: -(e.parameters or 0)), load)
     return tuple(GpuRow(gpu, search.of(gpu)) for gpu in gpus)
 
@@ -110,7 +112,9 @@ class _Search:
 def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
     """What about a chip moves a gibibyte: the attention kernel it runs, and the size of its cuBLAS workspaces."""
     capability = gpu.compute_capability or (8, 0)
-    kernels = {attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in set(architecture.layers)}
+    kernels = {
+        attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in set(architecture.layers)
+    }
     return frozenset(kernels), capability[0] >= 9
 
 

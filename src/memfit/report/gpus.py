@@ -11,7 +11,6 @@ from memfit.report.good_for import GpuRow, Largest
 from memfit.report.layout import paragraphs, table, text
 from memfit.units import GB, billions, gib
 
-
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
@@ -36,11 +35,20 @@ def gpu_view(row: GpuRow, setting: str) -> Group:
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "-"
     facts = [
         ("--gpu", ", ".join((gpu.short, *gpu.aliases))),
-        ("memory", f"{gpu.sold_bytes / GB:.0f} GB sold · {gib(gpu.total_bytes, 2)} GiB for CUDA · {gib(gpu.usable_bytes(), 2)} GiB usable"),
-        ("chip", " · ".join(filter(None, (gpu.vendor, gpu.arch, f"compute capability {capability}", f"{gpu.sm_count} SMs")))),
+        (
+            "memory",
+            f"{gpu.sold_bytes / GB:.0f} GB sold · {gib(gpu.total_bytes, 2)} GiB for CUDA · {gib(gpu.usable_bytes(), 2)} GiB usable",
+        ),
+        (
+            "chip",
+            " · ".join(filter(None, (gpu.vendor, gpu.arch, f"compute capability {capability}", f"{gpu.sm_count} SMs"))),
+        ),
         ("speed", f"{gpu.bandwidth / GB:,.0f} GB/s · {gpu.bf16_flops / 1e12:.0f} TFLOP/s bf16, dense"),
         ("bus", f"{gpu.pcie or '-'} · link {gpu.link_bandwidth / GB:.0f} GB/s one way"),
-        ("price", f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""),
+        (
+            "price",
+            f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else "",
+        ),
         ("unverified", ", ".join(gpu.unverified)),
         ("note", gpu.note),
     ]

@@ -47,14 +47,28 @@ class Ladder:
             rung = self.plan.ladder[chosen]
             title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
             better = rung.judgement.need - self.plan.judgement.need
-            rows.add_row(arrow, text(title), gib(self.plan.judgement.need), gib(better), "", why(self.plan.judgement), style="bold")
+            rows.add_row(
+                arrow,
+                text(title),
+                gib(self.plan.judgement.need),
+                gib(better),
+                "",
+                why(self.plan.judgement),
+                style="bold",
+            )
         yield rows
 
 
 def row(rung: Rung, first: bool) -> tuple[Text | str, ...]:
     """The cells of one rung: title, peak, buys, step time, why."""
     buys = "-" if first else gib(rung.saved)
-    return text(rung.title), gib(rung.judgement.need), buys, f"{rung.step_time:.2f}x", text(rung.why or why(rung.judgement))
+    return (
+        text(rung.title),
+        gib(rung.judgement.need),
+        buys,
+        f"{rung.step_time:.2f}x",
+        text(rung.why or why(rung.judgement)),
+    )
 
 
 def why(judgement: Judgement) -> str:
@@ -70,9 +84,12 @@ def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
     """What the chosen recipe gives up in quality: the caveats of the rungs whose changes it still carries."""
     if not ladder:
         return ()
-    found, before = [], ladder[0].recipe
+    found: list[str] = []
+    before = ladder[0].recipe
     for rung in ladder[1:]:
         moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
+        if rung.recipe.method != before.method:
+            found.clear()  # what was given up for trained weights does not matter to frozen ones
         kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
         if kept and rung.caveat and not rung.caveat.startswith("none"):
             found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")

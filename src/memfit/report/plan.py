@@ -27,6 +27,7 @@ from memfit.report.words import (
 from memfit.units import gib
 
 SHOWN_REFUSALS = 3
+_LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
 
 
 def plan_view(plan: Plan, commands: Sequence[str] = ()) -> Group:
@@ -52,7 +53,12 @@ def _head(plan: Plan) -> Ends:
 def _asked(plan: Plan) -> str:
     job = plan.job
     method = "method chosen by the ladder" if job.method == "auto" else method_title(plan.recipe)
-    parts = [f"sequence {job.sequence_length}", f"effective batch {job.effective_batch}", method, f"trainer {job.trainer}"]
+    parts = [
+        f"sequence {job.sequence_length}",
+        f"effective batch {job.effective_batch}",
+        method,
+        f"trainer {job.trainer}",
+    ]
     if job.longest_sample:
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
     return DOT.join(parts)
@@ -78,9 +84,15 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     found += [("quality:", line) for line in costs(plan.ladder, plan.recipe)]
     found += [("note:", line) for line in plan.notes]
     if plan.seconds_per_step:
-        found.append(("time:", f"about {clock(plan.seconds_per_step)} per optimizer step (roofline, see memfit glossary roofline)"))
-    if limits := [f"{k.replace('_', ' ')} {tokens(v)}" for k, v in plan.largest.items() if v]:
-        found.append(("largest:", f"{DOT.join(limits)} would still fit, each with the rest as it is"))
+        found.append(
+            (
+                "time:",
+                f"about {clock(plan.seconds_per_step)} per optimizer step (roofline, see memfit glossary roofline)",
+            )
+        )
+    limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
+    if limits:
+        found.append(("largest:", f"{' or '.join(limits)} would still fit, with the rest as it is"))
     found += [("refused:", f"{r.title}: {r.why}") for r in plan.refused[:SHOWN_REFUSALS]]
     found.append(("assumed:", DOT.join(plan.footprint.assumptions)))
     found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{gib(plan.judgement.band)} GiB"))))

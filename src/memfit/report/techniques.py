@@ -32,7 +32,9 @@ def _table(rungs: Sequence[Rung]) -> RenderableType:
         words, style = VERDICT_WORDS[rung.judgement.verdict]
         word = Text({"FITS": "fits", "DOES NOT FIT": "over"}.get(words, "tight"), style.removeprefix("bold "))
         saves = "-" if i == 0 else gib(rung.saved)
-        made.add_row(text(rung.title), saves, gib(rung.judgement.need), f"{rung.step_time:.2f}x", word, text(rung.caveat))
+        made.add_row(
+            text(rung.title), saves, gib(rung.judgement.need), f"{rung.step_time:.2f}x", word, text(rung.caveat)
+        )
     return made
 
 

@@ -48,6 +48,7 @@ class Kept:
     role: Role
     bytes: int
     count: int
+    per_token: bool  # the size grows with the tokens of a micro-batch
 
     @property
     def total(self) -> int:
@@ -56,12 +57,12 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """A peak explained. `tensors` are those of `tensors_at`, which is the peak itself unless no tensor moves there."""
+    """A peak explained, and the tensors behind it."""
 
     peak: PhasePeak
     reasons: tuple[Reason, ...]
-    tensors: tuple[Kept, ...]
-    tensors_at: str
+    kept: tuple[Kept, ...]  # by the forward pass for the backward pass: what makes activations
+    working: tuple[Kept, ...]  # alive at the worst instant beside them
     tokens: int
     blocks: int
 
@@ -73,13 +74,13 @@ def explain(account: Account, peak: PhasePeak) -> Why:
     reasons = [_static(account, *line) for line in worst.static]
     reasons += _moving(account, worst) if worst.peak else []
     reasons += _around(account, peak)
-    shown = worst if worst.peak else max(account.passes("step", states=True), key=lambda i: i.requested)
-    tensors = alive(account, shown.peak) if shown.peak else ()
-    return Why(peak, tuple(reasons), tensors, _named(shown), account.recipe.tokens, len(account.architecture.layers))
-
-
-def _named(instant: Instant) -> str:
-    return f"{instant.name} ({instant.phase.replace('_', ' ')})"
+    micro = account.micro()
+    forward = alive(account, Peak(0, [*micro.forward, *micro.exits], None, -1))
+    at_worst = alive(account, worst.peak) if worst.peak else ()
+    return Why(
+        peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
+        tuple(k for k in at_worst if k.role == "temporaries"), account.recipe.tokens, len(account.architecture.layers),
+    )  # fmt: skip
 
 
 # ---- what lies still -----------------------------------------------------------------------------------------------
@@ -131,7 +132,9 @@ def _base(account: Account) -> Told:
 
 def _scales(account: Account) -> Told:
     row = QUANTIZATIONS[account.recipe.quantization]
-    per = f"one scale of {row.scale_bytes} B per {row.block} weights" if row.block else f"{row.per_row} B per output row"
+    per = (
+        f"one scale of {row.scale_bytes} B per {row.block} weights" if row.block else f"{row.per_row} B per output row"
+    )
     return f"what makes packed weights readable: {per}, and tables", []
 
 
@@ -143,7 +146,10 @@ def _upcast(account: Account) -> Told:
 
 def _adapter(account: Account) -> Told:
     r, n = account.recipe, account.numerics
-    words = f"rank {r.lora_rank}: two thin matrices beside each of {', '.join(r.lora_targets)}, in {WIDTHS[n.adapter]}"
+    where = {"all-linear": "every linear layer", "attention": "the attention projections"}.get(
+        r.lora_targets[0], ", ".join(r.lora_targets)
+    )
+    words = f"rank {r.lora_rank}: two thin matrices beside {where} of every block, in {WIDTHS[n.adapter]}"
     return words, [_product(account.static.trained, n.adapter)]
 
 
@@ -155,7 +161,9 @@ def _master(account: Account) -> Told:
 def _gradients(account: Account) -> Told:
     n, full = account.numerics, account.recipe.method == "full"
     width = n.weight if full else n.adapter
-    return f"one number per trained weight, as wide as the weight ({width} B)", [_product(account.static.trained, width)]
+    return f"one number per trained weight, as wide as the weight ({width} B)", [
+        _product(account.static.trained, width)
+    ]
 
 
 def _states(account: Account) -> Told:
@@ -186,7 +194,11 @@ def _kept_wide(account: Account) -> int:
     row = account.optimizer
     if not (account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1):
         return 0
-    return sum(w.numel for w in account.architecture.weights if w.kind == "embedding") if account.recipe.method == "full" else 0
+    return (
+        sum(w.numel for w in account.architecture.weights if w.kind == "embedding")
+        if account.recipe.method == "full"
+        else 0
+    )
 
 
 def _batch(account: Account) -> Told:
@@ -213,7 +225,9 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     "batch": _batch,
     "cuBLAS workspaces": _workspaces,
     "communication buckets": _said("where gradients are gathered to be sent to the other GPUs"),
-    "gathered blocks": _said("blocks whose sharded weights exist whole while they compute, and what reduces their gradients"),
+    "gathered blocks": _said(
+        "blocks whose sharded weights exist whole while they compute, and what reduces their gradients"
+    ),
     "optimizer step buffers": _said("temporaries of the optimizer's step"),
     "weight being converted": _said("one weight on its way from the width it is read in to the width it is kept in"),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
@@ -251,20 +265,29 @@ def _moving(account: Account, worst: Instant) -> list[Reason]:
         terms = tuple(Term(f"{place}s" if place == "block" else place, size) for place, size in places.items())
         found.append(Reason(role, label, sum(places.values()), words, terms))
     if rest:  # a block and the next one disagree about the width of what passes between them
-        found.append(Reason("temporaries", "not attributed", rest, "counted in the peak, of no known tensor", (Term(f"{rest:,} B", rest),)))
+        found.append(
+            Reason(
+                "temporaries",
+                "not attributed",
+                rest,
+                "counted in the peak, of no known tensor",
+                (Term(f"{rest:,} B", rest),),
+            )
+        )
     return found
 
 
 def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
     """Every tensor that exists at a peak beside weights and states, largest group first."""
-    counts: dict[tuple[str, str, Role, int], int] = {}
+    counts: dict[tuple[str, str, Role, int, bool], int] = {}
     for part, id, role in _living(peak):
         program = part.program
         where = "block" if part.index >= 0 else part.title
         label = "block input" if role == "activations" and id == program.output else program.labels[id]
-        key = (where, label, role, account.meter.bytes(program.sizes[id]))
+        size = program.sizes[id]
+        key = (where, label, role, account.meter.bytes(size), all(str(basis).startswith("T") for basis in size))
         counts[key] = counts.get(key, 0) + 1
-    found = [Kept(*key, count) for key, count in counts.items() if key[3]]
+    found = [Kept(*key[:4], count, key[4]) for key, count in counts.items() if key[3]]
     return tuple(sorted(found, key=lambda k: (-k.total, k.label)))
 
 

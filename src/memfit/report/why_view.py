@@ -13,16 +13,20 @@ from memfit.report.why import Kept, Reason, Why
 from memfit.report.words import ROLE_WORDS, instant, tokens
 from memfit.units import human
 
-ROWS = 16  # tensors shown by name; the small ones are summed
+ROWS = 20  # tensors shown by name; the small ones are summed
 
 
 def why_view(why: Why) -> Group:
-    """The arithmetic of the peak, then the tensors of its worst instant."""
-    parts: list[RenderableType] = [text(f"why {human(why.peak.levels.device)}: {instant(why.peak)}", "bold"), _sums(why.reasons)]
-    if why.tensors:
-        total = sum(kept.total for kept in why.tensors)
-        title = f"tensors alive at {why.tensors_at}: {human(total)} in {why.blocks} blocks, {tokens(why.tokens)} tokens"
-        parts += ["", text(title, "bold"), _tensors(why)]
+    """The arithmetic of the peak, then the tensors the forward pass keeps and those at work at the worst instant."""
+    parts: list[RenderableType] = [
+        text(f"why {human(why.peak.levels.device)}: {instant(why.peak)}", "bold"),
+        _sums(why.reasons),
+    ]
+    per_token = sum(k.bytes * k.count for k in why.kept if k.where == "block" and k.per_token) // max(why.tokens, 1)
+    kept = f"kept by the forward pass for the backward pass: {human(sum(k.total for k in why.kept))}, {human(per_token)} per token in {why.blocks} blocks"
+    for title, group in ((kept, why.kept), (f"at work at the worst instant, {why.peak.instant}", why.working)):
+        if group:
+            parts += ["", text(title, "bold"), _tensors(group, why.tokens)]
     return Group(*parts)
 
 
@@ -44,14 +48,14 @@ def _sums(reasons: Sequence[Reason]) -> Table:
     return grid
 
 
-def _tensors(why: Why) -> RenderableType:
-    made = table("tensor", "role", ">B per token", ">tokens", ">tensors", ">together")
-    shown, rest = why.tensors[:ROWS], why.tensors[ROWS:]
+def _tensors(group: Sequence[Kept], count: int) -> RenderableType:
+    made = table("tensor", ">B per token", ">x tokens", ">x tensors", ">together")
+    shown, rest = group[:ROWS], group[ROWS:]
     for kept in shown:
-        made.add_row(text(_place(kept)), ROLE_WORDS[kept.role].title, *_per_token(kept, why.tokens), tokens(kept.count), human(kept.total))
+        made.add_row(text(_place(kept)), *_per_token(kept, count), tokens(kept.count), human(kept.total))
     if rest:
         many, total = sum(k.count for k in rest), sum(k.total for k in rest)
-        made.add_row(text(f"{len(rest)} smaller kinds"), "", "", "", tokens(many), human(total))
+        made.add_row(text(f"{len(rest)} smaller kinds"), "", "", tokens(many), human(total))
     return made
 
 
@@ -61,6 +65,6 @@ def _place(kept: Kept) -> str:
 
 def _per_token(kept: Kept, count: int) -> tuple[str, str]:
     """Bytes per token and tokens; a tensor that does not grow with the tokens shows its size alone."""
-    if kept.bytes % count:
+    if not kept.per_token or kept.bytes % count:
         return human(kept.bytes), "-"
     return tokens(kept.bytes // count), tokens(count)

@@ -67,7 +67,9 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     facts += [recipe.precision, optimizer(recipe.optimizer).title]
     facts.append("no checkpointing" if recipe.checkpointing == "none" else f"checkpointing {recipe.checkpointing}")
     facts += [f"{recipe.loss} loss", f"{recipe.attention} attention"]
-    facts += [f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"]
+    facts += [
+        f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
+    ]
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
 
@@ -101,7 +103,9 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 def room(judgement: Judgement) -> str:
     """'8.5 GiB headroom' or '3.2 GiB over'."""
-    return f"{gib(judgement.headroom)} GiB headroom" if judgement.headroom >= 0 else f"{gib(-judgement.headroom)} GiB over"
+    return (
+        f"{gib(judgement.headroom)} GiB headroom" if judgement.headroom >= 0 else f"{gib(-judgement.headroom)} GiB over"
+    )
 
 
 def instant(peak: PhasePeak) -> str:
@@ -124,5 +128,7 @@ def clock(seconds: float) -> str:
     for limit, divisor, unit in ((1, 1, "s"), (90, 1, "s"), (5400, 60, "min")):
         if seconds < limit:
             value = seconds / divisor
-            return f"{value:.2f} {unit}" if value < 1 else f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+            return (
+                f"{value:.2f} {unit}" if value < 1 else f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+            )
     return f"{seconds / 3600:.1f} h"
