@@ -145,7 +145,7 @@ def test_lora_without_checkpointing_can_need_more_activations_than_full_fine_tun
         account = Account(model, recipe, GPU)
         _, backward = account.passes("step", states=True)[:2]
         assert backward.peak is not None
-        kept[method] = account.meter.bytes(backward.peak.by_role()["activations"])
+        kept[method] = account.meter.bytes(backward.peak.by_role["activations"])
     assert kept["lora"] > kept["full"]
 
 

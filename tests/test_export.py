@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import export
+from memfit import framework_names as names
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
-from memfit.export import launch, names
+from memfit.export import launch
 from memfit.job import Recipe
 from memfit.plan import Judgement
 from memfit.recipe_file import loads

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memfit import Recipe, combinations, errors, find_gpu, resolve_model
 from memfit.architecture import Weight
-from memfit.formula.ends import LOSSES
+from memfit.formula.losses import LOSSES
 from memfit.job import check_values
 from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
 from memfit.quantization import QUANTIZATIONS, Quantization

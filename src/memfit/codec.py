@@ -343,3 +343,8 @@ def json_schema() -> Mapping[str, Any]:
         "oneOf": list(shapes),
         "$defs": dict(sorted(parts.items())),
     }
+
+
+def schema_text() -> str:
+    """docs/schema.json."""
+    return msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n"

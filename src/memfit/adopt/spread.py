@@ -11,7 +11,7 @@ import memfit.adopt.harmless as harmless
 from memfit.adopt.noun import Keys, beside, word
 from memfit.adopt.parse import parse
 from memfit.errors import BadInput
-from memfit.export.names import our_optimizer
+from memfit.framework_names import our_optimizer
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 KERNELS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from memfit.cli import terminal
 from memfit.errors import EXIT_BAD_INPUT, MemfitError
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: list[str]) -> int:
     """Hand over to typer; its usage errors become ours. Commands return their exit code (None: 0)."""
-    from memfit.cli.app import Exit, Misuse, command
+    from memfit.cli.tree import Exit, Misuse, command
 
     entry = command()
     if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
@@ -64,3 +65,12 @@ def _reader_gone() -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     return EXIT_PIPE
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, the typer application, made when a documentation or completion tool asks for it."""
+    if name == "app":
+        from memfit.cli.tree import make
+
+        return make()
+    raise AttributeError(f"module 'memfit.cli' has no attribute {name!r}")

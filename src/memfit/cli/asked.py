@@ -14,7 +14,7 @@ from memfit.cli.flags import recipe_values
 from memfit.errors import BadInput, UnknownName
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe, check_values
-from memfit.optimizers import optimizer
+from memfit.optimizers import OPTIMIZERS, optimizer
 from memfit.trainers import trainer
 from memfit.units import parse_size
 
@@ -58,7 +58,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
             raise BadInput(f"--gpu asks for {count} GPUs, --num-gpus for {values['num_gpus']}", hint="say it once")
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
-    optimizer(recipe.optimizer), trainer(recipe.trainer)  # refuse unknown names before anything is computed
+    _check_names(recipe)
     _check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
     if reserve >= gpu.usable_bytes():
@@ -109,6 +109,16 @@ def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
     return recipe_file.read(Path(path)).gpu
 
 
+def _check_names(recipe: Recipe) -> None:
+    """Refuse unknown names before anything is computed."""
+    try:
+        optimizer(recipe.optimizer)
+    except UnknownName as error:
+        error.hint = error.hint or f"choose one of {', '.join(OPTIMIZERS)}"
+        raise
+    trainer(recipe.trainer)
+
+
 def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
     known = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
     for name in recipe.lora_targets:
@@ -130,8 +140,10 @@ def _notes(found: Asked) -> None:
 # ---- estimate ------------------------------------------------------------------------------------------------------
 
 
-def exact_recipe(found: Asked) -> Recipe:
+def exact_recipe(found: Asked, method: str | None) -> Recipe:
     """The recipe as it would run: what the trainer and QLoRA decide by themselves is filled in, and said."""
+    if method == "auto":
+        raise BadInput("--method auto is for memfit plan", hint="choose one of full, lora, qlora")
     recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
     if recipe.method == "qlora" and "quantization" not in given:
         recipe = recipe.but(quantization=QLORA_BASE)
@@ -150,7 +162,7 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """(job, recipe to start from). The method and length of a `--from` file are part of the job; the rest may change."""
     adopted, wanted = found.adopted, found.wanted
     stated = set(adopted.stated) if adopted else set()
-    method = flags.get("method") or (found.recipe.method if "method" in stated else "auto")
+    method: Any = flags.get("method") or (found.recipe.method if "method" in stated else "auto")
     recipe = found.recipe
     if method == "qlora" and recipe.quantization == "none" and "quantization" not in wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
@@ -178,7 +190,7 @@ def _effective_batch(found: Asked, flags: Mapping[str, Any]) -> int:
                 hint="leave one of the three out",
             )
         return recipe.effective_batch
-    least = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
+    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
     if asked_for is None:
         from_file = found.adopted.effective_batch if found.adopted else None
         return max(from_file or DEFAULT_BATCH, least)
@@ -216,5 +228,7 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
     if dataset.estimate:
         found.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
     if dataset.broken:
-        found.notes.append(f"{path}: {dataset.broken} records could not be used (see: memfit data {path})")
+        found.notes.append(
+            f"{path}: {dataset.broken} record{'s' if dataset.broken > 1 else ''} could not be used (see: memfit data {path})"
+        )
     return replace(found, dataset=dataset)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memfit.cli import terminal
-from memfit.cli.asked import Asked, asked, exact_recipe
 from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
-from memfit.footprint import Footprint
-from memfit.job import Recipe
-from memfit.plan import Judgement
+
+if TYPE_CHECKING:
+    from memfit.cli.asked import Asked
+    from memfit.footprint import Footprint
+    from memfit.job import Recipe
+    from memfit.plan import Judgement
 
 EXAMPLES = (
     "memfit estimate meta-llama/Llama-2-7b-hf --gpu a100-80gb --micro-batch 4 --checkpointing full",
@@ -33,11 +35,12 @@ def run(
 ) -> int:
     """Say what one recipe needs, as it is."""
     from memfit import combinations
+    from memfit.cli.asked import asked, exact_recipe
     from memfit.formula.estimate import estimate
     from memfit.judge import judge
 
     found = asked(model, flags)
-    recipe = combinations.check(exact_recipe(found), found.architecture, found.gpu)
+    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
     footprint = estimate(found.architecture, recipe, found.gpu)
     judgement = judge(footprint, found.gpu, found.reserve)
     for line in found.notes:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memfit.architecture import Architecture
-from memfit.cards import find_gpu, list_gpus
-from memfit.catalogue import Entry
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, takes
 from memfit.errors import MemfitError
+
+if TYPE_CHECKING:
+    from memfit.architecture import Architecture
+    from memfit.catalogue import Entry
 
 EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 
@@ -22,6 +23,7 @@ def run(
     name: Annotated[str | None, typer.Argument(help="Show one card in full.", metavar="NAME")] = None, **flags: Any
 ) -> int:
     """List GPUs and what each is good for."""
+    from memfit.cards import find_gpu, list_gpus
     from memfit.catalogue import entries
     from memfit.report.good_for import SETTING, good_for
     from memfit.report.gpus import gpu_view, gpus_view

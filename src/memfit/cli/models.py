@@ -10,7 +10,6 @@ import typer
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, takes
 from memfit.errors import UnknownName
-from memfit.hub import list_models
 
 EXAMPLES = ("memfit models qwen",)
 
@@ -21,6 +20,8 @@ def run(
     **flags: Any,
 ) -> int:
     """List the models known without a network."""
+    from memfit.hub import list_models
+
     every = list_models()
     words = text.lower().split()
     rows = [e for e in every if all(any(w in name.lower() for name in (*e.names, e.family)) for w in words)]

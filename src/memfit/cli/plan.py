@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memfit.cli import terminal
-from memfit.cli.asked import Asked, asked, job_of, with_data
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, OUT, Flag, as_flags, takes, typed
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
-from memfit.plan import Plan
+
+if TYPE_CHECKING:
+    from memfit.cli.asked import Asked
+    from memfit.plan import Plan
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
@@ -35,6 +37,7 @@ def run(
     Shows what each technique buys on the way, and on request writes the files that run the recipe.
     """
     from memfit.cards import list_gpus
+    from memfit.cli.asked import asked, job_of, with_data
     from memfit.planner import make_plan
 
     target = _target(flags)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import terminal
-from memfit.cli.asked import asked, job_of
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, takes
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090 --sequence-length 4096",)
@@ -24,6 +23,7 @@ def run(
 
     Also what it costs, and the switch that turns it on in each framework.
     """
+    from memfit.cli.asked import asked, job_of
     from memfit.planner import techniques
 
     found = asked(model, flags)

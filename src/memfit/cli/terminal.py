@@ -20,7 +20,7 @@ def show(view: RenderableType) -> None:
     """A view on stdout."""
     out = console(sys.stdout)
     if out.is_terminal:
-        out.print(view)
+        out.print(view, crop=False)  # commands are left to the terminal's own wrapping
         return
     with out.capture() as captured:
         out.print(view)

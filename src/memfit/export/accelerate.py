@@ -6,7 +6,7 @@ from typing import Any
 
 import memfit.export.deepspeed as deepspeed
 import memfit.export.launch as launch
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.export.text import savings, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import memfit.export.deepspeed as deepspeed
 import memfit.export.launch as launch
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.errors import Unsupported
 from memfit.export.script import learning_rate
 from memfit.export.text import savings, stamp, summary, with_environment, yaml_text

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import memfit.export.launch as launch
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.job import Recipe
 from memfit.plan import Plan
 

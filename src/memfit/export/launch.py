@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.errors import Unsupported
 from memfit.job import Recipe
 
@@ -45,8 +45,9 @@ def numbers(recipe: Recipe) -> names.Numbers:
     if backend(recipe) == "fsdp" and recipe.precision == "bf16" and recipe.method == "full":
         # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
         return names.Numbers(weights="bfloat16", mixed="no")
-    if backend(recipe) == "deepspeed" and found.mixed == "fp16":
-        return names.Numbers(weights="float16", mixed="fp16")  # DeepSpeed holds fp16 weights and an fp32 master copy
+    if found.mixed == "fp16" and (backend(recipe) == "deepspeed" or recipe.method != "full"):
+        # DeepSpeed holds fp16 weights and an fp32 master copy; a frozen base needs no fp32 weights at all
+        return names.Numbers(weights="float16", mixed="fp16")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import memfit.export.launch as launch
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.job import Recipe
 
 PINS = {

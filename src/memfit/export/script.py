@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import memfit.export.launch as launch
-import memfit.export.names as names
+import memfit.framework_names as names
 from memfit.export.text import WIDTH, comment, literal, stamp, summary
 from memfit.job import Recipe
 from memfit.plan import Plan

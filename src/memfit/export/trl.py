@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import memfit.export.accelerate as accelerate
 import memfit.export.launch as launch
-import memfit.export.names as names
 import memfit.export.script as script
+import memfit.framework_names as names
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
 from memfit.export.text import literal, savings

@@ -83,7 +83,7 @@ class Account:
         key = (
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
-            tuple(w < r.sequence_length for w in _windows(a)), r.precision,
+            tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
         )  # fmt: skip
         found = _MICRO.get(key)
         if found is None:
@@ -125,13 +125,12 @@ class Account:
             before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
             if before:
                 lines = (*lines, ("activations", "inputs kept by the graph of the step before", before))
-            top, level = fold(micro.until_loss, self.meter, sum(line[2] for line in lines))
-            found.append(Instant(phase, _named(top) + where, top.level, lines, top))
+            level, top = sum(line[2] for line in lines), fold(micro.until_loss, self.meter)
+            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
             change = self.share.backward - self.share.forward + (0 if later else sharded)
             lines = self.resident(states=states, gradients=later or bool(sharded), buffers=self.share.backward)
-            top, _ = fold(micro.from_loss, self.meter, level - before + change)
-            top.steps = (*micro.until_loss.steps, *top.steps)
-            found.append(Instant(phase, _named(top) + where, top.level, lines, top))
+            level, top = level + top.left - before + change, fold(micro.from_loss, self.meter)
+            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
         return found
 
     def optimizer_step(self, phase: Phase) -> Instant:
@@ -147,8 +146,8 @@ class Account:
         """One forward without gradients; its logits and loss exist at once."""
         micro = self.micro(train=False)
         lines = self.resident(states=True, gradients=False, buffers=self.share.forward)
-        top, _ = fold(micro.until_loss, self.meter, sum(line[2] for line in lines))
-        return Instant("eval", _named(top), top.level, lines, top)
+        top = fold(micro.until_loss, self.meter)
+        return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
 
     def load(self) -> Instant:
         """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.architecture import Norm
-from memfit.formula import litgpt, ops
+from memfit.formula import litgpt, ops, shifted
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import norm
 from memfit.formula.program import Program, finished
@@ -138,6 +138,8 @@ class HeadStyle:
     bias: bool = False
     label_share: float = 1.0
     labels: bool = True
+    upcast: bool = True  # the model's code casts the logits to fp32 before it scores them
+    batched: bool = False  # several sequences: dropping the last token of each leaves no view
 
 
 TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
@@ -259,4 +261,9 @@ def _tile(rec: Recorder, h: HeadStyle, itemsize: int) -> Tensor:
     return rec.new({"tile": min(TILE_VOCABULARY, h.vocabulary)}, itemsize, "tile of logits")
 
 
-LOSSES = {"full": _full, "fused": _fused, **litgpt.LOSSES}
+def _shifted(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    logits = [_logits(rec, h, style, x)]
+    return shifted.head(rec, h, logits.pop()), []
+
+
+LOSSES = {"full": _full, "shifted": _shifted, "fused": _fused, **litgpt.LOSSES}

@@ -65,23 +65,21 @@ def _replayable(recipe: Recipe) -> bool:
     return recipe.shard == "none" and recipe.offload == "none" and recipe.num_gpus == 1
 
 
+def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
+    """The run's own allocations: load, first step, later step. n > 0 allocates, n < 0 frees allocation -n (from 1)."""
+    s, r = account.static, account.recipe
+    passes = 1 if account.released else r.accumulation
+    schedule = Schedule(s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, passes)
+    return write(schedule, account.micro(), account.micro(accumulating=True), account.meter)
+
+
 def _replayed(account: Account) -> dict[Phase, Levels]:
     """Levels by phase from the allocator; device is left equal to reserved."""
-    s, r = account.static, account.recipe
-    schedule = Schedule(
-        s.stored,
-        s.state_tensors,
-        s.step_groups,
-        account.workspace,
-        8 * r.tokens,
-        1 if account.released else r.accumulation,
-    )
-    sections = write(schedule, account.micro(), account.micro(accumulating=True), account.meter)
-    settings: AllocSettings = parse_alloc_conf(r.alloc_conf)
+    settings: AllocSettings = parse_alloc_conf(account.recipe.alloc_conf)
     allocator = Allocator(None, settings)
     levels: dict[Phase, Levels] = {}
     blocks = []
-    for phase, ops in sections:
+    for phase, ops in tape_of(account):
         allocator.reset_peak_stats()
         for op in ops:
             if op > 0:
@@ -127,7 +125,7 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
         "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
     }  # fmt: skip
     lines = []
-    for role, size in instant.peak.by_role().items():
+    for role, size in instant.peak.by_role.items():
         lines.append(Line(role, titles.get(role, role), account.meter.bytes(size)))
     return lines
 

@@ -1,9 +1,11 @@
-"""Fold a micro-step into its highest level: the maximum over instants, in requested bytes."""
+"""Fold a stretch of steps into its highest level: the maximum over instants, in requested bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from memfit.formula.program import Segment, by_role
 from memfit.formula.run import Step, Stretch
@@ -12,12 +14,13 @@ from memfit.tape import Role
 
 
 class Meter:
-    """Evaluates sizes for one batch, each basis once."""
+    """Evaluates sizes for one batch: each basis, each segment and each stretch once."""
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
         self.values: dict[Basis, int] = {}
-        self.heights: dict[Segment, tuple[int, int, int]] = {}
+        self.tops: dict[Segment, tuple[int, int, int]] = {}
+        self.peaks: dict[Stretch, Peak] = {}
 
     def bytes(self, size: Size) -> int:
         """`size` in bytes."""
@@ -31,27 +34,27 @@ class Meter:
         return total
 
     def top(self, segment: Segment) -> tuple[int, int, int]:
-        """The highest level inside a segment above its start, the index of its event, and what is left at the end."""
-        known = self.heights.get(segment)
-        if known is None:
-            best, at = 0, -1
-            for size, index in segment.peaks:
-                height = self.bytes(size)
-                if height > best:
-                    best, at = height, index
-            known = self.heights[segment] = best, at, self.bytes(segment.left)
-        return known
+        """The highest level inside a segment above its start, the index of its event, and what the segment leaves."""
+        best, at = 0, -1
+        for size, index in segment.peaks:
+            height = self.bytes(size)
+            if height > best:
+                best, at = height, index
+        self.tops[segment] = best, at, self.bytes(segment.left)
+        return self.tops[segment]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False)
 class Peak:
-    """A highest level with the place it was reached at."""
+    """The highest level of a stretch, in bytes above its start, with the place it is reached at."""
 
-    level: int
-    steps: tuple[Step, ...]  # completed before
+    height: int
+    steps: Sequence[Step]  # completed before
     step: Step | None
     event: int
+    left: int = 0  # level at the end of the stretch, in bytes above its start
 
+    @cached_property
     def by_role(self) -> dict[Role, dict[Basis, int]]:
         """What is alive at the peak, by role, as sizes."""
         total: dict[Role, dict[Basis, int]] = {}
@@ -66,14 +69,23 @@ class Peak:
         return total
 
 
-def fold(stretch: Stretch, meter: Meter, start: int = 0) -> tuple[Peak, int]:
-    """Peak over a stretch and the level after it, both counted from `start` bytes."""
-    level, best, where, event = start, start, -1, -1
-    for segment, first, count in stretch.runs:
-        height, index, left = meter.top(segment)
-        highest = count - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
-        if level + highest * left + height > best:
-            best, where, event = level + highest * left + height, first + highest, index
-        level += count * left
-    steps = stretch.steps
-    return Peak(best, steps[: max(where, 0)], steps[where] if where >= 0 else None, event), level
+def fold(stretch: Stretch, meter: Meter) -> Peak:
+    """The peak of a stretch; folded once for each meter."""
+    known = meter.peaks.get(stretch)
+    if known is None:
+        known = meter.peaks[stretch] = _folded(stretch, meter)
+    return known
+
+
+def _folded(stretch: Stretch, meter: Meter) -> Peak:
+    tops, steps = meter.tops, stretch.steps
+    height, where, event, level = 0, -1, -1, 0
+    for segment, first, times in stretch.runs:
+        top, index, left = tops.get(segment) or meter.top(segment)
+        highest = times - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
+        if level + highest * left + top > height:
+            height, where, event = level + highest * left + top, first + highest, index
+        level += times * left
+    if where < 0:
+        return Peak(height, steps[: stretch.begin], None, event, level)
+    return Peak(height, steps[:where], steps[where], event, level)

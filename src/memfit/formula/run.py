@@ -34,28 +34,29 @@ class Step:
 
 
 class Run(NamedTuple):
-    """Neighbouring steps that share a segment: `count` of them from step `first` on."""
+    """Neighbouring steps that share a segment: `times` of them from step `first` on."""
 
     segment: Segment
     first: int
-    count: int
+    times: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """Steps in order of time, and the same as runs: a model of equal blocks has few."""
+    """Steps in order of time, those from `begin` on also as runs: a model of equal blocks has few."""
 
     steps: tuple[Step, ...]
+    begin: int
     runs: tuple[Run, ...]
 
     @staticmethod
-    def of(*steps: Step) -> Stretch:
-        first, runs = 0, []
+    def of(steps: Sequence[Step], before: Sequence[Step] = ()) -> Stretch:
+        first, runs = len(before), []
         for _, equal in groupby(steps, key=lambda step: id(step.segment)):
             run = tuple(equal)
             runs.append(Run(run[0].segment, first, len(run)))
             first += len(run)
-        return Stretch(steps, tuple(runs))
+        return Stretch((*before, *steps), len(before), tuple(runs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +92,12 @@ class MicroStep:
     @cached_property
     def until_loss(self) -> Stretch:
         """The forward and the frees at its end, to be folded."""
-        return Stretch.of(*self.forward, *self.exits)
+        return Stretch.of([*self.forward, *self.exits])
 
     @cached_property
     def from_loss(self) -> Stretch:
-        """The backward, to be folded."""
-        return Stretch.of(*self.backward)
+        """The backward, to be folded; what came before belongs to its peak."""
+        return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
     def backward(self) -> list[Step]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memfit.architecture import Architecture, Layer
+from memfit.formula import shifted
 from memfit.formula.ends import EmbeddingStyle, HeadStyle
 from memfit.formula.numerics import Capability, Numerics, attention_kernel, lora_modules
 from memfit.formula.run import MicroStep, micro_step
@@ -77,7 +78,8 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     head = HeadStyle(
         vocabulary=table.shape[0], width=a.width, norm=a.final_norm, loss=t.head(r.loss), tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform=a.task == "masked-lm",
-        bias=any(w.kind == "bias" for w in a.head),
+        bias=any(w.kind == "bias" for w in a.head), upcast=a.family not in shifted.SIXTEEN_BIT,
+        batched=r.micro_batch > 1,
     )  # fmt: skip
     return embedding, head
 

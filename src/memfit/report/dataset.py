@@ -56,7 +56,9 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     if not data.complete:
         facts.append(("not known:", "reading stopped at the limit: the rest of the file may hold longer samples"))
     if data.broken_count:
-        facts.append(("broken:", f"{tokens(data.broken_count)} records could not be used"))
+        facts.append(
+            ("broken:", f"{tokens(data.broken_count)} record{'s' if data.broken_count > 1 else ''} could not be used")
+        )
         facts += [("", f"line {line}: {reason}") for line, reason in data.broken]
     facts += [("note:", note) for note in data.notes]
     return Group(*parts, paragraphs(facts))

@@ -13,7 +13,7 @@ from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.plan import Judgement
 from memfit.report.bar import StackedBar, shares
-from memfit.report.layout import Ends, hanging, paragraphs, table, text
+from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
     DOT,
     ROLE_WORDS,
@@ -30,7 +30,7 @@ from memfit.units import billions, gib
 
 def estimate_view(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
-    commands: Sequence[str] = (),
+    next_up: Sequence[str] = (),
 ) -> Group:  # fmt: skip
     """The whole answer of `memfit estimate`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
@@ -45,8 +45,8 @@ def estimate_view(
         _lines(footprint), "", _phases(footprint), "",
         paragraphs(beliefs(footprint, judgement)),
     ]  # fmt: skip
-    if commands:
-        parts += ["", paragraphs([("next:" if not i else "", line) for i, line in enumerate(commands)])]
+    if next_up:
+        parts += ["", commands(next_up)]
     return Group(*parts)
 
 

@@ -25,7 +25,10 @@ class Term:
 
 def terms(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Term, ...]:
     """The parsed glossary.toml as terms, by name."""
-    found = (Term(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in data["term"])
+    found = []
+    for row in data["term"]:
+        cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        found.append(Term(**cells))
     return tuple(sorted(found, key=lambda t: t.name.lower()))
 
 

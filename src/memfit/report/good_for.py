@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from memfit import combinations
 from memfit.architecture import Architecture
@@ -62,11 +62,11 @@ class Entry(Protocol):
     def parameters(self) -> int | None: ...
 
 
-Load = Callable[[Entry], Architecture | None]  # None: not modelled
+E = TypeVar("E", bound=Entry)
 
 
-def good_for(gpus: Iterable[Gpu], entries: Sequence[Entry], load: Load) -> tuple[GpuRow, ...]:
-    """One row per card. `load` is asked only for models that might fit."""
+def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Architecture | None]) -> tuple[GpuRow, ...]:
+    """One row per card. `load` is asked only for models that might fit; None: not modelled."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
     newest = {
         (e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)
@@ -81,10 +81,10 @@ def recipe_for(method: str, gpu: Gpu) -> Recipe:
     return RECIPES[method].but(precision="fp16-mixed") if old else RECIPES[method]
 
 
-class _Search:
+class _Search(Generic[E]):
     """Remembers what a model needs on one kind of chip, because cards share chips and differ in memory."""
 
-    def __init__(self, entries: Sequence[Entry], load: Load) -> None:
+    def __init__(self, entries: Sequence[E], load: Callable[[E], Architecture | None]) -> None:
         self.entries, self.load = entries, load
         self.needs: dict[tuple[str, Recipe, object], tuple[int, int] | None] = {}
 
@@ -98,9 +98,9 @@ class _Search:
                     break
         return found
 
-    def _fits(self, entry: Entry, method: str, gpu: Gpu) -> bool:
+    def _fits(self, entry: E, method: str, gpu: Gpu) -> bool:
         architecture, recipe = self.load(entry), recipe_for(method, gpu)
-        if architecture is None or combinations.refusal(recipe, architecture, gpu):
+        if architecture is None:
             return False
         key = (entry.stem, recipe, _kind(architecture, recipe, gpu))
         if key not in self.needs:
@@ -110,7 +110,7 @@ class _Search:
 
 
 def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
-    """What about a chip moves a gibibyte: the attention kernel it runs, and the size of its cuBLAS workspaces."""
+    """What about a chip matters here: its attention kernels, the size of its cuBLAS workspaces, and its 16-bit formats."""
     capability = gpu.compute_capability or (8, 0)
     kernels = {
         attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in set(architecture.layers)
@@ -119,7 +119,9 @@ def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
 
 
 def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
-    """(reserved, allocated) bytes at the worst instant of all phases; None where it is not modelled."""
+    """(reserved, allocated) bytes at the worst instant of all phases; None where it is impossible or not modelled."""
+    if combinations.refusal(recipe, architecture, gpu):
+        return None
     try:
         phases = estimate(architecture, recipe, gpu, replay=False).phases
     except Unsupported:

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from memfit.report.good_for import GpuRow, Largest
 from memfit.report.layout import paragraphs, table, text
 from memfit.units import GB, billions, gib
 
+WIDE = 170  # columns from which models are named
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def gpus_view(rows: Sequence[GpuRow], setting: str) -> Group:
     """All cards. `setting`: under which batch, length and precision "good for" was computed."""
-    heads = [f">{title}" for title in METHODS.values()]
-    made = table("--gpu", "card", ">usable GiB", ">GB/s", ">$/h", *heads)
-    for row in rows:
-        gpu = row.gpu
-        price = "-" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
-        speed = f"{gpu.bandwidth / GB:,.0f}" if gpu.bandwidth else "-"
-        sizes = [_size(row.good_for.get(method)) for method in METHODS]
-        made.add_row(Text(gpu.short, "bold"), text(gpu.name), gib(gpu.usable_bytes()), speed, price, *sizes)
-    notes = [("good for:", f"parameters of the largest catalogued model that fits on one card; {setting}")]
-    notes.append(("names:", "memfit gpus TEXT names the models; any card: --gpu-memory 40GiB"))
-    return Group(made, "", paragraphs(notes))
+    notes = [("full, LoRA, QLoRA:", f"the largest catalogued model that fits on one card by each method ({setting})")]
+    notes.append(("more:", "memfit gpus NAME shows one card; for a card that is not here: --gpu-memory 40GiB"))
+    return Group(_Cards(rows), "", paragraphs(notes))
+
+
+class _Cards:
+    """The table: sizes alone where columns are few, names of cards and models where there is room."""
+
+    def __init__(self, rows: Sequence[GpuRow]) -> None:
+        self.rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= WIDE
+        heads = [f">{title}" for title in METHODS.values()]
+        made = table("--gpu", *(["card"] if wide else []), ">usable GiB", ">GB/s", ">$/h", *heads)
+        for row in self.rows:
+            gpu = row.gpu
+            price = "-" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
+            speed = f"{gpu.bandwidth / GB:,.0f}" if gpu.bandwidth else "-"
+            good = [_size(row.good_for.get(method), wide) for method in METHODS]
+            name = [text(gpu.name)] if wide else []
+            made.add_row(Text(gpu.short, "bold"), *name, gib(gpu.usable_bytes()), speed, price, *good)
+        yield made
 
 
 def gpu_view(row: GpuRow, setting: str) -> Group:
@@ -57,8 +70,10 @@ def gpu_view(row: GpuRow, setting: str) -> Group:
     return Group(*parts, text(f"good for ({setting})"), paragraphs(good))
 
 
-def _size(found: Largest | None) -> str:
-    return billions(found.parameters) if found else "-"
+def _size(found: Largest | None, named: bool) -> str:
+    if found is None:
+        return "-"
+    return f"{found.model} {billions(found.parameters)}" if named else billions(found.parameters)
 
 
 def _named(found: Largest | None) -> str:

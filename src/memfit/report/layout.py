@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -47,6 +47,13 @@ def paragraphs(rows: Iterable[tuple[str, str]], style: str = "") -> Table:
         if value:
             grid.add_row(text(label), text(value, style))
     return grid
+
+
+def commands(lines: Iterable[str]) -> Group:
+    """What to type next, never wrapped by us: a terminal's own wrapping survives being copied."""
+    starts = ("next: ", *(" " * len("next: ") for _ in range(99)))
+    made = (Text.assemble((start, "dim"), visible(line)) for start, line in zip(starts, lines, strict=False))
+    return Group(*(Text.assemble(line, no_wrap=True, overflow="ignore") for line in made))
 
 
 def hanging(first: Text, rest: Iterable[str]) -> Table:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.plan import Alternative, Plan
+from memfit.plan import Plan
 from memfit.report.bar import StackedBar, shares
 from memfit.report.ladder import Ladder, costs
-from memfit.report.layout import Ends, hanging, paragraphs, table, text
+from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
     DOT,
     VERDICT_WORDS,
     batch_title,
     card_room,
     card_title,
+    changes,
     clock,
     instant,
     method_title,
@@ -30,17 +31,17 @@ SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
 
 
-def plan_view(plan: Plan, commands: Sequence[str] = ()) -> Group:
-    """Everything a plan says, most important first. `commands`: what could be typed next."""
+def plan_view(plan: Plan, next_up: Sequence[str] = ()) -> Group:
+    """Everything a plan says, most important first. `next_up`: what could be typed next."""
     parts: list[RenderableType] = [_head(plan), text(_asked(plan), "dim"), "", verdict(plan), ""]
     parts += [StackedBar(shares(plan.footprint.peak, plan.judgement), plan.judgement.usable), ""]
     if len(plan.ladder) > 1:
         parts += [Ladder(plan), ""]
     if plan.alternatives:
-        parts += [_alternatives(plan.alternatives), ""]
+        parts += [_alternatives(plan), ""]
     parts.append(paragraphs(_facts(plan)))
-    if commands:
-        parts += ["", paragraphs([("next:" if not i else "", line) for i, line in enumerate(commands)])]
+    if next_up:
+        parts += ["", commands(next_up)]
     return Group(*parts)
 
 
@@ -99,10 +100,12 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
-def _alternatives(rows: Sequence[Alternative]) -> RenderableType:
+def _alternatives(plan: Plan) -> RenderableType:
     made = table("other cards", ">GPUs", ">peak GiB", ">headroom", ">$ per hour", "recipe")
-    for a in rows:
+    for a in plan.alternatives:
         price = "-" if a.price_per_hour is None else f"{a.price_per_hour * a.num_gpus:.2f}"
-        recipe = f"{method_title(a.recipe)}, {batch_title(a.recipe)}"
-        made.add_row(text(a.gpu), str(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom), price, recipe)
+        recipe = ", ".join(changes(plan.recipe, a.recipe)) or "the same"
+        made.add_row(
+            text(a.gpu), str(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom), price, text(recipe)
+        )
     return made

@@ -8,40 +8,41 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.job import Job
-from memfit.plan import Rung
+from memfit.plan import Rung, Verdict
 from memfit.report.layout import Ends, paragraphs, table, text
-from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title
+from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, visible
 from memfit.units import gib
+
+_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
 
 
 def techniques_view(job: Job, rungs: Sequence[Rung]) -> Group:
-    """All rungs in order, each on top of those before it, then the switches by framework."""
+    """All rungs in order, each on top of those before it, then what they cost and their switches."""
     usable = job.gpu.usable_bytes(job.reserve)
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
     asked = f"sequence {job.sequence_length}{DOT}effective batch {job.effective_batch}{DOT}each technique on top of those above it"
     parts: list[RenderableType] = [
         Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _table(rungs), "",
-        _switches(rungs),
+        _details(rungs),
     ]  # fmt: skip
     return Group(*parts)
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:
-    made = table("technique", ">saves GiB", ">peak GiB", ">time", "", "costs in quality")
+    made = table("technique", ">saves GiB", ">peak GiB", ">time", "")
     for i, rung in enumerate(rungs):
-        words, style = VERDICT_WORDS[rung.judgement.verdict]
-        word = Text({"FITS": "fits", "DOES NOT FIT": "over"}.get(words, "tight"), style.removeprefix("bold "))
+        word, style = _SHORT[rung.judgement.verdict], VERDICT_WORDS[rung.judgement.verdict][1].removeprefix("bold ")
         saves = "-" if i == 0 else gib(rung.saved)
-        made.add_row(
-            text(rung.title), saves, gib(rung.judgement.need), f"{rung.step_time:.2f}x", word, text(rung.caveat)
-        )
+        made.add_row(text(rung.title), saves, gib(rung.judgement.need), f"{rung.step_time:.2f}x", Text(word, style))
     return made
 
 
-def _switches(rungs: Sequence[Rung]) -> RenderableType:
-    rows: list[tuple[str, str]] = []
+def _details(rungs: Sequence[Rung]) -> RenderableType:
+    """What each technique costs in quality, and its switch by framework."""
+    parts: list[RenderableType] = [Text("cost in quality, and how to turn it on", "dim")]
+    widest = max((len(name) for rung in rungs for name in rung.flags), default=0)
     for rung in rungs:
-        if rung.flags:
-            rows.append(("", rung.title.removeprefix("+ ")))
-            rows += [(f"  {framework}", flag) for framework, flag in rung.flags.items()]
-    return Group(Text("how to turn them on", "dim"), paragraphs(rows))
+        if rung.flags or rung.caveat:
+            parts.append(Text.assemble((visible(rung.title.removeprefix("+ ")), "bold"), f": {visible(rung.caveat)}"))
+            parts.append(paragraphs([(f"  {name:<{widest}}", flag) for name, flag in rung.flags.items()]))
+    return Group(*parts)

@@ -74,8 +74,7 @@ def explain(account: Account, peak: PhasePeak) -> Why:
     reasons = [_static(account, *line) for line in worst.static]
     reasons += _moving(account, worst) if worst.peak else []
     reasons += _around(account, peak)
-    micro = account.micro()
-    forward = alive(account, Peak(0, [*micro.forward, *micro.exits], None, -1))
+    forward = alive(account, Peak(0, account.micro().until_loss.steps, None, -1))
     at_worst = alive(account, worst.peak) if worst.peak else ()
     return Why(
         peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
@@ -232,6 +231,7 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     "weight being converted": _said("one weight on its way from the width it is read in to the width it is kept in"),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
+    "inputs kept by the graph of the step before": _said("a loop that keeps `loss` keeps what its graph still holds"),
     "delta and merged weight": _said("the adapter multiplied out, and the weight it is added to"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.footprint import PhasePeak
@@ -75,7 +76,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
 
 
 # fields that are told together, and how
-_CHANGED = {
+_CHANGED: dict[str, Callable[[Recipe], str]] = {
     "method": method_title, "micro_batch": batch_title, "accumulation": batch_title,
     "optimizer": lambda r: optimizer(r.optimizer).title,
     "checkpointing": lambda r: "no checkpointing" if r.checkpointing == "none" else f"checkpointing {r.checkpointing}",

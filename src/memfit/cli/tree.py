@@ -1,4 +1,4 @@
-"""The typer application: which commands there are, in the order people meet them."""
+"""The command tree: which commands there are, in the order people meet them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def command() -> Any:
-    """The command tree."""
+def make() -> typer.Typer:
+    """All commands."""
     app = typer.Typer(rich_markup_mode=None, add_completion=True, pretty_exceptions_enable=False)
     for module in COMMANDS:
         app.command(name=module.__name__.rsplit(".", 1)[-1], epilog=_examples(*module.EXAMPLES))(module.run)
@@ -45,4 +45,9 @@ def command() -> Any:
         if context.invoked_subcommand is None:
             typer.echo(context.get_help())
 
-    return typer.main.get_command(app)
+    return app
+
+
+def command() -> Any:
+    """The tree that parses a command line."""
+    return typer.main.get_command(make())

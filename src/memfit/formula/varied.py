@@ -1,0 +1,97 @@
+"""A run whose micro-batches differ in length, replayed through the allocator: what fragmentation reserves on top.
+
+Sequences of many lengths leave cached blocks of many sizes. A request that none of them can hold takes new memory from
+the driver, so what is reserved grows over a run, often to twice the highest allocated level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from memfit.alloc_conf import LATEST_TORCH, Torch, parse_alloc_conf
+from memfit.allocator import Allocator, Block
+from memfit.footprint import Levels
+from memfit.formula.account import Account
+from memfit.formula.fold import Meter
+from memfit.formula.unroll import Pass, Tape
+
+
+@dataclass(slots=True)
+class Player(Tape):
+    """A tape that is played while it is written."""
+
+    allocator: Allocator = field(default_factory=Allocator)
+    blocks: dict[int, Block | None] = field(default_factory=dict)
+
+    def alloc(self, size: int) -> int:
+        """Allocate at once."""
+        if size <= 0:
+            return 0
+        self.count += 1
+        self.blocks[self.count] = self.allocator.malloc(size)
+        return self.count
+
+    def free(self, index: int) -> None:
+        """Free at once."""
+        if index:
+            self.allocator.free(self.blocks.pop(index))
+
+
+def levels_over(
+    account: Account, lengths: Sequence[int], *, capacity: int | None = None, torch: Torch = LATEST_TORCH,
+    empty_every: int = 0,
+) -> Levels:  # fmt: skip
+    """The highest levels of a run over micro-batches of these sequence lengths, in this order; device = reserved.
+
+    capacity: bytes the driver can hand out; when they are used up the cache is given back, as on a card. empty_every:
+    steps between two calls of empty_cache by the loop. Raises OutOfMemory where the card would.
+    """
+    allocator = Allocator(capacity, parse_alloc_conf(account.recipe.alloc_conf, torch), torch)
+    player = Player(allocator=allocator)
+    _load(player, account)
+    dims, every = account.meter.dims, 1 if account.released else account.recipe.accumulation
+    gradients: list[int] = []
+    batch: list[int] = []
+    for number, length in enumerate(lengths):
+        fresh = [player.alloc(8 * dims.batch * length) for _ in range(3)]
+        for old in batch:
+            player.free(old)
+        batch = fresh
+        one = Pass(player, Meter(replace(dims, sequence=length)), account.micro(accumulating=number % every > 0))
+        one.run(account.workspace if number == 0 else 0)
+        gradients += one.gradients
+        if (number + 1) % every == 0:
+            _step(player, account, first=number < every)
+            for index in gradients:
+                player.free(index)
+            gradients = []
+            if empty_every and (number + 1) // every % empty_every == 0:
+                allocator.empty_cache()
+    peak = allocator
+    return Levels(peak.requested_peak, peak.allocated_peak, peak.reserved_peak, peak.reserved_peak)
+
+
+def _load(player: Player, account: Account) -> None:
+    for item in account.static.stored:
+        passing = player.alloc(item.passing)
+        for size in item.stays:
+            player.alloc(size)
+        player.free(passing)
+    if account.recipe.method == "qlora" and account.trainer.kbit_prepare:
+        player.allocator.empty_cache()
+
+
+def _step(player: Player, account: Account, *, first: bool) -> None:
+    if first:
+        for group in account.static.state_tensors:
+            for size in group:
+                player.alloc(size)
+    last = 0
+    for group in account.static.step_groups:
+        *done, kept = [player.alloc(size) for size in group]
+        player.free(last)
+        for index in done:
+            player.free(index)
+        last = kept
+    player.free(last)
