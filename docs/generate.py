@@ -142,7 +142,7 @@ EXAMPLES = {
     "example_quantization": ("src/memfit/quantization.py", 'key="nf4-double"', 'key="fp4"'),
     "example_family": ("src/memfit/families/rows.py", '"smollm3": replace(', '"phi3"'),
     "example_trainer": ("src/memfit/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
-    "example_loss": ("src/memfit/formula/ends.py", "def _full(", "def _fused("),
+    "example_loss": ("src/memfit/formula/losses.py", "def _full(", "def _fused("),
     "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
     "example_target": ("src/memfit/export/__init__.py", "TARGETS: dict", "def target("),
 }

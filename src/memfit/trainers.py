@@ -42,7 +42,7 @@ class Trainer:
     )  # --loss -> code
 
     def head(self, loss: str) -> str:
-        """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.ends.LOSSES."""
+        """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.losses.LOSSES."""
         return dict(self.heads)[loss]
 
 

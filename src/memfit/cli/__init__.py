@@ -20,6 +20,7 @@ REPORT = "this is a bug in memfit; please report it with the output of the same 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    terminal.forgive_encodings()
     if "--debug" in args:
         return _run(args)
     try:

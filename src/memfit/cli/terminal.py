@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -14,6 +16,22 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
 SOON = 0.4  # seconds before progress is shown at all
+
+
+PLAINER = {"·": "-", "±": "+-", "\N{NO-BREAK SPACE}": " ", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}
+
+
+def forgive_encodings() -> None:
+    """Where output cannot hold a character, a plainer one stands for it instead of an error."""
+    codecs.register_error("plainer", _plainer)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="plainer")
+
+
+def _plainer(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAINER.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
 def show(view: RenderableType) -> None:

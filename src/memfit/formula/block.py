@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from memfit.errors import Unsupported
 from memfit.formula import ops
-from memfit.formula.attention import attention, split
+from memfit.formula.activations import activation
+from memfit.formula.attention import attention
 from memfit.formula.engine import Tensor
-from memfit.formula.modules import Block, activation
+from memfit.formula.modules import Block
 
 
 def forward(block: Block, x: Tensor) -> Tensor:
@@ -18,62 +19,52 @@ def forward(block: Block, x: Tensor) -> Tensor:
 
 def _pre(block: Block, x: Tensor) -> Tensor:
     residual = x
-    h = block.norm(x, "input_norm")
-    h = _dropout(block, attention(block, h))
-    x = ops.add(block.rec, residual, h, "residual")
-    del residual
+    x = block.norm(x, "input_norm") if block.layer.norms > 1 else x  # ModernBERT's first block has none there
+    x = _dropout(block, attention(block, x))
+    x = ops.add(block.rec, residual, x, "residual")
     residual = x
-    h = block.norm(x, "mlp_norm")
-    h = _dropout(block, mlp(block, h))
-    return ops.add(block.rec, residual, h, "residual")
+    x = block.norm(x, "mlp_norm")
+    x = _dropout(block, mlp(block, x))
+    return ops.add(block.rec, residual, x, "residual")
 
 
 def _sandwich(block: Block, x: Tensor) -> Tensor:
     residual = x
-    h = block.norm(x, "input_norm")
-    h = attention(block, h)
-    h = block.norm(h, "post_attention_norm")
-    x = ops.add(block.rec, residual, h, "residual")
-    del residual
+    x = block.norm(x, "input_norm")
+    x = attention(block, x)
+    x = block.norm(x, "post_attention_norm")
+    x = ops.add(block.rec, residual, x, "residual")
     residual = x
-    h = block.norm(x, "mlp_norm")
-    h = mlp(block, h)
-    h = block.norm(h, "post_mlp_norm")
-    return ops.add(block.rec, residual, h, "residual")
+    x = block.norm(x, "mlp_norm")
+    x = mlp(block, x)
+    x = block.norm(x, "post_mlp_norm")
+    return ops.add(block.rec, residual, x, "residual")
 
 
 def _post_inner(block: Block, x: Tensor) -> Tensor:
     residual = x
-    h = attention(block, x)
-    h = block.norm(h, "post_attention_norm")
-    x = ops.add(block.rec, residual, h, "residual")
-    del residual
+    x = attention(block, x)
+    x = block.norm(x, "post_attention_norm")
+    x = ops.add(block.rec, residual, x, "residual")
     residual = x
-    h = mlp(block, x)
-    h = block.norm(h, "post_mlp_norm")
-    return ops.add(block.rec, residual, h, "residual")
+    x = mlp(block, x)
+    x = block.norm(x, "post_mlp_norm")
+    return ops.add(block.rec, residual, x, "residual")
 
 
 def _post(block: Block, x: Tensor) -> Tensor:
-    h = _dropout(block, attention(block, x))
-    h = ops.add(block.rec, h, x, "residual")
-    x = block.norm(h, "attention_norm")
-    del h
-    h = _dropout(block, mlp(block, x))
-    h = ops.add(block.rec, h, x, "residual")
-    return block.norm(h, "output_norm")
+    x = block.norm(ops.add(block.rec, _dropout(block, attention(block, x)), x, "residual"), "attention_norm")
+    return block.norm(ops.add(block.rec, _dropout(block, mlp(block, x)), x, "residual"), "output_norm")
 
 
 def _parallel(block: Block, x: Tensor) -> Tensor:
     residual = x
-    first = block.norm(x, "input_norm")
-    a = _dropout(block, attention(block, first))
-    second = block.norm(x, "mlp_norm") if block.layer.norms > 1 else first
-    m = _dropout(block, mlp(block, second))
-    del first, second
-    total = ops.add(block.rec, m, a, "attention + mlp")
-    del a, m
-    return ops.add(block.rec, total, residual, "residual")
+    x = block.norm(x, "input_norm")
+    attended = _dropout(block, attention(block, x))
+    if block.layer.norms > 1:
+        x = block.norm(residual, "mlp_norm")
+    fed = _dropout(block, mlp(block, x))
+    return ops.add(block.rec, ops.add(block.rec, fed, attended, "attention + mlp"), residual, "residual")
 
 
 def _dropout(block: Block, x: Tensor) -> Tensor:
@@ -97,16 +88,14 @@ def mlp(block: Block, x: Tensor) -> Tensor:
 
 
 def _gated(block: Block, x: Tensor) -> Tensor:
+    """down(act(gate(x)) * up(x))."""
     m, rec = block.layer.mlp, block.rec
     if m.fused_gate_up:
-        both = block.linear("gate_up", x, 2 * m.width, "mlp")
-        gate, up = split(rec, both, (m.width, m.width))
-        del both
-        product = ops.mul(rec, up, activation(rec, gate, m.activation), "gated product")
-        return block.linear("down", product, block.width, "mlp")
-    gate = block.linear("gate", x, m.width, "mlp")
-    active = activation(rec, gate, m.activation)
-    del gate
+        gate, up = ops.split(rec, block.linear("gate_up", x, 2 * m.width, "mlp"), (m.width, m.width))
+        up = ops.mul(rec, up, activation(rec, gate, m.activation), "gated product")
+        up = ops.dropout(rec, up, m.dropout if block.style.dropout else 0.0)
+        return block.linear("down", up, block.width, "mlp")
+    active = activation(rec, block.linear("gate", x, m.width, "mlp"), m.activation)
     up = block.linear("up", x, m.width, "mlp")
     product = ops.mul(rec, active, up, "gated product")
     del active, up
@@ -114,7 +103,8 @@ def _gated(block: Block, x: Tensor) -> Tensor:
 
 
 def _plain(block: Block, x: Tensor) -> Tensor:
+    """fc2(act(fc1(x)))."""
     m, rec = block.layer.mlp, block.rec
-    h = block.linear("fc1", x, m.width, "mlp")
-    h = activation(rec, h, m.activation)
-    return block.linear("fc2", h, block.width, "mlp")
+    x = block.linear("fc1", x, m.width, "mlp")
+    x = activation(rec, x, m.activation)
+    return block.linear("fc2", x, block.width, "mlp")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from memfit.formula.size import Basis, Size, scaled
 from memfit.tape import Role
@@ -34,36 +35,60 @@ class Storage:
 class Tensor:
     """Elements of some width in a storage (None: a parameter or constant counted elsewhere)."""
 
-    __slots__ = ("elements", "grad_fn", "itemsize", "parameter", "requires_grad", "storage", "viewed")
+    __slots__ = (
+        "elements", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage", "viewed",
+    )  # fmt: skip
 
     def __init__(
         self, storage: Storage | None, elements: Elements, itemsize: int, requires_grad: bool = False,
-        grad_fn: Node | None = None, parameter: str | None = None,
+        grad_fn: Node | None = None, parameter: str | None = None, slot: int = 0, heads_first: bool = False,
     ) -> None:  # fmt: skip
         self.storage, self.elements, self.itemsize = storage, elements, itemsize
-        self.requires_grad, self.grad_fn, self.parameter = requires_grad, grad_fn, parameter
-        self.viewed = False  # a gradient that came through a reshape: the engine adds to it out of place
+        self.requires_grad, self.grad_fn, self.parameter, self.slot = requires_grad, grad_fn, parameter, slot
+        self.heads_first = heads_first  # laid out [B, N, S, H]; else [B, S, N, H], as a linear layer leaves it
+        self.viewed = False  # a gradient that came through a view: the engine adds to it out of place
 
     def view(self, elements: Elements | None = None) -> Tensor:
         """The same storage seen with another shape (or a part of it)."""
         same = self.elements if elements is None else elements
-        return Tensor(self.storage, same, self.itemsize, self.requires_grad, self.grad_fn, self.parameter)
+        return Tensor(
+            self.storage,
+            same,
+            self.itemsize,
+            self.requires_grad,
+            self.grad_fn,
+            self.parameter,
+            self.slot,
+            self.heads_first,
+        )
+
+    def blueprint(self) -> Tensor:
+        """The same shape, dtype and layout without storage: what a backward function may remember."""
+        return Tensor(None, self.elements, self.itemsize, heads_first=self.heads_first)
+
+    def detach(self) -> Tensor:
+        """The same storage outside the graph."""
+        return Tensor(self.storage, self.elements, self.itemsize, heads_first=self.heads_first)
 
 
-Backward = Callable[[Tensor, list[Tensor]], Sequence[Tensor | None]]
+# gradient of the output (of every output, for a node with several) -> gradient of every input
+Backward = Callable[[Any], Sequence[Tensor | None]]
 
 
 class Node:
     """A backward function: where its gradients go and what it keeps until it runs."""
 
-    __slots__ = ("apply", "edges", "saved")
+    __slots__ = ("apply", "edges", "outputs", "saved")
 
-    def __init__(self, inputs: list[Tensor | None], saved: list[Tensor], apply: Backward) -> None:
-        self.apply, self.saved = apply, saved
+    def __init__(self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, outputs: int = 1) -> None:
+        self.apply, self.saved, self.outputs = apply, saved, outputs
         # an edge holds only where a gradient goes, never the forward tensor's storage
-        self.edges: list[Node | str | None] = [
-            None if t is None or not t.requires_grad else (t.grad_fn or t.parameter or "input") for t in inputs
+        self.edges: list[tuple[Node | str, int] | None] = [
+            None if t is None or not t.requires_grad else (t.grad_fn or t.parameter or "input", t.slot) for t in inputs
         ]
+
+
+Buffers = dict[Node, list[Tensor | None]]
 
 
 class Recorder:
@@ -80,6 +105,7 @@ class Recorder:
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
         self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
+        self.input_gradient: list[Tensor | None] = [None]
         self.accumulating = False  # a gradient exists already
         self.release_gradients = False  # optimizer in backward: gradients die at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
@@ -90,38 +116,53 @@ class Recorder:
         self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
         self.silent = False  # ... after which operations still leave their nodes, but make nothing
 
-    def new(self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries") -> Tensor:
+    def new(
+        self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries", heads_first: bool = False
+    ) -> Tensor:
         """A fresh tensor of `elements` times `itemsize` bytes."""
         if self.silent:
-            return Tensor(None, elements, itemsize)
+            return Tensor(None, elements, itemsize, heads_first=heads_first)
         id = len(self.sizes) + 1
         self.sizes[id] = scaled(elements, itemsize)
         self.roles[id] = role
         self.labels[id] = ".".join([*self.scope, label])
         self.events.append(id)
-        return Tensor(Storage(self, id), elements, itemsize)
+        return Tensor(Storage(self, id), elements, itemsize, heads_first=heads_first)
+
+    def like(self, x: Tensor, label: str, itemsize: int = 0) -> Tensor:
+        """A fresh tensor with the shape and layout of `x`, and its dtype unless `itemsize` says otherwise."""
+        return self.new(x.elements, itemsize or x.itemsize, label, heads_first=x.heads_first)
 
     def buffer(self, size: Size, label: str) -> Tensor:
         """A kernel's own buffer, in bytes."""
-        return self.new(size, 1, label, "temporaries")
+        return self.new(size, 1, label)
 
-    def record(self, out: Tensor, inputs: list[Tensor | None], saved: list[Tensor | None], apply: Backward) -> Tensor:
+    def record(
+        self, out: Tensor, inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None], apply: Backward
+    ) -> Tensor:
         """Attach the backward node that PyTorch would attach to `out`."""
+        self.record_all([out], inputs, saved, apply)
+        return out
+
+    def record_all(
+        self, outs: list[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None], apply: Backward
+    ) -> None:
+        """`record` for an operation with several outputs; `apply` gets a list when there is more than one."""
         if not self.grad or not any(t is not None and t.requires_grad for t in inputs):
-            return out
-        kept = [Tensor(t.storage, t.elements, t.itemsize) for t in saved if t is not None]
+            return
+        kept = [t.detach() for t in reversed(saved) if t is not None]  # a list drops its last member first
         self.saves += len(kept)
         if self.keep:
             for t in kept:
                 if t.storage is not None and self.roles[t.storage.id] == "temporaries":
                     self.roles[t.storage.id] = "activations"
-        node = Node(inputs, kept if self.keep else [], apply)
+        node = Node(inputs, kept if self.keep else [], apply, len(outs))
         if self.keep:
             self.nodes.append(node)
-        out.requires_grad, out.grad_fn = True, node
+        for slot, out in enumerate(outs):
+            out.requires_grad, out.grad_fn, out.slot = True, node, slot
         if self.stop_at is not None and self.saves >= self.stop_at:
             self.silent = True
-        return out
 
     def before_saving(self, *saved: Tensor | None) -> None:
         """Inputs are saved before the kernel runs: a recomputation that needs no more stops here, without the output."""
@@ -129,48 +170,53 @@ class Recorder:
         if self.grad and count and self.stop_at is not None and self.saves + count >= self.stop_at:
             self.silent = True
 
+    def taken(self) -> list[int]:
+        """The events so far; the recorder starts a new list."""
+        events, self.events = self.events, []
+        return events
+
     def exit_autocast(self) -> None:
         """The forward returns: autocast's weight cache is emptied and a key/value cache goes."""
         self.cache.clear()
         self.until_exit.clear()
 
-    def backward(self, root: Tensor, gradient: Tensor, until: int = 0) -> Tensor | None:
-        """Run the nodes created since `until` from `root`; returns the gradient of the tensor named "input"."""
-        buffers: dict[Node | str, Tensor] = {}
+    def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
+        """Run all nodes from `root`, whose gradient is popped off `gradient`; returns that of the tensor named "input"."""
+        buffers: Buffers = {}
         if root.grad_fn is not None:
-            buffers[root.grad_fn] = gradient
-        del gradient, root
-        while len(self.nodes) > until:
+            buffers[root.grad_fn] = [gradient.pop()]
+        del root
+        while self.nodes:
             node = self.nodes.pop()
             incoming = buffers.pop(node, None)
             if incoming is None:
                 node.saved = []
                 continue
-            edges, results = node.edges, list(node.apply(incoming, node.saved))
+            edges = node.edges
+            results = list(node.apply(incoming[0] if node.outputs == 1 else incoming))
             del incoming
             node.saved = []
             for edge in edges:
                 result = results.pop(0)
-                if edge is None or result is None:
-                    continue
-                self._deliver(buffers, edge, result)
+                if edge is not None and result is not None:
+                    self._deliver(buffers, edge, result)
                 del result
-        return buffers.pop("input", None)
+        received, self.input_gradient = self.input_gradient, [None]
+        return received[0]
 
-    def _deliver(self, buffers: dict[Node | str, Tensor], edge: Node | str, result: Tensor) -> None:
-        if isinstance(edge, str) and edge != "input":
-            self._accumulate(edge, result)
+    def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
+        node, slot = edge
+        if isinstance(node, str) and node != "input":
+            self._accumulate(node, result)
             return
-        old = buffers.pop(edge, None)
+        held = self.input_gradient if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
+        old, held[slot] = held[slot], None
         if old is None:
-            buffers[edge] = result
-            return
-        storage = old.storage
-        alone = storage is None or sys.getrefcount(storage) <= 3  # `old`, the local name and the call's argument
-        if alone and not old.viewed and sys.getrefcount(old) <= 2:
-            buffers[edge] = old  # added in place
+            held[slot] = result
+        elif not old.viewed and _holders(old) <= _ALONE:
+            held[slot] = old  # added in place
         else:
-            buffers[edge] = self.new(old.elements, old.itemsize, "gradient sum")
+            held[slot] = self.like(old, "gradient sum")
 
     def _accumulate(self, parameter: str, gradient: Tensor) -> None:
         if self.release_gradients or (self.accumulating and parameter not in self.gradients):
@@ -180,3 +226,17 @@ class Recorder:
         self.roles[gradient.storage.id] = "gradients"
         self.labels[gradient.storage.id] = f"{parameter} gradient"
         self.gradients[parameter] = gradient
+
+
+def _holders(t: Tensor) -> int:
+    """References to a tensor and to its storage; views of one storage hold it together."""
+    return sys.getrefcount(t) + (0 if t.storage is None else sys.getrefcount(t.storage))
+
+
+def _holders_of_one() -> int:
+    """What `_holders` says of a tensor that only one variable holds; Python versions count differently."""
+    t = Tensor(Storage(Recorder(), 0), {}, 1)
+    return _holders(t)
+
+
+_ALONE = _holders_of_one()

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from memfit.architecture import Architecture, Layer, Norm, Weight
 from memfit.formula import ops
-from memfit.formula.attention import kernel, negated_half, split
+from memfit.formula.activations import activation
+from memfit.formula.attention import interface
 from memfit.formula.engine import Elements, Recorder, Tensor
-from memfit.formula.modules import Block, activation, base_linear
+from memfit.formula.modules import Block, base_linear
+from memfit.formula.rotary import rotate
 from memfit.formula.style import Style
 
 if TYPE_CHECKING:
-    from memfit.formula.ends import HeadStyle
+    from memfit.formula.head import HeadStyle
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 
@@ -72,29 +74,21 @@ def block(block: Block, x: Tensor) -> Tensor:
 
 
 def _attention(block: Block, x: Tensor) -> Tensor:
+    """CausalSelfAttention: grouped heads are expanded before the rotation, whose tables are fp32."""
     rec, a = block.rec, block.layer.attention
     n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    qkv = _qkv(block, x)
-    q, k, v = split(rec, qkv, (n, kv, kv))
-    if n != kv:  # grouped heads: the interleaved queries are copied out, keys and values copied for every head
-        q, k, v = (ops.copy(rec, t, {"T": n}, "expanded heads") for t in (q, k, v))
-    q_roped, k_roped = _rope(rec, q, a.heads * a.rotary_dim), _rope(rec, k, a.heads * a.rotary_dim)
-    q = ops.copy(rec, q_roped, {"T": n}, "concatenated queries")
-    k = ops.copy(rec, k_roped, {"T": n}, "concatenated keys")
-    y = kernel(block, q, k, v, replace(a, kv_heads=a.heads))
-    if block.style.kernel in ("flash", "cudnn"):  # they answer in the layout of q, which is by head
-        y = ops.copy(rec, y, label="contiguous output")
-    return _linear(block, y, "attn.projection", block.width)
-
-
-def _rope(rec: Recorder, x: Tensor, turned: int) -> Tensor:
-    """apply_rope: the tables are fp32, so 16-bit queries are rotated in fp32 and cast back."""
-    part: Elements = {"T": turned}
-    x = Tensor(x.storage, part, x.itemsize, x.requires_grad, x.grad_fn)
-    table = ops.constant(part, 4)
-    rotated = negated_half(rec, x)
-    roped = ops.add(rec, ops.mul(rec, x, table, "x * cos"), ops.mul(rec, rotated, table, "rotated * sin"), "roped")
-    return ops.cast(rec, roped, x.itemsize, "roped, cast back")
+    q, k, v = (ops.split_heads(rec, t) for t in ops.split(rec, _qkv(block, x), (n, kv, kv)))
+    if n != kv:  # the interleaved queries are copied out, keys and values copied for every head
+        q, k, v = (ops.repeat(rec, t, {"T": n}, "expanded heads") for t in (q, k, v))
+    every = replace(a, kv_heads=a.heads, rotary="half_fp32_table")
+    if a.rotary_dim:
+        q, k = rotate(rec, q, k, every, 4)
+        if a.rotary_dim == a.head_dim:  # the empty rest is concatenated all the same
+            q, k = (
+                ops.copy(rec, q, q.itemsize, "concatenated queries"),
+                ops.copy(rec, k, k.itemsize, "concatenated keys"),
+            )
+    return _linear(block, interface(block, q, k, v, every), "attn.projection", block.width)
 
 
 def _qkv(block: Block, x: Tensor) -> Tensor:
@@ -121,8 +115,8 @@ def _qkv(block: Block, x: Tensor) -> Tensor:
 def _zero_pad(rec: Recorder, x: Tensor, total: int) -> Tensor:
     """zeros.index_copy(lora_ind, x): keeps its source, whose shape the backward formula asks for."""
     out = rec.new({"T": total}, x.itemsize, "zero-padded")
-    elements, width = x.elements, x.itemsize
-    return rec.record(out, [x], [x], lambda g, _: [rec.new(elements, width, "selected gradient")])
+    like = x.blueprint()
+    return rec.record(out, [x], [x], lambda g: [rec.like(like, "selected gradient")])
 
 
 def _mlp(block: Block, x: Tensor) -> Tensor:
@@ -162,7 +156,7 @@ def head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, 
     rec.returned = len(rec.events)
     if wide.storage:
         rec.lingering.add(wide.storage.id)  # `logits` stays bound until the model returns the next ones
-    flat = ops.copy(rec, wide, label="shifted logits") if style.trained else wide  # a view in chunks of whole rows
+    flat = ops.clone(rec, wide, "shifted logits") if style.trained else wide  # a view in chunks of whole rows
     loss = _scored(rec, flat, h.vocabulary, whole=style.trained)
     del flat
     return loss, [wide]
@@ -199,7 +193,7 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     del working
     elements = x.elements
 
-    def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
+    def backward(g: Tensor) -> list[Tensor | None]:
         held = _head_weight(rec, style, weight)
         grads: list[Tensor | None] = [rec.new(elements, 2, "gradient of hidden states")]
         del held
@@ -229,17 +223,18 @@ def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> T
     """Cross entropy by chunks: the log-probabilities of all are kept; each chunk's gradient takes its place."""
     elements, chunk = logits.elements, {("chunk", CHUNK, 0): vocabulary}
     kept = rec.new(elements, 4, "log_softmax", "activations")
+    saved = [kept.detach()]
 
-    def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
+    def backward(g: Tensor) -> list[Tensor | None]:
         working = [rec.new(chunk, 4, "gradient of a chunk") for _ in range(2)]
         del working
         saved.clear()
         result = rec.new(elements, 4, "gradient of all chunks")
         return [rec.new(elements, 4, "concatenated gradient")] if whole else [result]
 
-    kept = rec.record(kept, [logits], [kept], backward)
+    kept = rec.record(kept, [logits], [], backward)
     loss = rec.new({"1": 1}, 4, "loss")
-    return rec.record(loss, [kept], [], lambda g, _: [rec.new({"1": 1}, 4, "gradient of the mean")])
+    return rec.record(loss, [kept], [], lambda g: [rec.new({"1": 1}, 4, "gradient of the mean")])
 
 
 LOSSES = {"litgpt": head}

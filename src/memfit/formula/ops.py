@@ -1,16 +1,18 @@
 """PyTorch's operations on sized tensors: what each allocates forward, keeps for backward and allocates backward.
 
 One function per operation, named as in torch. Source: derivatives.yaml and the ATen kernels, checked against recorded
-allocation tapes of the CUDA build; every rule that adds bytes beyond the result says so.
+allocation tapes of the CUDA build; every rule that adds bytes beyond the result says so. Gradients are computed in the
+alphabetical order of the formulas' names, as the generated code does, and then summed and cast to their inputs' shape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.size import Size
 
-SAVED = list[Tensor]
-GRADS = list[Tensor | None]
+Grads = list[Tensor | None]
 
 
 def weight(elements: int, itemsize: int, name: str, trained: bool) -> Tensor:
@@ -27,9 +29,8 @@ def cast(rec: Recorder, x: Tensor, itemsize: int, label: str = "cast") -> Tensor
     """x.to(dtype): a copy when the width differs; its backward casts the gradient back."""
     if x.itemsize == itemsize:
         return x
-    out = rec.new(x.elements, itemsize, label)
-    elements, wide = x.elements, x.itemsize
-    return rec.record(out, [x], [], lambda g, _: [rec.new(elements, wide, "cast gradient")])
+    out, width = rec.like(x, label, itemsize), x.itemsize
+    return rec.record(out, [x], [], lambda g: [rec.like(g, "cast gradient", width)])
 
 
 def autocast(rec: Recorder, x: Tensor) -> Tensor:
@@ -53,11 +54,14 @@ def linear(rec: Recorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | 
     rec.before_saving(x if need_w else None, w if need_x else None)
     out = rec.new(shape, w.itemsize, label)
     x_elements, w_elements, width, columns = x.elements, w.elements, w.itemsize, bias.elements["1"] if bias else 0
+    bias_first = bias is not None  # addmm computes mat1 before mat2, mm the other way round
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        bias_grad = column_sum(rec, columns, width) if need_b else None
+    def backward(g: Tensor) -> Grads:
+        input_grad = rec.new(x_elements, width, "input gradient") if need_x and bias_first else None
         weight_grad = rec.new(w_elements, width, "weight gradient") if need_w else None
-        input_grad = rec.new(x_elements, width, "input gradient") if need_x else None
+        if need_x and not bias_first:
+            input_grad = rec.new(x_elements, width, "input gradient")
+        bias_grad = column_sum(rec, columns, width, g.elements) if need_b else None
         if input_grad is not None:
             input_grad.viewed = True
         return [input_grad, weight_grad, bias_grad]
@@ -65,82 +69,111 @@ def linear(rec: Recorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | 
     return rec.record(out, [x, w, bias], [x if need_w else None, w if need_x else None], backward)
 
 
-def column_sum(rec: Recorder, columns: int, itemsize: int) -> Tensor:
-    """g.sum(0) of a [T, columns] gradient: fp32 staging buffer across thread blocks, freed at once."""
+def column_sum(rec: Recorder, columns: int, itemsize: int, summed: Elements) -> Tensor:
+    """g.sum(0) of a [rows, columns] gradient: fp32 staging buffer across thread blocks, freed at once."""
     out = rec.new({"1": columns}, itemsize, "summed gradient")
-    rec.buffer({("reduce", columns, 4): 1}, "reduction staging")
+    rec.buffer({("reduce", columns, summed.get("T", columns) // columns): 1}, "reduction staging")
     return out
 
 
-def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
-    """torch.matmul of two activations (eager attention)."""
-    a, b = autocast(rec, a), autocast(rec, b)
-    out = rec.new(shape, a.itemsize, label)
-    need_a, need_b, a_elements, b_elements, width = a.requires_grad, b.requires_grad, a.elements, b.elements, a.itemsize
+_EXTENT = ("1", "S", "T", "SS", "TS")  # bases from the smallest to the largest
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        first = rec.new(a_elements, width, "gradient of a") if need_a else None
-        return [first, rec.new(b_elements, width, "gradient of b") if need_b else None]
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    basis, count = next(iter(x.elements.items()))
+    return (_EXTENT.index(basis) if basis in _EXTENT else len(_EXTENT)), count
+
+
+def _wider(a: Tensor, b: Tensor) -> Tensor:
+    """The operand that the other is broadcast to."""
+    return a if _extent(a) >= _extent(b) else b
+
+
+def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int) -> Tensor | None:
+    """A gradient brought back to its input's shape and dtype, as validate_outputs does."""
+    if g is None:
+        return None
+    if g.elements != elements:
+        if set(elements) == {"1"}:
+            g = column_sum(rec, elements["1"], g.itemsize, g.elements)
+        else:
+            g = rec.new(elements, g.itemsize, "summed gradient")
+    return cast(rec, g, itemsize, "cast gradient")
+
+
+def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
+    """torch.matmul of two activations of several heads; copies operands that lie token by token."""
+    a, b = autocast(rec, a), autocast(rec, b)
+    a, b = heads_first(rec, a), heads_first(rec, b)
+    out = rec.new(shape, a.itemsize, label, heads_first=True)
+    need_a, need_b, a_like, b_like = a.requires_grad, b.requires_grad, a.blueprint(), b.blueprint()
+
+    def backward(g: Tensor) -> Grads:
+        second = rec.like(b_like, "gradient of b") if need_b else None
+        first = rec.like(a_like, "gradient of a") if need_a else None
+        return [viewed(first), viewed(second)]
+
+    out = rec.record(out, [a, b], [a if need_b else None, b if need_a else None], backward)
+    return rec.record(out.view(), [out], [], lambda g: [_as_heads_first(rec, g)])
+
+
+def _as_heads_first(rec: Recorder, g: Tensor) -> Tensor:
+    return g if g.heads_first else rec.new(g.elements, g.itemsize, "contiguous gradient", heads_first=True)
+
+
+def viewed(g: Tensor | None) -> Tensor | None:
+    """A gradient that passes through a view on its way: the engine adds to it out of place."""
+    if g is not None:
+        g.viewed = True
+    return g
+
+
+def add(rec: Recorder, a: Tensor, b: Tensor, label: str = "sum") -> Tensor:
+    """a + b in the wider dtype; backward hands the same gradient to both (summed and cast where they are smaller)."""
+    out = rec.like(_wider(a, b), label, max(a.itemsize, b.itemsize))
+    shapes = [(a.elements, a.itemsize, a.requires_grad), (b.elements, b.itemsize, b.requires_grad)]
+    return rec.record(out, [a, b], [], lambda g: [_reduced(rec, g if need else None, e, w) for e, w, need in shapes])
+
+
+def mul(rec: Recorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
+    """a * b, the smaller broadcast; keeps each operand that the other's gradient needs.
+
+    The gradient of a broadcast operand is a full product first and then its sum.
+    """
+    out = rec.like(_wider(a, b), label, max(a.itemsize, b.itemsize))
+    need_a, need_b = a.requires_grad, b.requires_grad
+    a_shape, b_shape = (a.elements, a.itemsize), (b.elements, b.itemsize)
+
+    def backward(g: Tensor) -> Grads:
+        second = rec.like(g, "gradient of b") if need_b else None
+        first = rec.like(g, "gradient of a") if need_a else None
+        return [_reduced(rec, first, *a_shape), _reduced(rec, second, *b_shape)]
 
     return rec.record(out, [a, b], [a if need_b else None, b if need_a else None], backward)
 
 
-def add(rec: Recorder, a: Tensor, b: Tensor, label: str = "sum") -> Tensor:
-    """a + b in the wider dtype; backward hands the same gradient to both (cast where the widths differ)."""
-    width = max(a.itemsize, b.itemsize)
-    out = rec.new(a.elements, width, label)
-    widths, elements = (a.itemsize, b.itemsize), a.elements
+def sub(rec: Recorder, a: Tensor, b: Tensor, label: str = "difference") -> Tensor:
+    """a - b, b broadcast: its gradient is a negated copy, then the sum."""
+    out = rec.like(a, label)
+    need_a, need_b, b_shape = a.requires_grad, b.requires_grad, (b.elements, b.itemsize)
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        return [g if w == width else rec.new(elements, w, "cast gradient") for w in widths]
+    def backward(g: Tensor) -> Grads:
+        second = rec.like(g, "negated gradient") if need_b else None
+        return [g if need_a else None, _reduced(rec, second, *b_shape)]
 
     return rec.record(out, [a, b], [], backward)
 
 
-def mul(rec: Recorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
-    """a * b of equal shapes, or b broadcast: keeps each operand the other's gradient needs."""
-    out = rec.new(a.elements, max(a.itemsize, b.itemsize), label)
-    need_a, need_b, elements, width = a.requires_grad, b.requires_grad, a.elements, out.itemsize
-    a_width, b_width = a.itemsize, b.itemsize
-
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        first = rec.new(elements, width, "gradient of a") if need_a else None
-        second = rec.new(elements, width, "gradient of b") if need_b else None
-        return [_as(rec, first, a_width), _as(rec, second, b_width)]
-
-    return rec.record(out, [a, b], [a if need_b else None, b if need_a else None], backward)
-
-
-def _as(rec: Recorder, g: Tensor | None, itemsize: int) -> Tensor | None:
-    return None if g is None else cast(rec, g, itemsize, "cast gradient")
-
-
-def scale_by_weight(rec: Recorder, w: Tensor, x: Tensor, label: str = "scaled") -> Tensor:
-    """weight * x with a [D] weight: the weight's gradient is a full product summed over the tokens."""
-    out = rec.new(x.elements, max(w.itemsize, x.itemsize), label)
-    need_w, need_x, elements, width = w.requires_grad, x.requires_grad, x.elements, out.itemsize
-    columns, w_width, x_width = w.elements["1"], w.itemsize, x.itemsize
-
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        full = rec.new(elements, width, "unsummed weight gradient") if need_w else None
-        input_grad = rec.new(elements, width, "input gradient") if need_x else None
-        weight_grad = column_sum(rec, columns, w_width) if need_w else None
-        del full
-        return [weight_grad, _as(rec, input_grad, x_width)]
-
-    return rec.record(out, [w, x], [x if need_w else None, w if need_x else None], backward)
-
-
 def unary(rec: Recorder, x: Tensor, label: str, *, keeps: str = "input", buffers: int = 0) -> Tensor:
     """An elementwise function: keeps its input, its output or nothing, and needs `buffers` extra copies backward."""
-    out = rec.new(x.elements, x.itemsize, label)
+    out = rec.like(x, label)
     kept = {"input": x, "output": out, "nothing": None}[keeps]
-    elements, width = x.elements, x.itemsize
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        held = [rec.new(elements, width, f"{label} buffer") for _ in range(buffers)]
-        result = rec.new(elements, width, f"{label} gradient")
-        del held
+    def backward(g: Tensor) -> Grads:
+        held = [rec.like(g, f"{label} buffer") for _ in range(buffers)]
+        result = rec.like(g, f"{label} gradient")
+        while held:
+            held.pop()
         return [result]
 
     return rec.record(out, [x], [kept], backward)
@@ -151,54 +184,162 @@ def scale(rec: Recorder, x: Tensor, label: str = "scaled") -> Tensor:
     return unary(rec, x, label, keeps="nothing")
 
 
-def copy(rec: Recorder, x: Tensor, elements: Elements | None = None, label: str = "copy") -> Tensor:
-    """contiguous(), repeat_kv, cat: a new tensor; the gradient comes back as a new tensor of the old shape when it shrinks."""
-    shape = x.elements if elements is None else elements
-    out = rec.new(shape, x.itemsize, label)
-    before, width = x.elements, x.itemsize
+def shift(rec: Recorder, x: Tensor, label: str = "shifted") -> Tensor:
+    """x plus a number: the gradient passes through."""
+    return rec.record(rec.like(x, label), [x], [], lambda g: [g])
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        return [g if before == shape else rec.new(before, width, f"{label} gradient")]
 
-    return rec.record(out, [x], [], backward)
+def power(rec: Recorder, x: Tensor, label: str) -> Tensor:
+    """x ** n: backward takes a power, scales it and multiplies."""
+    return unary(rec, x, label, buffers=2)
+
+
+def clone(rec: Recorder, x: Tensor, label: str = "clone") -> Tensor:
+    """x.clone(): the gradient passes through."""
+    return rec.record(rec.like(x, label), [x], [], lambda g: [g])
+
+
+def copy(rec: Recorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor:
+    """A concatenation with nothing of a dtype: a new tensor, heads first where there are heads."""
+    out, width = rec.new(x.elements, itemsize, label, heads_first=True), x.itemsize
+    return rec.record(
+        out, [x], [], lambda g: [viewed(g.detach()) if width == itemsize else rec.like(g, "cast gradient", width)]
+    )
+
+
+def repeat(rec: Recorder, x: Tensor, elements: Elements, label: str = "repeated") -> Tensor:
+    """repeat_kv, repeat_interleave: keys or values copied for every query head; the gradient is summed back."""
+    before = x.blueprint()
+    out = rec.new(elements, x.itemsize, label, heads_first=True)
+    return rec.record(out, [x], [], lambda g: [_summed_over_heads(rec, before, g)])
+
+
+def expand(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
+    """x.expand(): a view of one head for all; products copy it first, unless the batch is one sequence."""
+    before = x.blueprint()
+    out = x.view(elements)
+    out.heads_first = False
+    return rec.record(out, [x], [], lambda g: [_summed_over_heads(rec, before, g)])
+
+
+def _summed_over_heads(rec: Recorder, before: Tensor, g: Tensor) -> Tensor:
+    return rec.new(before.elements, g.itemsize, "sum over repeated heads", heads_first=g.heads_first)
+
+
+def heads_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
+    """x.contiguous() of a [B, N, S, H] tensor: a copy when it still lies token by token."""
+    if x.heads_first:
+        return x
+    out = rec.new(x.elements, x.itemsize, label, heads_first=True)
+    return rec.record(out, [x], [], lambda g: [viewed(g.detach())])
+
+
+def tokens_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
+    """x.transpose(1, 2).contiguous(): back to [B, S, N * H]; a copy when it lies head by head."""
+    if not x.heads_first:
+        return x
+    out = rec.new(x.elements, x.itemsize, label)
+    return rec.record(out, [x], [], lambda g: [viewed(g.detach())])
+
+
+def split_heads(rec: Recorder, x: Tensor) -> Tensor:
+    """x.view(B, S, N, H).transpose(1, 2): a view; a gradient that comes back head by head is copied."""
+
+    def backward(g: Tensor) -> Grads:
+        if g.heads_first:
+            return [rec.new(g.elements, g.itemsize, "contiguous gradient")]
+        return [viewed(g.detach())]
+
+    return rec.record(x.view(), [x], [], backward)
+
+
+def slice(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
+    """x[..., a:b]: a view; its gradient is written into zeros of the whole shape."""
+    whole = x.elements
+    out = x.view(elements)
+    return rec.record(out, [x], [], lambda g: [rec.new(whole, g.itemsize, "slice gradient", heads_first=True)])
+
+
+def negate(rec: Recorder, x: Tensor) -> Tensor:
+    """-x."""
+    return scale(rec, x, "negated")
+
+
+def split(rec: Recorder, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """x.split(widths, dim=-1): views; their gradients wait for each other and are concatenated."""
+    basis = next(iter(x.elements))
+    parts = [x.view({basis: w}) for w in widths]
+    whole = x.elements
+
+    def backward(grads: list[Tensor | None]) -> Grads:
+        width = next(g.itemsize for g in grads if g is not None)
+        return [rec.new(whole, width, "joined gradient")]
+
+    rec.record_all(parts, [x], [], backward)
+    return parts
+
+
+def cat(rec: Recorder, parts: Sequence[Tensor], label: str = "concatenated") -> Tensor:
+    """torch.cat along the last axis: a new tensor; gradients come back as views of one."""
+    basis = next(iter(parts[0].elements))
+    shapes = [p.elements for p in parts]
+    whole = {basis: sum(e[basis] for e in shapes)}
+    out = rec.new(whole, parts[0].itemsize, label, heads_first=True)
+
+    def backward(g: Tensor) -> Grads:
+        views = [g.detach() for _ in shapes]
+        for view, elements in zip(views, shapes, strict=True):
+            view.elements, view.viewed = elements, True
+        return list(views)
+
+    return rec.record(out, list(parts), [], backward)
 
 
 def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
     """native_dropout: a bool mask is kept. Nothing at all when p is 0."""
     if not p:
         return x
-    out = rec.new(x.elements, x.itemsize, "dropout output")
-    mask = rec.new(x.elements, 1, "dropout mask")
-    elements, width = x.elements, x.itemsize
-    return rec.record(out, [x], [mask], lambda g, _: [rec.new(elements, width, "dropout gradient")])
+    mask = rec.like(x, "dropout mask", 1)
+    out = rec.like(x, "dropout output")
+    return rec.record(out, [x], [mask], lambda g: [rec.like(g, "dropout gradient")])
 
 
 def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax") -> Tensor:
-    """F.softmax(x, dtype=...): one kernel; keeps its output; a wider dtype than x is computed without a copy of x."""
-    out = rec.new(x.elements, itemsize, label)
-    elements, width = x.elements, x.itemsize
+    """F.softmax(x, dtype=...): x is cast first (not so fp16), the output kept; backward multiplies it by the gradient."""
+    x = cast(rec, x, itemsize, "fp32 copy")
+    out = rec.like(x, label)
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        return [rec.new(elements, width, "softmax gradient")]
+    def backward(g: Tensor) -> Grads:
+        result = rec.like(g, "softmax gradient")
+        product = rec.like(g, "output * gradient")
+        del product
+        return [result]
 
     return rec.record(out, [x], [out], backward)
 
 
 def layer_norm(rec: Recorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:
     """F.layer_norm: keeps x, mean and rstd (fp32 per row); an fp32 op under autocast."""
-    width = 4 if rec.autocast else x.itemsize
-    x = cast(rec, x, width, "autocast copy") if rec.autocast else x
-    out = rec.new(x.elements, x.itemsize, "layer_norm output")
+    x = cast(rec, x, 4, "autocast copy") if rec.autocast else x
+    out = rec.like(x, "layer_norm output")
     mean, rstd = rec.new(rows, 4, "layer_norm mean"), rec.new(rows, 4, "layer_norm rstd")
-    elements, width = x.elements, x.itemsize
     need_x, trained = x.requires_grad, w is not None and w.requires_grad
     columns, w_width = (w.elements["1"], w.itemsize) if w is not None else (0, 0)
 
-    def backward(g: Tensor, saved: SAVED) -> GRADS:
-        input_grad = rec.new(elements, width, "layer_norm gradient") if need_x else None
+    def backward(g: Tensor) -> Grads:
+        input_grad = rec.like(g, "layer_norm gradient") if need_x else None
         if not trained:
             return [input_grad, None, None]
         grads = [rec.new({"1": columns}, w_width, "summed gradient") for _ in range(2 if b is not None else 1)]
         return [input_grad, *grads, *([None] if b is None else [])]
 
     return rec.record(out, [x, w, b], [x, mean, rstd], backward)
+
+
+def cross_entropy(rec: Recorder, logits: Tensor, labels: Tensor | None = None) -> Tensor:
+    """F.cross_entropy: log_softmax in the dtype of the logits is kept; autocast widens it for nll_loss."""
+    out = rec.like(logits, "log_softmax")
+    out = rec.record(out, [logits], [out], lambda g: [rec.like(g, "logits gradient")])
+    wide = cast(rec, out, 4, "fp32 log_softmax") if rec.autocast else out
+    loss, shape = rec.new({"1": 1}, wide.itemsize, "loss"), wide.blueprint()
+    return rec.record(loss, [wide], [wide, labels], lambda g: [rec.like(shape, "nll gradient")])

@@ -57,7 +57,8 @@ class Program:
     """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
 
     forward: Segment
-    exit: Segment  # when the autocast region ends
+    leave: Segment  # when the model's body returns, before the head
+    exit: Segment  # when the whole forward returns: the autocast region ends, the model's output goes
     backward: Segment
     sizes: dict[int, dict[Basis, int]]
     roles: dict[int, Role]
@@ -67,80 +68,81 @@ class Program:
     lingering: Size  # see Recorder.lingering
 
 
-@lru_cache(maxsize=4096)
-def block_program(layer: Layer, style: Style, width: int) -> Program:
-    """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
+def recorder(style: Style) -> Recorder:
+    """A recorder that follows a style."""
     rec = Recorder(style.autocast, style.grad)
     rec.accumulating, rec.release_gradients = style.accumulating, style.release_gradients
-    hidden: dict[Basis, int] = {"T": width}
-    x = rec.new(hidden, style.residual, "hidden states")
-    gradient = rec.new(hidden, style.residual, "gradient of the block's output")
-    rec.events.clear()
-    out, kept, saves = _run_forward(rec, layer, style, width, x)
-    del x
-    forward, rec.events = rec.events, []
-    rec.exit_autocast()
-    exit_events, rec.events = rec.events, []
-    output = out.storage.id if out.storage else 0
-    result = None
-    if style.grad:
-        result = _run_backward(rec, layer, style, width, out, kept, saves, [gradient])
-    del gradient, out
-    backward = [e for e in rec.events if e != -output] if style.grad else []
-    received = result.storage.id if result is not None and result.storage else 0
-    return finished(rec, forward, exit_events, backward, output, received)
+    return rec
 
 
-def finished(
-    rec: Recorder, forward: list[int], exit_events: list[int], backward: list[int], output: int, received: int
-) -> Program:
-    """The program of what `rec` has seen; what dies with the recorder from here on is no event.
+def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
+    """The program of what `rec` has seen in four parts; what dies with the recorder from here on is no event.
 
     What flows between programs has one role on both sides: hidden states are activations, their gradients temporary.
     """
+    input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"
-    rec.roles[GRADIENT] = rec.roles[received] = "temporaries"
-    first, middle, last = (Segment.of(events, rec.sizes, rec.roles) for events in (forward, exit_events, backward))
+    rec.roles[GRADIENT] = rec.roles[input_gradient] = "temporaries"
+    forward, leave, exit, backward = (Segment.of(events, rec.sizes, rec.roles) for events in parts)
     rec.events = []
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
         added(lingering, rec.sizes[id])
-    return Program(first, middle, last, rec.sizes, rec.roles, rec.labels, output, received, lingering)
+    return Program(forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering)
 
 
-def _run_forward(rec: Recorder, layer: Layer, style: Style, width: int, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """The forward; with checkpointing only the input stays (`kept`), on the host when offloaded."""
+@lru_cache(maxsize=4096)
+def block_program(layer: Layer, style: Style, width: int) -> Program:
+    """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
+    rec = recorder(style)
+    x = rec.new({"T": width}, style.residual, "hidden states")
+    gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
+    rec.taken()
     x.requires_grad = style.grad and style.input_grad
-    rec.keep = style.checkpointing in ("none",)
-    out = CODES[style.code].block(Block(rec, layer, style, width), x)
+    block = Block(rec, layer, style, width)
+    out, kept, saves = _run_forward(block, x)
+    held = x if style.holds_input else None
+    del x
+    forward = rec.taken()
+    del held
+    leave = rec.taken()
+    rec.exit_autocast()
+    exits = rec.taken()
+    output = out.storage.id if out.storage else 0
+    result = _run_backward(block, out, kept, saves, gradient) if style.grad else None
+    del out
+    backward = [event for event in rec.taken() if event != -output] if style.grad else []
+    return finished(rec, [forward, leave, exits, backward], output, result)
+
+
+def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    """The forward; with checkpointing only the input stays (`kept`), on the host when offloaded."""
+    rec, style = block.rec, block.style
+    rec.keep = style.checkpointing == "none"
+    out = CODES[style.code].block(block, x)
     saves, rec.saves, rec.keep = rec.saves, 0, True
     kept: list[Tensor] = []
     if style.grad and style.checkpointing == "full":
         rec.roles[INPUT] = "activations"
-        kept = [Tensor(x.storage, x.elements, x.itemsize)]
+        kept = [x.detach()]
     return out, kept, saves
 
 
-def _run_backward(
-    rec: Recorder,
-    layer: Layer,
-    style: Style,
-    width: int,
-    out: Tensor,
-    kept: list[Tensor],
-    saves: int,
-    grads: list[Tensor],
-) -> Tensor | None:
+def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]) -> Tensor | None:
+    """The backward; with checkpointing the forward runs again first, up to its last saved tensor."""
+    rec, style = block.rec, block.style
     if style.checkpointing == "none":
-        return rec.backward(out, grads.pop())
-    x = kept.pop() if kept else rec.new({"T": width}, style.residual, "hidden states fetched back", "activations")
+        root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
+        del out
+        return rec.backward(root, gradient)
+    x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
     x.requires_grad = style.input_grad
     rec.stop_at = saves
-    again = CODES[style.code].block(Block(rec, layer, style, width), x)
+    again = CODES[style.code].block(block, x)
     rec.stop_at, rec.silent = None, False
     rec.exit_autocast()
     root = Tensor(None, again.elements, again.itemsize, True, again.grad_fn)
     del again
-    result = rec.backward(root, grads.pop())
+    result = rec.backward(root, gradient)
     del x
     return result

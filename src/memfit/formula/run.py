@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from memfit.architecture import Architecture
-from memfit.formula.ends import EmbeddingStyle, HeadStyle, embedding_program, head_program
+from memfit.formula.embedding import EmbeddingStyle, embedding_program
+from memfit.formula.head import HeadStyle, head_program
 from memfit.formula.program import Program, Segment, block_program
 from memfit.formula.size import Basis, Size, added
 from memfit.formula.style import Style
@@ -66,20 +67,21 @@ class MicroStep:
     embedding: Part
     blocks: tuple[Part, ...]
     head: Part
-    holds_embedding: bool  # the model's forward keeps `inputs_embeds` until it returns
 
     @cached_property
     def forward(self) -> list[Step]:
         """In order of time."""
         first = [Step("forward, embedding", self.embedding.program.forward, self.embedding)]
         middle = [Step("forward", p.program.forward, p) for p in self.blocks]
-        return [*first, *middle, Step("loss", self.head.program.forward, self.head)]
+        leaving = [p for p in (self.embedding, *self.blocks) if p.program.leave.events]
+        leave = [Step("end of the body", p.program.leave, p) for p in leaving]
+        return [*first, *middle, *leave, Step("loss", self.head.program.forward, self.head)]
 
     @cached_property
     def lingering(self) -> Size:
         """What the graph of the step before still holds while a loop that keeps `loss` runs the next forward."""
         total: dict[Basis, int] = {}
-        for part in (*self.blocks, self.head):
+        for part in (self.embedding, *self.blocks, self.head):
             added(total, part.program.lingering)
         return total
 
@@ -124,5 +126,4 @@ def micro_step(
         Part(embedding_program(embedding, first), "embedding"),
         tuple(blocks),
         Part(head_program(head, end_style), "head"),
-        holds_embedding=styles[0].checkpointing == "none",
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Architecture, Layer
+from memfit.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.formula import shifted
-from memfit.formula.ends import EmbeddingStyle, HeadStyle
+from memfit.formula.embedding import EmbeddingStyle
+from memfit.formula.head import HeadStyle
+from memfit.formula.masks import MaskStyle
 from memfit.formula.numerics import Capability, Numerics, attention_kernel, lora_modules
+from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
-from memfit.formula.style import Kernel, Style
+from memfit.formula.style import Kernel, Mask, Style
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.trainers import Trainer
@@ -24,6 +27,7 @@ class Situation:
     accumulating: bool = False
     use_cache: bool = False
     release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
+    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
 
 
 def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
@@ -37,6 +41,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
+        holds_output=t.holds_logits,
         code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
     )  # fmt: skip
     made: dict[int, Style] = {}
@@ -44,12 +49,15 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
     for i, layer in enumerate(a.layers):
         style = made.get(id(layer))
         if style is None:
-            window = layer.attention.window
-            masked = s.padded or (window is not None and window < r.sequence_length)
-            style = made[id(layer)] = replace(common, kernel=_kernel(layer, r, n, capability, masked), masked=masked)
-        # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
-        frozen_input = i == 0 and not full and r.checkpointing == "none" and s.train
-        styles.append(replace(style, input_grad=False) if frozen_input else style)
+            mask = _mask(layer.attention, r, s)
+            style = made[id(layer)] = replace(
+                common, kernel=_kernel(layer, r, n, capability, mask != "none"), mask=mask
+            )
+        if i == 0:
+            # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
+            frozen = not full and r.checkpointing == "none" and s.train
+            style = replace(style, input_grad=not frozen, holds_input=_embedding_alone(a))
+        styles.append(style)
     return tuple(styles)
 
 
@@ -58,28 +66,69 @@ def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None,
     return attention_kernel(layer.attention, r, width, capability, masked)
 
 
+def _written_out(a: Attention, r: Recipe) -> bool:
+    return r.attention == "eager" or not a.sdpa
+
+
+def windowed(a: Attention, sequence: int) -> bool:
+    """Whether a window shortens the look back; at equal length transformers makes a mask too."""
+    return a.window is not None and a.window <= sequence
+
+
+def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
+    """Which mask reaches the attention of a layer."""
+    local = windowed(a, r.sequence_length)
+    if s.padded or (local or (a.causal and _written_out(a, r))):
+        return "rows" if s.padded or s.mask_given else "shared"
+    return "none"
+
+
+def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
+    """The masks the model makes once per forward."""
+    kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
+    first = a.layers[0].attention
+    return MaskStyle(
+        windows=tuple(sorted(kinds)), given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
+        additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
+    )  # fmt: skip
+
+
+def _tables(a: Architecture) -> dict[str, Weight]:
+    """The embedding tables by what they hold."""
+    found: dict[str, Weight] = {}
+    for w in a.embedding:
+        if w.kind == "embedding":
+            kind = "positions" if "position" in w.name or "wpe" in w.name else "types" if "type" in w.name else "tokens"
+            found.setdefault(kind, w)
+    return found
+
+
+def _embedding_alone(a: Architecture) -> bool:
+    """Whether the first block's input is the token embedding itself."""
+    return len(a.embedding) == 1 and not a.embedding_dropout
+
+
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
     """Styles of the two ends."""
-    full = r.method == "full"
-    table = next(w for w in a.embedding if w.kind == "embedding")
-    first = a.layers[0].attention
-    mask = "none"
-    if r.attention == "eager" or not first.sdpa:
-        mask = "float"
-    elif s.padded:
-        mask = "bool"
-    names = " ".join(w.name for w in a.embedding)
+    full, tables = r.method == "full", _tables(a)
+    rows = {kind: w.shape[0] for kind, w in tables.items()}
+    rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(
-        vocabulary=table.shape[0], width=table.shape[1], rotary_dim=max(layer.attention.rotary_dim for layer in a.layers),
-        tied=a.tied, tied_in_place=r.loss != "full" or (n.autocast not in (0, n.other)), positions=a.max_positions if a.learned_positions else 0, types="token_type" in names,
-        normed=any(w.kind == "norm" for w in a.embedding), scaled=a.embedding_scale, mask=mask, trained=full,
-        itemsize=n.other,
+        vocabulary=rows["tokens"], width=tables["tokens"].shape[1], rotary=(rotary,) * a.rotary_tables if rotary else (),
+        wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
+        tied=a.tied, tied_in_place=r.loss != "full" or (n.autocast not in (0, n.other)),
+        positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
+        norm=Norm("layer") if any(w.kind == "norm" for w in a.embedding) else None, dropout=a.embedding_dropout,
+        module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
+        leaf=not full and r.checkpointing != "none" and s.train,
+        masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
     )  # fmt: skip
+    masked = a.task == "masked-lm"
     head = HeadStyle(
-        vocabulary=table.shape[0], width=a.width, norm=a.final_norm, loss=t.head(r.loss), tied=a.tied, trained=full,
-        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform=a.task == "masked-lm",
-        bias=any(w.kind == "bias" for w in a.head), upcast=a.family not in shifted.SIXTEEN_BIT,
-        batched=r.micro_batch > 1,
+        vocabulary=rows["tokens"], width=a.width, norm=a.final_norm, loss=t.head(r.loss), tied=a.tied, trained=full,
+        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
+        bias=any(w.name.endswith("bias") and w.shape == (rows["tokens"],) for w in a.head), causal=not masked,
+        upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
     )  # fmt: skip
     return embedding, head
 

@@ -11,7 +11,7 @@ from memfit.formula import ops
 from memfit.formula.engine import Recorder, Tensor
 
 if TYPE_CHECKING:
-    from memfit.formula.ends import HeadStyle
+    from memfit.formula.head import HeadStyle
 
 SIXTEEN_BIT = frozenset({"qwen", "baichuan"})  # families whose code scores the logits as they come
 
@@ -20,9 +20,7 @@ def head(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """From logits to the loss. What the model returns is in fp32 until the trainer has looked at it."""
     if h.upcast:
         logits = ops.cast(rec, logits, 4, "fp32 logits")
-    shifted = _shift(rec, logits, batched=h.batched)
-    loss = _cross_entropy(rec, shifted)
-    del shifted
+    loss = ops.cross_entropy(rec, _shift(rec, logits, batched=h.batched))
     returned = ops.cast(rec, logits, 4, "fp32 copy of the model's output")
     del logits, returned
     return loss
@@ -30,22 +28,6 @@ def head(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
 
 def _shift(rec: Recorder, logits: Tensor, *, batched: bool) -> Tensor:
     """logits[..., :-1, :].contiguous(): a view of one sequence, a copy of several; backward writes into zeros."""
-    elements, width = logits.elements, logits.itemsize
-    out = rec.new(elements, width, "shifted logits") if batched else logits.view()
-
-    def backward(g: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
-        return [rec.new(elements, width, "gradient of the slice")]
-
-    return rec.record(out, [logits], [], backward)
-
-
-def _cross_entropy(rec: Recorder, logits: Tensor) -> Tensor:
-    """log_softmax in the dtype of the logits; nll_loss is an fp32 operation under autocast."""
-    elements, width = logits.elements, logits.itemsize
-    scores = rec.new(elements, width, "log_softmax", "activations")
-    scores = rec.record(scores, [logits], [scores], lambda g, _: [rec.new(elements, width, "logits gradient")])
-    wide = ops.cast(rec, scores, 4, "fp32 log_softmax") if rec.autocast else scores
-    del scores
-    itemsize = wide.itemsize
-    loss = rec.new({"1": 1}, itemsize, "loss")
-    return rec.record(loss, [wide], [wide], lambda g, _: [rec.new(elements, itemsize, "nll gradient")])
+    out = rec.like(logits, "shifted logits") if batched else logits.view()
+    like = logits.blueprint()
+    return rec.record(out, [logits], [], lambda g: [rec.like(like, "gradient of the slice")])

@@ -1,9 +1,9 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
 Basis names: "1" constant · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
-"T32", "T128" B * S rounded up to 32 or 128 (kernel buffers) · "tile" min(T, 4096) · ("chunk", n, 0) B * min(S, n) ·
-("chunks", n, 0) S / n rounded up · ("reduce", rows_of, columns, accumulators) the staging
-buffer of a reduction over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
+"T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
+label · "tile" min(L, 4096) · ("chunk", n, 0) B * min(S, n) · ("reduce", columns, rows of a token)
+the staging buffer of a sum over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+SPLIT_GOAL = 200  # blocks of keys times heads that the memory-efficient kernel's backward aims at
 
 Basis = str | tuple[str, int, int]
 Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys
@@ -43,6 +45,12 @@ class Dims:
     sequence: int  # S
     multiprocessors: int = 108
     threads_per_multiprocessor: int = 2048
+    label_share: float = 1.0  # of the positions that have a successor
+
+    @property
+    def labels(self) -> int:
+        """L: positions whose next token is learned."""
+        return int(self.batch * (self.sequence - 1) * self.label_share)
 
     def value(self, basis: Basis) -> int:
         """The number a basis stands for."""
@@ -51,10 +59,18 @@ class Dims:
             kind, columns, width = basis
             if kind == "chunk":
                 return b * min(s, columns)
-            if kind == "chunks":
-                return -(-s // columns)
+            if kind == "rows":
+                return min(self.labels, columns)
+            if kind == "part":
+                return b * -(-s // columns)
+            if kind == "liger":
+                return min(b * s, 1 << (max(-(-b * s // columns), 1) - 1).bit_length())
+            if kind == "tiles":
+                return b * width * -(-s // columns)
+            if kind == "keysplit":
+                return b * columns * width * min(max(SPLIT_GOAL // (b * columns), 1), -(-s // 64))
             if kind == "reduce":
-                return reduce_staging(b * s, columns, width, self.multiprocessors, self.threads_per_multiprocessor)
+                return reduce_staging(b * s * width, columns, 4, self.multiprocessors, self.threads_per_multiprocessor)
             return embedding_sort(b * s, columns, width)
         match basis:
             case "1":
@@ -69,8 +85,12 @@ class Dims:
                 return s * s
             case "T32":
                 return b * _ceil(s, 32)
+            case "L":
+                return self.labels
             case "tile":
-                return min(b * s, TILE_TOKENS)
+                return min(self.labels, TILE_TOKENS)
+            case "T64":
+                return b * _ceil(s, 64)
             case "T128":
                 return b * _ceil(s, 128)
         raise KeyError(basis)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
+Mask = Literal["none", "shared", "rows"]
+# a mask the kernel is given: none (causal by itself), shared [S, S] by all rows of the batch, or rows [B, 1, S, S]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +25,16 @@ class Style:
     lora_dropout: bool = False
     adapter: int = 4  # itemsize of the adapter weights
     kernel: Kernel = "flash"
-    masked: bool = False  # a [B,1,S,S] mask reaches the kernel: padding, or a window shorter than the sequence
+    mask: Mask = "none"
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     dropout: bool = True  # train mode: the model's own dropout is active
     grad: bool = True  # False: evaluation under no_grad
     input_grad: bool = True  # the block's input needs a gradient
+    holds_input: bool = False  # the model's own code keeps the first block's input until its body returns
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
     use_cache: bool = False
+    holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     code: str = "transformers"  # row of codes.CODES: whose model code runs
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
     dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast

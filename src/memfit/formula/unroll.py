@@ -43,26 +43,20 @@ class Pass:
 
     def run(self, workspace: int) -> None:
         """Write the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
-        flow, held = 0, 0
+        flow = 0
         for step in self.micro.forward:
-            if step.part.index == 0 and self.micro.holds_embedding:
-                if -INPUT in step.segment.events:  # else the block saved it, and its backward frees it
-                    held = flow
-                flow = self._segment(step, flow, keep_input=True)
-            else:
-                flow = self._segment(step, flow)
+            flow = self._segment(step, flow)
         if workspace:
             self.tape.alloc(workspace)
         for step in self.micro.exits:
             self._segment(step, 0)
-        self.tape.free(held)
         flow = 0
         for number, step in enumerate(self.micro.backward):
             flow = self._segment(step, flow, backward=True)
             if number == 0 and workspace:
                 self.tape.alloc(workspace)
 
-    def _segment(self, step: Step, flow: int, keep_input: bool = False, backward: bool = False) -> int:
+    def _segment(self, step: Step, flow: int, backward: bool = False) -> int:
         """Write one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
         program, tape = step.part.program, self.tape
         live = self.live.setdefault(step.part, {})
@@ -77,8 +71,10 @@ class Pass:
         for event in step.segment.events:
             if event > 0:
                 live[event] = tape.alloc(sizes[event])
-            elif not (keep_input and event == -INPUT):
+            else:
                 tape.free(live.pop(-event, 0))
+        if step.segment is program.leave:
+            return flow
         if not backward:
             return live.get(program.output, 0)
         out = live.pop(program.input_gradient, 0)

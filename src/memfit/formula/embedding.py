@@ -1,0 +1,128 @@
+"""The lower end of a model: token, position and type embeddings, and the masks and tables made once per forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from memfit.architecture import Norm
+from memfit.formula import ops
+from memfit.formula.engine import Elements, Recorder, Tensor
+from memfit.formula.masks import MaskStyle, masks
+from memfit.formula.norms import norm
+from memfit.formula.program import GRADIENT, Program, finished, recorder
+from memfit.formula.style import Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingStyle:
+    """What the embedding end does besides looking rows up."""
+
+    vocabulary: int
+    width: int
+    rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
+    wide_tables: bool = False  # the tables stay in fp32
+    tied: bool = False
+    tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
+    positions: int = 0  # rows of a learned position table
+    types: int = 0  # rows of BERT's token type table
+    norm: Norm | None = None  # right after the embedding
+    scaled: bool = False  # Gemma
+    dropout: float = 0.0
+    module: bool = False  # the embeddings are a module of their own, whose local variables die early
+    leaf: bool = False  # frozen, but made to need a gradient: the output is a leaf whose .grad stays with the graph
+    checkpointed: bool = False  # blocks keep the masks and tables as arguments until they have run again
+    masks: MaskStyle = field(default_factory=MaskStyle)
+    trained: bool = True
+    itemsize: int = 2  # of the embedding weights
+
+
+@lru_cache(maxsize=1024)
+def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
+    """Everything before the first block; backward makes the gradients of the tables."""
+    rec = recorder(style)
+    rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
+    gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
+    rec.taken()
+    x, held = _embed(rec, e, style)
+    x = ops.dropout(rec, x, e.dropout if style.dropout else 0.0)
+    x = ops.cast(rec, x, style.residual)
+    made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
+    tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
+    output = x.storage.id if x.storage else 0
+    if e.leaf:
+        rec.lingering |= {output, GRADIENT}
+    forward = rec.taken()
+    del held
+    if not e.checkpointed:
+        made.clear()
+    if not style.grad:
+        tables.clear()
+    leave = [event for event in rec.taken() if event != -output]
+    if style.grad and e.trained:
+        root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
+        del x
+        rec.backward(root, gradient)
+    gradient.clear()
+    made.clear()
+    tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one
+    backward = [event for event in rec.taken() if event != -output]
+    return finished(rec, [forward, leave, [], backward], output, None)
+
+
+def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor]]:
+    """The sum of all embeddings, and what the model's code still holds besides."""
+    hidden: Elements = {"T": e.width}
+    x = _look_up(rec, e, hidden)
+    if e.scaled:
+        x = ops.scale(rec, x, "scaled embedding")
+    held = [x]
+    if e.types:
+        held.append(_table(rec, e, hidden, e.types, "type embedding"))
+        x = ops.add(rec, x, held[-1], "with types")
+    if e.positions:
+        held.append(_table(rec, e, {"S": e.width}, e.positions, "position embedding"))
+        x = ops.add(rec, x, held[-1], "with positions")
+    if e.norm is not None:
+        x = norm(rec, x, e.norm, e.width, style, "embedding norm")
+    return x, [] if e.module else held
+
+
+def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
+    out = rec.new(hidden, e.itemsize, "embedding output")
+    table: Elements = {"1": e.vocabulary * e.width}
+    weight = ops.weight(e.vocabulary * e.width, e.itemsize, "embedding", e.trained)
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        """embedding_dense_backward; with a tied head both gradients wait and are added into a third tensor."""
+        dense = rec.new(table, e.itemsize, "embedding gradient", "gradients")
+        rec.buffer({("embed", e.width, e.itemsize): 1}, "embedding sort buffers")
+        if e.tied and e.tied_in_place:
+            del dense
+            return [None]
+        if e.tied:
+            total = rec.new(table, e.itemsize, "sum of tied gradients", "gradients")
+            del dense, total
+            return [None]
+        return [dense]
+
+    return rec.record(out, [weight], [], backward)
+
+
+def _table(rec: Recorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
+    out = rec.new(size, e.itemsize, label)
+    weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
+    return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
+
+
+def _rotary_tables(rec: Recorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
+    """LlamaRotaryEmbedding.forward: cos and sin of one sequence."""
+    angles = rec.new({"S": width // 2}, 4, "angles")
+    both = rec.new({"S": width}, 4, "angles twice")
+    cos, sin = (ops.scale(rec, ops.scale(rec, both, "cosine or sine"), "scaled table") for _ in range(2))
+    tables = [cos, sin] if e.wide_tables else [ops.cast(rec, t, style.residual, "rotary table") for t in (cos, sin)]
+    del angles, both, cos, sin
+    for table in tables:
+        if table.storage:
+            rec.roles[table.storage.id] = "activations"
+    return tables

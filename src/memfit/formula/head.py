@@ -1,0 +1,96 @@
+"""The upper end of a model: the last norm, the output projection and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from memfit.architecture import Norm
+from memfit.formula import ops
+from memfit.formula.activations import activation
+from memfit.formula.engine import Recorder, Tensor
+from memfit.formula.norms import norm
+from memfit.formula.program import Program, finished, recorder
+from memfit.formula.style import Style
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStyle:
+    """What stands above the blocks."""
+
+    vocabulary: int
+    width: int
+    norm: Norm | None
+    loss: str = "full"  # a row of LOSSES
+    tied: bool = False
+    trained: bool = True
+    itemsize: int = 2  # of the head's weight
+    holds_logits: bool = False
+    softcap: bool = False
+    scaled: bool = False  # Cohere multiplies the logits
+    transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
+    bias: bool = False
+    upcast: bool = True  # logits are cast to fp32 for the loss
+    causal: bool = True  # labels are shifted
+    batched: bool = False  # several sequences: dropping the last token of each leaves no view
+
+
+@lru_cache(maxsize=1024)
+def head_program(h: HeadStyle, style: Style) -> Program:
+    """Final norm, head and loss, forward and backward."""
+    from memfit.formula.losses import LOSSES
+
+    rec = recorder(style)
+    x = rec.new({"T": h.width}, style.residual, "hidden states")
+    rec.new({}, 1, "no gradient")
+    rec.taken()
+    x.requires_grad = style.grad and style.input_grad
+    if h.norm is not None:
+        x = norm(rec, x, h.norm, h.width, style, "final_norm")
+    if h.transform:
+        x = _transform(rec, h, style, x)
+    loss, held = LOSSES[h.loss](rec, h, style, x)
+    del x
+    forward = rec.taken()
+    returned = rec.returned or len(forward)
+    forward, after = forward[:returned], forward[returned:]
+    rec.exit_autocast()
+    if not style.grad:
+        del loss
+        held.clear()
+    exits = rec.taken()
+    received = None
+    if style.grad:
+        first = [rec.new({"1": 1}, 4, "gradient of the loss")]
+        root = Tensor(None, loss.elements, loss.itemsize, True, loss.grad_fn)
+        received = rec.backward(root, first) if loss.grad_fn else None
+        first.clear()
+        held.clear()
+        del loss
+    if not style.grad:
+        return finished(rec, [forward, [], [*after, *exits], []], 0, None)
+    return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
+
+
+def _transform(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+    """The prediction head of encoders: dense, activation, norm."""
+    w = ops.weight(h.width * h.width, h.itemsize, "transform.weight", h.trained)
+    x = ops.linear(
+        rec, x, w, {"T": h.width}, ops.weight(h.width, h.itemsize, "transform.bias", h.trained), "transformed"
+    )
+    x = activation(rec, x, h.transform)
+    return norm(rec, x, Norm("layer"), h.width, style, "transform.norm")
+
+
+def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
+    """lm_head(x), scaled and capped where the model does."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None
+    logits = ops.linear(rec, x, w, {"T": h.vocabulary}, b, "logits")
+    if h.scaled:
+        logits = ops.scale(rec, logits, "scaled logits")
+    if h.softcap:
+        logits = ops.scale(rec, logits, "logits / cap")
+        logits = ops.unary(rec, logits, "tanh", keeps="output")
+        logits = ops.scale(rec, logits, "capped logits")
+    return logits

@@ -1,0 +1,71 @@
+"""Norms as transformers writes them out, tensor by tensor."""
+
+from __future__ import annotations
+
+from memfit.architecture import Norm
+from memfit.formula import ops
+from memfit.formula.engine import Elements, Recorder, Tensor
+from memfit.formula.style import Style
+
+
+def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
+    """A norm over vectors of `width` elements, with its weight (and the shift of a LayerNorm)."""
+    rec.scope.append(label)
+    try:
+        w = ops.weight(width, style.norm_weight, f"{label}.weight", style.trained)
+        rows: Elements = {k: v // width for k, v in x.elements.items()}
+        if kind.kind == "layer":
+            b = ops.weight(width, style.norm_weight, f"{label}.bias", style.trained) if bias else None
+            return ops.layer_norm(rec, x, w, b, rows)
+        return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32}[kind.kind](rec, x, w, rows)
+    finally:
+        rec.scope.pop()
+
+
+def mean(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+    """x.mean(-1, keepdim=True)."""
+    out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
+    like = x.blueprint()
+    return rec.record(out, [x], [], lambda g: [rec.like(like, "mean gradient")])
+
+
+def rsqrt(rec: Recorder, x: Tensor) -> Tensor:
+    """1 / sqrt(x + eps)."""
+    return ops.unary(rec, ops.shift(rec, x), "rsqrt", keeps="output", buffers=2)
+
+
+def _rms(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+    """LlamaRMSNorm: the weight comes after the cast back."""
+    before = x.itemsize
+    x = ops.cast(rec, x, 4, "fp32 copy")
+    variance = mean(rec, ops.power(rec, x, "square"), rows, "mean square")
+    x = ops.mul(rec, x, rsqrt(rec, variance), "normalised fp32")
+    return ops.mul(rec, w, ops.cast(rec, x, before, "normalised"), "scaled")
+
+
+def _rms_gemma(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+    """Gemma3RMSNorm: the fp32 weight comes before the cast back."""
+    wide = ops.cast(rec, x, 4, "fp32 copy")
+    out = ops.mul(
+        rec, wide, rsqrt(rec, mean(rec, ops.power(rec, wide, "square"), rows, "mean square")), "normalised fp32"
+    )
+    del wide
+    out = ops.mul(rec, out, ops.shift(rec, ops.cast(rec, w, 4, "fp32 weight"), "1 + weight"), "scaled fp32")
+    return ops.cast(rec, out, x.itemsize, "scaled")
+
+
+def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+    """CohereLayerNorm: a LayerNorm without shift, written out in fp32."""
+    before = x.itemsize
+    x = ops.cast(rec, x, 4, "fp32 copy")
+    center = mean(rec, x, rows, "mean")
+    variance = mean(rec, ops.power(rec, ops.sub(rec, x, center, "centred"), "square"), rows, "variance")
+    x = ops.mul(rec, ops.sub(rec, x, center, "centred"), rsqrt(rec, variance), "normalised fp32")
+    x = ops.mul(rec, ops.cast(rec, w, 4, "fp32 weight"), x, "scaled fp32")
+    return ops.cast(rec, x, before, "scaled")
+
+
+def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+    """x * rsqrt((x * x).sum(-1) + eps), as the gated delta rule normalises queries and keys."""
+    length = mean(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
+    return ops.mul(rec, x, rsqrt(rec, length), "unit vectors")

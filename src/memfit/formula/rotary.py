@@ -1,0 +1,98 @@
+"""Rotary position embeddings: the variants of apply_rotary_pos_emb in transformers, on sized tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.architecture import Attention
+from memfit.formula import ops
+from memfit.formula.engine import Recorder, Tensor
+
+
+def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys with the rotated part of each head turned; a part that is not rotated is concatenated again.
+
+    table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
+    """
+    row, partial, q_type, k_type = ROTARY[a.rotary], a.rotary_dim != a.head_dim, q.itemsize, k.itemsize
+    table = 4 if row.wide_table else table
+    if row.wide == "once":
+        q, k = ops.cast(rec, q, 4, "fp32 queries"), ops.cast(rec, k, 4, "fp32 keys")
+    q_rot, k_rot = q, k
+    if partial:
+        q_rot, q_pass = _parts(rec, q, a)
+        k_rot, k_pass = _parts(rec, k, a)
+    q_embed, k_embed = row.turn(rec, q_rot, row, table), row.turn(rec, k_rot, row, table)
+    if partial:
+        q_embed = ops.cat(rec, [q_embed, q_pass], "rotary concatenated")
+        k_embed = ops.cat(rec, [k_embed, k_pass], "rotary concatenated")
+    if not (row.wide or row.wide_table):
+        return q_embed, k_embed
+    return ops.cast(rec, q_embed, q_type, "rotated"), ops.cast(rec, k_embed, k_type, "rotated")
+
+
+def _parts(rec: Recorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+    heads = x.elements["T"] // a.head_dim
+    first = ops.slice(rec, x, {"T": heads * a.rotary_dim})
+    return first, ops.slice(rec, x, {"T": heads * (a.head_dim - a.rotary_dim)})
+
+
+def _halves(x: Tensor) -> dict[str, int]:
+    return {basis: n // 2 for basis, n in x.elements.items()}
+
+
+def _table(itemsize: int) -> Tensor:
+    """cos or sin; products only ask for its dtype."""
+    return ops.constant({"S": 1}, itemsize)
+
+
+def _turn_half(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+    """(x * cos) + (rotate_half(x) * sin) with rotate_half(x) = cat((-x2, x1))."""
+    table = _table(itemsize)
+    straight = ops.mul(rec, _wide(rec, x, row), table, "x * cos")
+    return ops.add(
+        rec, straight, ops.mul(rec, _rotate_half(rec, _wide(rec, x, row)), table, "rotated * sin"), "rotated"
+    )
+
+
+def _wide(rec: Recorder, x: Tensor, row: Rotary) -> Tensor:
+    return ops.cast(rec, x, 4, "fp32 copy") if row.wide == "each" else x
+
+
+def _rotate_half(rec: Recorder, x: Tensor) -> Tensor:
+    x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
+    return ops.cat(rec, [ops.negate(rec, x2), x1], "rotate_half")
+
+
+def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+    """cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), x1 and x2 the halves or the even and odd elements."""
+    table = _table(itemsize)
+    x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
+    first = ops.sub(rec, ops.mul(rec, x1, table, "x1 * cos"), ops.mul(rec, x2, table, "x2 * sin"))
+    second = ops.add(rec, ops.mul(rec, x2, table, "x2 * cos"), ops.mul(rec, x1, table, "x1 * sin"))
+    return ops.cat(rec, [first, second], "rotated")
+
+
+def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+    """Pairs of fp32 numbers as complex ones, times the table."""
+    return ops.mul(rec, ops.cast(rec, x, 4, "fp32 copy"), ops.constant({"S": 1}, 4), "rotated")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How one family rotates."""
+
+    turn: Callable[[Recorder, Tensor, Rotary, int], Tensor]
+    wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
+    wide_table: bool = False  # cos and sin stay in fp32, which widens the products
+
+
+ROTARY: dict[str, Rotary] = {
+    "half": Rotary(_turn_half),  # also GLM's and GPT-J's even and odd elements: the same sizes
+    "half_fp32_table": Rotary(_turn_half, wide_table=True),  # OLMo 2
+    "half_fp32": Rotary(_turn_half, "each"),  # ModernBERT
+    "half_fp32_once": Rotary(_turn_half, "once"),  # Cohere
+    "pairs": Rotary(_turn_pairs),  # gpt-oss, DeepSeek-V3
+    "complex": Rotary(_turn_complex),  # Llama 4, DeepSeek-V2
+}
