@@ -91,7 +91,8 @@ def test_more_tokens_never_need_less(recipe: Recipe, name: str, more: int) -> No
 @given(recipe=recipes, name=names, more=st.integers(1, 64))
 def test_a_higher_rank_never_needs_less(recipe: Recipe, name: str, more: int) -> None:
     model = MODELS[name]
-    recipe = sensible(recipe, model)
+    # not with 8-bit states: bitsandbytes keeps tensors below 4096 elements in fp32, so a rank just above needs less
+    recipe = sensible(recipe.but(optimizer="adamw"), model)
     assert requested(model, recipe.but(lora_rank=recipe.lora_rank + more)) >= requested(model, recipe)
 
 

@@ -32,6 +32,8 @@ class Case:
     profile: Trainer
     compared: Compared
     padded: bool = False
+    orders: tuple[tuple[int, ...], ...] = ()  # lengths of successive micro-batches, of several possible runs
+    torch: tuple[int, ...] = ()  # whose allocator rules hold; (): the latest
     remark: str = ""  # what had to be assumed, said in the listing
 
 

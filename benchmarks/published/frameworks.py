@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from published import litgpt
+from published import litgpt, swift
 from published.case import Case, NotCovered
 from published.rows import Row
 
-FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = ((r"lit-?gpt", litgpt.case),)
+FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
+    (r"lit-?gpt", litgpt.case),
+    (r"ms-swift sft", swift.case),
+)
 
 
 def case_of(row: Row) -> Case:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
+from memfit.alloc_conf import LATEST_TORCH
+from memfit.formula.account import Account
 from memfit.formula.estimate import estimate
+from memfit.formula.varied import levels_over
 from published.case import Case
 
 TRAINING = ("load", "first_step", "step")
 
 
 def predict(case: Case) -> int:
-    """The highest level over the phases of a training run."""
+    """The highest level over the phases of a training run; the mean of several orders where lengths vary."""
+    if case.orders:
+        return _varied(case)
     footprint = estimate(case.architecture, case.recipe, case.gpu, padded=case.padded, profile=case.profile)
     return max(int(getattr(p.levels, case.compared)) for p in footprint.phases if p.phase in TRAINING)
+
+
+def _varied(case: Case) -> int:
+    account = Account(case.architecture, case.recipe, case.gpu, case.padded, case.profile)
+    context = case.gpu.context_bytes
+    torch = (case.torch[0], case.torch[1]) if len(case.torch) > 1 else LATEST_TORCH
+    peaks = [levels_over(account, order, capacity=case.gpu.total_bytes - context, torch=torch) for order in case.orders]
+    level = "reserved" if case.compared == "device" else case.compared
+    return round(mean(getattr(p, level) for p in peaks)) + (context if case.compared == "device" else 0)

@@ -67,6 +67,7 @@ class Attention:
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
     upcast: bool = True  # written-out attention takes its softmax in fp32
+    code: str = ""  # a row of formula/classic.py, for model classes with an attention of their own
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)
@@ -86,6 +87,7 @@ class Mlp:
     experts_per_token: int = 0
     shared_width: int = 0  # F of the experts, or of the dense part, that every token passes
     every_token: bool = False  # each expert computes every token, whatever the router says (Llama 4)
+    router: str = "softmax"  # a row of formula/moe.py
 
 
 @dataclass(frozen=True, slots=True)

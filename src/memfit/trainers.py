@@ -47,6 +47,7 @@ class Trainer:
 
 
 _TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
+_SHIFTED_HEADS = (("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted"))
 _LITGPT_HEADS = (("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt"))
 
 TRAINERS: tuple[Trainer, ...] = (
@@ -69,9 +70,12 @@ TRAINERS: tuple[Trainer, ...] = (
     Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
             adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
             dequantised_cast=True, keeps_loss=True),
+    # ms-swift 1.x: transformers.Trainer 4.3x, model classes of that time, its own fp32 LoRA layers, no k-bit preparation
+    Trainer(name="ms-swift", autocast=True, logits_to_fp32=True, heads=_SHIFTED_HEADS, kbit_prepare=False,
+            quantised_keeps_input=True),
 )  # fmt: skip
 
-CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13), "litgpt": (0, 5, 13)}
+CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13), "litgpt": (0, 5, 13), "ms-swift": (1, 5)}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 

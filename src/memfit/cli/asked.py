@@ -192,13 +192,20 @@ def _effective_batch(found: Asked, flags: Mapping[str, Any]) -> int:
         return recipe.effective_batch
     least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
     if asked_for is None:
-        from_file = found.adopted.effective_batch if found.adopted else None
-        return max(from_file or DEFAULT_BATCH, least)
+        return max(_batch_of_file(found) or DEFAULT_BATCH, least)
     if asked_for % least:
         raise BadInput(
             f"--effective-batch {asked_for} is no multiple of {least} sequences", hint=f"for example {least * 2}"
         )
     return int(asked_for)
+
+
+def _batch_of_file(found: Asked) -> int:
+    """Sequences per step the `--from` file asks for, outright or by micro-batch and accumulation; 0: it does not say."""
+    if found.adopted is None:
+        return 0
+    told = {"micro_batch", "accumulation"} <= set(found.adopted.stated)
+    return found.adopted.effective_batch or (found.adopted.recipe.effective_batch if told else 0)
 
 
 def _length_for(found: Asked) -> int:

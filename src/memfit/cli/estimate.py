@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memfit.plan import Judgement
 
 EXAMPLES = (
-    "memfit estimate meta-llama/Llama-2-7b-hf --gpu a100-80gb --micro-batch 4 --checkpointing full",
+    "memfit estimate Qwen/Qwen2.5-7B --gpu h100 --checkpointing full",
     "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
 )
 WHY = Flag(

@@ -9,7 +9,7 @@ import typer
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, takes
 
-EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090 --sequence-length 4096",)
+EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
 @takes(*CARD, BATCH, *AUTO, *COMMON)

@@ -18,7 +18,7 @@ UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stay
 SOON = 0.4  # seconds before progress is shown at all
 
 
-PLAINER = {"·": "-", "±": "+-", "\N{NO-BREAK SPACE}": " ", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}
+PLAINER = {"·": "-", "±": "+-", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}
 
 
 def forgive_encodings() -> None:

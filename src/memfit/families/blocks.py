@@ -21,7 +21,8 @@ def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
         raise f.unsupported(f"{heads} query heads cannot share {kv_heads} key/value heads")
     trait = Attention(
         "softmax", heads, kv_heads, head, head,
-        rotary_dim=d.rotary(f, index), rotary=d.rotary_how, upcast=d.upcast, qk_norm=qk_norm, fused_qkv=bool(d.qkv), bias=bias, out_bias=out_bias,
+        rotary_dim=d.rotary(f, index), rotary=d.rotary_how, upcast=d.upcast, code=d.code,
+        qk_norm=qk_norm, fused_qkv=bool(d.qkv), bias=bias, out_bias=out_bias,
         window=d.window(f, index), softcap=bool(f.raw("attn_logit_softcapping")), sdpa=d.sdpa,
         sinks=d.sinks, alibi=flag(f, d.alibi), dropout=f.number(d.attention_dropout),
     )  # fmt: skip
@@ -118,6 +119,7 @@ class Moe:
     dense: MlpMaker = gated_mlp  # of the layers that are not sparse
     order: tuple[str, ...] = ("experts", "router", "shared")
     router: str = "gate"
+    routing: str = "softmax"  # Mlp.router
     router_bias: bool = False
     shared: str = "shared_experts"
     shared_width: Callable[[Fields], int] = no_shared
@@ -133,6 +135,7 @@ class Moe:
         trait = Mlp(
             "moe", inner, d.activation_of(f), bias=bias, experts=count, shared_width=shared,
             experts_per_token=f.size(self.per_token, most=count), every_token=self.every_token,
+            router=self.routing,
         )  # fmt: skip
         made = {
             "experts": experts("experts", count, width, inner, bias, self.transposed),

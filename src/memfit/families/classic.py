@@ -145,6 +145,7 @@ GPT2 = replace(
 GPTJ = replace(
     GPT, defaults=_GPTJ_DEFAULTS, body=("ln_1", "@attention", "@mlp"), placement="parallel", rotary=_rotary_dim,
     o="out_proj", attention_order=("k", "v", "q", "o"), up="fc_in", down="fc_out", head_bias=True, sdpa=False,
+    code="gptj",
 )  # fmt: skip
 FUSED = Dialect(  # the layout of Megatron: BLOOM, Falcon, GPT-NeoX, ChatGLM
     attention=softmax_attention, mlp=plain_mlp, stem="transformer", layers="h", embed="word_embeddings", final="ln_f",
@@ -179,14 +180,14 @@ CLASSICS: dict[str, Dialect] = {
     "bloom": replace(
         FUSED, aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embed"},
         defaults={"tie_word_embeddings": True}, embed_norm="word_embeddings_layernorm", rotary=no_rotary, alibi=True,
-        sdpa=False, qkv_bias=True, out_bias=True, mlp_bias=True, mlp_ratio=4, activation="=bloom_gelu",
+        sdpa=False, qkv_bias=True, out_bias=True, mlp_bias=True, mlp_ratio=4, activation="=bloom_gelu", code="bloom",
     ),
     "falcon": replace(
         FUSED, aliases={"intermediate_size": "ffn_hidden_size", "hidden_size": "n_embed"}, variant=_falcon,
         defaults={"tie_word_embeddings": True, "bias": False, "alibi": False, "multi_query": True,
                   "parallel_attn": True, "new_decoder_architecture": False, "activation": "gelu"},
         kv_heads=_falcon_kv_heads, alibi="alibi", qkv_bias="bias", out_bias="bias", mlp_bias="bias", mlp_ratio=4,
-        activation="activation",
+        activation="activation", code="falcon",
     ),
     "chatglm": replace(
         FUSED, aliases={"vocab_size": "padded_vocab_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
@@ -227,7 +228,7 @@ CLASSICS: dict[str, Dialect] = {
                       "max_position_embeddings": "max_seq_len"},
         defaults={"tie_word_embeddings": True, "no_bias": True, "expansion_ratio": 4}, variant=_mpt,
         layers="blocks", final="norm_f", norm_bias=False, body=("norm_1", "@attention", "norm_2", "@mlp"),
-        qkv="Wqkv", o="out_proj", attention_order=("qkv", "o"), alibi=True, sdpa=False,
+        qkv="Wqkv", o="out_proj", attention_order=("qkv", "o"), alibi=True, sdpa=False, code="mpt",
         mlp_module="ffn", mlp_bias=False, activation="=gelu", residual_dropout="attn_pdrop", embedding_dropout="",
     ),
     "qwen": replace(

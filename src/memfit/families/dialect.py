@@ -101,6 +101,7 @@ class Dialect:
     sinks: bool = False
     alibi: Flag = False
     upcast: bool = True  # see Attention
+    code: str = ""  # see Attention
     rotary_how: str = "half"  # Attention.rotary
     rotary_tables: int = 1  # see Architecture
     logits_upcast: bool = True

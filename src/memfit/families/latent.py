@@ -94,7 +94,7 @@ def _kimi_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weigh
     return Attention("linear", heads, heads, head, head, conv=kernel), prefixed(d.attention_module, weights)
 
 
-_EXPERTS = Moe(count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts)
+_EXPERTS = Moe(count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts, routing="fp32")
 MLA = replace(
     LLAMA, attention=latent_attention, mlp=_EXPERTS, defaults=UNTIED, qkv_bias="attention_bias", mlp_bias=False,
     rotary=_rope_part,

@@ -67,7 +67,7 @@ OLMO2 = replace(
 GLM4_MOE = replace(
     LLAMA, defaults={**UNTIED, "partial_rotary_factor": 0.5, "use_qk_norm": False}, out_bias=False, mlp_bias=False,
     qk_norm="head", qk_norm_if="use_qk_norm", mlp=Moe(
-        count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts,
+        count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts, routing="fp32",
     ),
 )  # fmt: skip
 
@@ -171,7 +171,9 @@ DECODERS: dict[str, Dialect] = {
     ),
     "mixtral": replace(
         MISTRAL, defaults=UNTIED,
-        mlp=Moe(count="num_local_experts", inner="intermediate_size", order=("router", "experts")),
+        mlp=Moe(
+            count="num_local_experts", inner="intermediate_size", order=("router", "experts"), routing="fp32_scores",
+        ),
     ),
     "phimoe": replace(
         LLAMA, defaults={**UNTIED, "lm_head_bias": False}, mlp_bias=False, head_bias="lm_head_bias",
@@ -189,7 +191,7 @@ DECODERS: dict[str, Dialect] = {
         qkv_bias="attention_bias", out_bias="attention_bias", norm="rms_gemma", window=windows.every(2),
         sinks=True, sdpa=False, rotary_how="pairs", activation="=gpt_oss_glu", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", router_bias=True, bias=True,
-            order=("router", "experts"), transposed=True,
+            order=("router", "experts"), transposed=True, routing="topk",
         ),
     ),
     "llama4_text": replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from memfit.architecture import Architecture
@@ -205,15 +206,11 @@ def masks_needed(recipe: Recipe) -> bool:
 
 
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}
-_WINDOWS: dict[Architecture, tuple[int, ...]] = {}
 
 
+@lru_cache(maxsize=64)
 def _windows(a: Architecture) -> tuple[int, ...]:
-    if a not in _WINDOWS:
-        _WINDOWS[a] = tuple(
-            sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None})
-        )
-    return _WINDOWS[a]
+    return tuple(sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None}))
 
 
 def _threads(gpu: Gpu) -> int:

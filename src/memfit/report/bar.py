@@ -62,7 +62,7 @@ class StackedBar:
             return
         if options.is_terminal:
             yield self._bar(options.max_width, options.ascii_only)
-            yield self._legend(options.ascii_only)
+            yield self._legend(options.max_width, options.ascii_only)
         elif self.rows_in_pipes:
             for part in self.parts:
                 yield Text(f"{part.word.title:<17} {gib(part.bytes):>7} GiB {part.bytes / self.need:>4.0%}")
@@ -89,15 +89,17 @@ class StackedBar:
             drawn[:limit], (line, "bold red"), drawn[limit + 1 :], "\n", " " * limit, (f"{line}{label} usable", "dim")
         )
 
-    def _legend(self, ascii_only: bool) -> Text:
-        """Every part that rounds to something; no-break spaces keep a name and its number on one line."""
-        mark = "#" if ascii_only else "■"
-        told = []
+    def _legend(self, width: int, ascii_only: bool) -> Text:
+        """Every part that rounds to something; a name and its number stay on one line."""
+        mark, lines = "#" if ascii_only else "■", [Text()]
         for part in self.parts:
-            if gib(part.bytes) != gib(0):
-                label = f" {part.word.title} {gib(part.bytes)}".replace(" ", "\N{NO-BREAK SPACE}")
-                told.append(Text.assemble((mark, part.word.colour), label))
-        return Text("  ").join(told)
+            if gib(part.bytes) == gib(0):
+                continue
+            item = Text.assemble((mark, part.word.colour), f" {part.word.title} {gib(part.bytes)}")
+            if lines[-1] and lines[-1].cell_len + 2 + item.cell_len > width:
+                lines.append(Text())
+            lines[-1] = Text("  ").join([lines[-1], item]) if lines[-1] else item
+        return Text("\n").join(lines)
 
 
 def _inside(part: Share, width: int) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.job import Recipe
 from memfit.plan import Judgement, Plan, Rung
 from memfit.report.layout import table, text
-from memfit.report.words import changes
+from memfit.report.words import VERDICT_WORDS, changes
 from memfit.units import gib
 
 ARROW, ARROW_ASCII = "▶", ">"
@@ -36,7 +36,8 @@ class Ladder:
         heads = ("", "rung", ">peak\nGiB", ">buys\nGiB", ">step\ntime", "why (not)")
         if not options.is_terminal:
             heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
-        arrow = ARROW_ASCII if options.ascii_only else ARROW
+        style = VERDICT_WORDS[self.plan.judgement.verdict][1]
+        arrow = Text(ARROW_ASCII if options.ascii_only else ARROW, style)
         rows = table(*heads)
         chosen = chosen_index(self.plan)
         tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe

@@ -1,0 +1,38 @@
+"""Rows of ms-swift's 2024 benchmark: sft on one A100, samples of many lengths, those beyond --max_length dropped."""
+
+from __future__ import annotations
+
+from memfit.job import Recipe
+from memfit.trainers import trainer
+from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
+from published.lengths import DATASETS, drawn
+from published.rows import Row
+
+QUANTIZATIONS = {"none": "none", "int4 (bnb)": "nf4-double", "int4 (gptq)": "gptq-int4", "int8 (gptq)": "gptq-int8"}
+TARGETS = {"DEFAULT (attention qkv only)": ("c_attn",), "ALL": ("all-linear",)}
+METHODS = {"lora": "lora", "rslora": "lora", "qlora": "qlora", "full": "full"}
+
+
+def case(row: Row) -> Case:
+    """A row as a Case. Raises NotCovered."""
+    one_gpu(row)
+    method = row.method.split()[0]
+    if method not in METHODS:
+        raise NotCovered(f"method {row.method} is not modelled")
+    dataset = next((d for name, d in DATASETS.items() if name in row.notes), None)
+    if dataset is None:
+        raise NotCovered("the lengths of its dataset are not published")
+    longest = fixed_length(row)
+    architecture = architecture_of(row.model)
+    recipe = Recipe(
+        method=METHODS[method], precision="bf16", quantization=QUANTIZATIONS[row.quant],
+        lora_rank=row.number("lora_rank", 8), lora_dropout=0.05,
+        lora_targets=TARGETS.get(row.lora_targets, tuple(row.lora_targets.split("+"))),
+        optimizer="adamw-foreach", micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
+        sequence_length=longest, checkpointing="full" if row.checkpointing == "on" else "none",
+        attention="flash" if row.attention.startswith("flash") else "eager", trainer="ms-swift",
+    )  # fmt: skip
+    return Case(
+        architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
+        compared=compared_of(row), orders=drawn(dataset, longest, recipe.micro_batch), torch=row.version("torch"),
+    )  # fmt: skip
