@@ -117,20 +117,22 @@ def planned() -> dict[str, float]:
 
 def replayed() -> dict[str, float]:
     """Events of recorded training runs through the allocator model, per second."""
+    runs = [_tape(path) for path in sorted(TAPES.glob("*.tape.json.gz"))]
+    taken = sum(min(seconds(play) for _ in range(5)) for play, _ in runs)
+    played = sum(events for _, events in runs)
+    return {"events": played, "per_second": played / taken}
+
+
+def _tape(path: Path) -> tuple[Callable[[], object], int]:
+    """(what replays a recorded run, its number of events)."""
     from memfit.alloc_conf import AllocSettings
     from memfit.replay import run
 
-    played = 0
-    taken = 0.0
-    for path in sorted(TAPES.glob("*.tape.json.gz")):
-        with gzip.open(path, "rt") as stream:
-            tape = json.load(stream)
-        record = json.loads(path.with_name(path.name.replace(".tape.json.gz", ".json")).read_text())
-        ops = _ops(tape)
-        settings = AllocSettings(expandable_segments=bool(record["case"]["expandable"]))
-        taken += min(seconds(lambda: run(ops, settings=settings)) for _ in range(5))
-        played += len(ops)
-    return {"events": played, "per_second": played / taken}
+    with gzip.open(path, "rt") as stream:
+        ops = _ops(json.load(stream))
+    record = json.loads(path.with_name(path.name.replace(".tape.json.gz", ".json")).read_text())
+    settings = AllocSettings(expandable_segments=bool(record["case"]["expandable"]))
+    return lambda: run(ops, settings=settings), len(ops)
 
 
 def _ops(tape: dict[str, Any]) -> list[int]:

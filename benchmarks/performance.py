@@ -249,7 +249,7 @@ def _parts(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, f
         ("import of planner, families and catalogue", plan["imports"]),
         ("the model's config, its family", plan["model"]),
         ("the table of cards", plan["card"]),
-        ("planning: tracing blocks, ladder, search, one replay per finalist", plan["plan"]),
+        ("planning: tracing blocks, ladder, search, replays", plan["plan"]),
     ]
     known.append(
         ("the rest: command line (typer, pydantic), rendering (rich), exit", min(whole.wall) - sum(t for _, t in known))
@@ -269,8 +269,7 @@ def _method(pythons: Mapping[str, str | None]) -> str:
     lines = [
         f"- Everybody is asked for QLoRA of {MODEL}, rank {RANK} on all linear layers, micro-batch {BATCH}, {SEQUENCE} tokens, checkpointing, "
         "on an RTX 4090. `memfit plan` is asked for nothing but the model and the card.",
-        f"- Peers of this run: {', '.join(found) or 'none installed'}. `pip install memfit` and each peer into environments of their own also works: "
-        "`--peers-python`.",
+        f"- Peers of this run: {', '.join(found) or 'none installed'}; `--peers-python` names the Python they are installed in.",
         "- No network: the model's config.json lies in a Hugging Face cache made for the run, `HF_HUB_OFFLINE=1`. accelerate's question to "
         "the Hub, whether the model exists, is answered locally; then its own code runs.",
         "- Modules are compiled in the first round, as pip does when it installs a wheel.",

@@ -70,6 +70,8 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
         return "flash2"
     cc = capability or (8, 0)
     grouped = a.heads != a.kv_heads
+    if a.code == "falcon" and a.kv_heads == 1:  # one key head is broadcast, which only the math path takes
+        return "math"
     if width == 4:
         return "math" if grouped and not masked else "efficient"
     if a.head_dim % 8:
@@ -78,9 +80,7 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
         return "math" if grouped or recipe.precision.startswith("bf16") else "efficient"
     if cc[0] in (9, 10) and a.head_dim <= (256 if cc[0] == 9 else 128) and not a.dropout:
         return "cudnn"
-    if masked:
-        return "efficient"
-    return "flash" if a.head_dim <= 256 else "math"
+    return "efficient" if masked or a.head_dim > 256 or a.value_dim != a.head_dim else "flash"
 
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
