@@ -31,7 +31,8 @@ class Peer:
     process: tuple[str, ...]
     setup: str
     once: str
-    answers: str  # what it does for one answer, to read the times by
+    answers: str  # what the process does for one answer, to read the times by
+    call: str  # and what the call does
 
 
 PEERS = (
@@ -43,6 +44,7 @@ PEERS = (
         f"Estimator('{MODEL}', method='qlora', quantization='4bit', batch_size={BATCH}, seq_length={SEQUENCE}, "
         f"lora_rank={RANK}, lora_target='all_linear').estimate_memory()",
         "one recipe by closed form, times and prices on every card",
+        "one recipe by closed form, memory alone",
     ),
     Peer(
         "fitcheck", "fitcheck-llm", "fitcheck",
@@ -56,6 +58,7 @@ PEERS = (
         f"estimate(model, TrainingConfig(quantization='nf4', double_quant=True, lora_rank={RANK}, batch_size={BATCH}, "
         f"lora_targets=list(LORA_TARGETS_FULL), seq_len={SEQUENCE}, grad_checkpoint=True, flash_attn=True), card)",
         "one recipe by closed form, and whether it fits",
+        "one recipe by closed form, and the largest batch; the config is read before",
     ),
     Peer(
         "accelerate estimate-memory", "accelerate transformers torch", "accelerate",
@@ -65,6 +68,7 @@ PEERS = (
         "import contextlib, io",
         "with contextlib.redirect_stdout(io.StringIO()): command.gather_data(args)",
         "the size of weights, and four times it; nothing of batch, sequence or activations",
+        "the model built on the meta device and its weights added up",
     ),
 )  # fmt: skip
 

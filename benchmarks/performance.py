@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -155,8 +156,9 @@ def _page(
         + _ratios(processes, inside)
         + "\n<!-- end summary -->",
         "## Whole processes",
-        f"Median of {rounds} runs each, taken in turns after one uncounted round (best in brackets). CPU is user + system time; the peak is the "
-        "highest resident memory of the process (`wait4`), never less than the measuring process's own. A megabyte is 10^6 bytes.",
+        f"Median of {rounds} runs each, taken in turns after one uncounted round (best in brackets). CPU is user + system time; "
+        "the peak is the highest resident memory of the process (`wait4`), never less than the measuring process's own. "
+        "A megabyte is 10^6 bytes.",
         _whole(processes, pythons),
         "## Inside one process",
         "One answer, asked again and again in a process that has everything imported and read: median of up to 400 calls, best of three processes.",
@@ -197,11 +199,14 @@ def _ratios(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, 
             call = inside[peer.name]["estimate"] / inside["estimate"]["closed"]
             said.append(
                 f"{peer.name} {time_ratio:.1f} times the time, {theirs.peak / ours.peak:.1f} times the memory, and "
-                f"{_times(call)} the time of one call"
+                f"{_times(call)} the time of one call in process"
             )
     if not said:
         return "No peer was installed where this ran."
-    return f"Against `memfit estimate` in the same run: {'; '.join(said)}."
+    return (
+        f"Against `memfit estimate` in the same run: {'; '.join(said)}. The process of `memfit estimate` also replays the run "
+        "through the allocator; calls are compared by closed form alone. Below 1 the peer is the faster or smaller one."
+    )
 
 
 def _times(ratio: float) -> str:
@@ -231,7 +236,7 @@ def _calls(inside: Mapping[str, Mapping[str, float]], pythons: Mapping[str, str 
         ("memfit: `estimate(..., replay=False)`, every phase by closed form", calls["closed"]),
         ("memfit: `estimate(...)`, through the allocator model", calls["replayed"]),
     ]
-    theirs = [(f"{p.name}: {p.answers}", inside[p.name]["estimate"]) for p in PEERS if p.name in inside]
+    theirs = [(f"{p.name}: {p.call}", inside[p.name]["estimate"]) for p in PEERS if p.name in inside]
     for name, taken in ours + theirs:
         rows.append(f"| {name} | {taken * 1e6:,.0f} µs | {taken / calls['closed']:,.2f} |")
     return "\n".join([*rows, *_missing(pythons, columns=3)])
@@ -239,7 +244,8 @@ def _calls(inside: Mapping[str, Mapping[str, float]], pythons: Mapping[str, str 
 
 def _missing(pythons: Mapping[str, str | None], columns: int) -> list[str]:
     absent = [peer for peer in PEERS if pythons[peer.name] is None]
-    return [f"| {p.name} | not installed: `pip install {p.package!r}` |" + " |" * (columns - 2) for p in absent]
+    rest = " |" * (columns - 2)
+    return [f"| {p.name} | not installed: `pip install {shlex.join(p.package.split())}` |{rest}" for p in absent]
 
 
 def _parts(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, float]]) -> str:
@@ -261,7 +267,17 @@ def _parts(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, f
 def _machine() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     day = datetime.now(UTC).strftime("%Y-%m-%d")
-    return f"{platform.machine()}, {os.cpu_count()} cores{load}, Python {platform.python_version()}, {platform.system()}, {day}"
+    return f"{platform.machine()}, {os.cpu_count()} cores{load}, Python {platform.python_version()}, {platform.system()}, {day}{_revision()}"
+
+
+def _revision() -> str:
+    """The commit that was measured, and whether files were changed since; nothing outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty=, changed since"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return f", commit {done.stdout.strip()}" if done.returncode == 0 else ""
 
 
 def _method(pythons: Mapping[str, str | None]) -> str:

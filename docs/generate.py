@@ -18,9 +18,11 @@ PART = re.compile(r"(<!-- generated: (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)",
 PAGES = ["README.md", "docs/techniques.md", "docs/vocabulary.md", "docs/cli.md", "docs/extending.md"]
 
 
-def memfit(*arguments: str, columns: int = 100) -> str:
+def memfit(*arguments: str, columns: int = 100, terminal: bool = False) -> str:
     """What the command prints, plain and at a fixed width."""
     env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    if terminal:  # the look of a terminal without its colours
+        env |= {"FORCE_COLOR": "1", "LINES": "50"}
     done = subprocess.run(
         [sys.executable, "-m", "memfit", *arguments], capture_output=True, text=True, env=env, cwd=ROOT, check=False
     )
@@ -170,6 +172,13 @@ def main() -> None:
             stale.append(name)
             if not check:
                 path.write_text(after)
+    from memfit.codec import schema_text
+
+    schema = ROOT / "docs" / "schema.json"
+    if schema.read_text() != schema_text():
+        stale.append("docs/schema.json")
+        if not check:
+            schema.write_text(schema_text())
     if check and stale:
         raise SystemExit(f"stale: {', '.join(stale)}\nhint: make docs")
     print(f"{len(PAGES)} pages, {len(stale)} {'stale' if check else 'written'}")

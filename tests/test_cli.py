@@ -226,7 +226,7 @@ def test_a_mistake_is_one_line_a_hint_and_exit_2(ran: Ran, message: str, argumen
 
 
 def test_a_bug_is_one_line_that_asks_to_be_reported(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.judge.judge", lambda *a: 1 // 0)
+    monkeypatch.setattr("memfit.verdicts.judge", lambda *a: 1 // 0)
     code, out, err = ran("estimate", *RUN)
     assert (code, out) == (1, "")
     error, hint = err.splitlines()[-2:]

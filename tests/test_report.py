@@ -24,7 +24,6 @@ from memfit.families import architecture
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account
 from memfit.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
-from memfit.judge import judge
 from memfit.lengths import Lengths
 from memfit.optimizers import OPTIMIZERS
 from memfit.plan import Judgement, Plan, Rung
@@ -44,6 +43,7 @@ from memfit.report.why_view import arithmetic, why_view
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tape import PHASES, ROLES
 from memfit.units import GIB
+from memfit.verdicts import judge
 from plans import CARD, FITS, changed
 
 SMALL, GPU = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 from memfit.alloc_conf import LATEST_TORCH
+from memfit.allocator import OutOfMemory
 from memfit.formula.account import Account
 from memfit.formula.estimate import estimate
 from memfit.formula.varied import levels_over
@@ -25,6 +26,12 @@ def _varied(case: Case) -> int:
     account = Account(case.architecture, case.recipe, case.gpu, case.padded, case.profile)
     context = case.gpu.context_bytes
     torch = (case.torch[0], case.torch[1]) if len(case.torch) > 1 else LATEST_TORCH
-    peaks = [levels_over(account, order, capacity=case.gpu.total_bytes - context, torch=torch) for order in case.orders]
+    room = case.gpu.total_bytes - context
     level = "reserved" if case.compared == "device" else case.compared
-    return round(mean(getattr(p, level) for p in peaks)) + (context if case.compared == "device" else 0)
+    peaks = []
+    for order in case.orders:
+        try:
+            peaks.append(int(getattr(levels_over(account, order, capacity=room, torch=torch), level)))
+        except OutOfMemory:  # the card is full to the last block
+            peaks.append(room)
+    return round(mean(peaks)) + (context if case.compared == "device" else 0)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from memfit.hub import resolve_model as resolve_model
     from memfit.job import Job as Job
     from memfit.job import Recipe as Recipe
-    from memfit.judge import judge as judge
     from memfit.planner import make_plan as make_plan
     from memfit.thumb import static_lines as static_lines
+    from memfit.verdicts import judge as judge
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _LAZY = {
     "Recipe": "memfit.job",
     "estimate": "memfit.formula.estimate",
     "find_gpu": "memfit.cards",
-    "judge": "memfit.judge",
+    "judge": "memfit.verdicts",
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.hub",
     "static_lines": "memfit.thumb",

@@ -90,9 +90,12 @@ class Mlp:
     router: str = "softmax"  # a row of formula/moe.py
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One block: what it computes (for activations) and what it stores (for everything else)."""
+    """One block: what it computes (for activations) and what it stores (for everything else).
+
+    Equal blocks of a model are one object, so identity is equality and hashing is cheap.
+    """
 
     attention: Attention
     mlp: Mlp

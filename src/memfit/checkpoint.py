@@ -71,7 +71,7 @@ def refuse(found: int, model: Architecture, where: str) -> Unsupported:
     """The error for a checkpoint that does not hold what its config describes."""
     return Unsupported(
         f"{model.name}: {where} holds {found:,} parameters, its config.json describes {model.parameters:,}",
-        hint="the model has parts memfit does not know; 'memfit trace' runs its real code",
+        hint="the model has parts memfit does not know, so its count would be a guess",
     )
 
 

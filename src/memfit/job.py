@@ -84,6 +84,7 @@ class Job:
     method: Literal["auto", "full", "lora", "qlora"] = "auto"
     trainer: str = "trl"
     wanted: tuple[tuple[str, Any], ...] = ()
+    stated: tuple[str, ...] = ()  # recipe fields that a file of the user's decides: where the ladder starts
     reserve: int = 0  # bytes of the card kept free on purpose
     longest_sample: int | None = None  # tokens, from the user's data
     dataset: str = ""

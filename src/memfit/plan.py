@@ -57,7 +57,7 @@ class Alternative:
     recipe: Recipe
     judgement: Judgement
     price_per_hour: float | None
-    step_time: float  # relative to the chosen recipe on the asked card
+    seconds_per_step: float  # roofline estimate of one optimizer step on that card
 
 
 @dataclass(frozen=True, slots=True)

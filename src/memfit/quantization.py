@@ -22,6 +22,7 @@ class Quantization:
     second_block: int = 0  # first-level scales per second-level scale (double quantisation)
     per_tensor: int = 0  # bytes of tables kept with every tensor
     per_row: int = 0  # bytes per output row
+    zero_bits: int = 0  # bits of a zero point per block
 
     def payload(self, numel: int) -> int:
         """Bytes of the packed elements alone, the number articles quote."""
@@ -32,7 +33,7 @@ class Quantization:
         total = self.per_tensor + self.per_row * rows
         if self.block:
             blocks = -(-numel // self.block)
-            total += blocks * self.scale_bytes
+            total += blocks * self.scale_bytes + blocks * self.zero_bits // 8
             if self.second_block:
                 total += -(-blocks // self.second_block) * 4
         return total
@@ -41,6 +42,7 @@ class Quantization:
         """Bytes of each tensor a quantised weight is stored in."""
         blocks = -(-numel // self.block) if self.block else 0
         parts = [self.payload(numel), blocks * self.scale_bytes, self.per_tensor, self.per_row * rows]
+        parts.append(blocks * self.zero_bits // 8)
         if self.second_block:
             parts.append(-(-blocks // self.second_block) * 4)
         return tuple(p for p in parts if p)
@@ -60,6 +62,15 @@ QUANTIZATIONS: dict[str, Quantization] = {
         Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
     )
 }  # fmt: skip
+
+# What a checkpoint can arrive in: frozen bases that are not chosen but downloaded. Source: auto-gptq 0.5.1, group 128
+CHECKPOINTS: dict[str, Quantization] = {
+    row.key: row
+    for row in (
+        Quantization(key="gptq-int4", title="GPTQ, 4 bits", bits=4, block=128, scale_bytes=2, zero_bits=4),
+        Quantization(key="gptq-int8", title="GPTQ, 8 bits", bits=8, block=128, scale_bytes=2, zero_bits=8),
+    )
+}
 
 
 def quantization(key: str) -> Quantization:

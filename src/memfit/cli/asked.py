@@ -171,7 +171,8 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     batch = _effective_batch(found, flags)
     job = Job(
         architecture=found.architecture, gpu=found.gpu, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
-        effective_batch=batch, method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()), reserve=found.reserve,
+        effective_batch=batch, method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
+        stated=tuple(sorted(stated - set(wanted))), reserve=found.reserve,
         longest_sample=found.dataset.lengths.longest if found.dataset else None,
         dataset=found.dataset.path if found.dataset else (adopted.data if adopted else None) or "",
     )  # fmt: skip

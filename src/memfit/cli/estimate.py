@@ -37,7 +37,7 @@ def run(
     from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
     from memfit.formula.estimate import estimate
-    from memfit.judge import judge
+    from memfit.verdicts import judge
 
     found = asked(model, flags)
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)

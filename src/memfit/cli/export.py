@@ -53,7 +53,7 @@ def plan_of_file(path: Path, gpu: str) -> Plan:
     from memfit.formula.estimate import estimate
     from memfit.hub import resolve_model
     from memfit.job import Job
-    from memfit.judge import judge
+    from memfit.verdicts import judge
 
     file = recipe_file.read(path)
     if not (gpu or file.gpu):

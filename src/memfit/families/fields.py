@@ -147,4 +147,4 @@ class Fields:
         return BadInput(f"{self.name}: '{written}' is {shown} in config.json", hint=f"it must be {wanted}")
 
 
-TRACE_HINT = "'memfit trace' runs the model's real code on a virtual GPU and needs no formula"
+TRACE_HINT = "'memfit models' lists what is covered"

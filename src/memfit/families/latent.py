@@ -27,7 +27,8 @@ def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weig
     weights += linear("kv_b_proj", heads * (head - rope + head_v), rank)
     weights += linear("o_proj", width, heads * head_v, bias)
     trait = Attention(
-        "mla", heads, heads, head, head_v, rotary_dim=d.rotary(f, index), bias=bias, out_bias=bias,
+        "mla", heads, heads, head, head_v, rotary_dim=d.rotary(f, index), rotary=d.rotary_how,
+        bias=bias, out_bias=bias,
         dropout=f.number(d.attention_dropout), q_lora_rank=q_rank, kv_lora_rank=rank, sdpa=d.sdpa,
     )  # fmt: skip
     return trait, prefixed(d.attention_module, weights)
@@ -97,11 +98,11 @@ def _kimi_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weigh
 _EXPERTS = Moe(count="n_routed_experts", sparse=from_first_dense, shared_width=shared_experts, routing="fp32")
 MLA = replace(
     LLAMA, attention=latent_attention, mlp=_EXPERTS, defaults=UNTIED, qkv_bias="attention_bias", mlp_bias=False,
-    rotary=_rope_part,
+    rotary=_rope_part, rotary_how="pairs",
 )  # fmt: skip
 
 LATENTS: dict[str, Dialect] = {
-    "deepseek_v2": replace(MLA, mlp_bias="mlp_bias", defaults={**UNTIED, "mlp_bias": False}),
+    "deepseek_v2": replace(MLA, rotary_how="complex", mlp_bias="mlp_bias", defaults={**UNTIED, "mlp_bias": False}),
     "deepseek_v3": MLA,
     "kimi_k2": MLA,  # DeepSeek-V3's code under another name
     "glm4_moe_lite": replace(MLA, defaults={**UNTIED, "first_k_dense_replace": 1}),

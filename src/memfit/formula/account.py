@@ -50,7 +50,7 @@ class Account:
         if architecture.trainable_memory:
             raise Unsupported(
                 f"training memory of {architecture.name} is not modelled: {architecture.trainable_memory}",
-                hint="memfit trace runs the real model on a virtual card",
+                hint="'memfit models' lists what is covered",
             )
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         architecture = CODES[self.trainer.code].stored(architecture)

@@ -18,7 +18,9 @@ def attention(block: Block, x: Tensor) -> Tensor:
     try:
         if a.kind == "softmax":
             return _softmax_attention(block, x, a)
-        raise Unsupported(f"activations of {a.kind} attention are not modelled", hint="use memfit trace for this model")
+        raise Unsupported(
+            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
+        )
     finally:
         block.rec.scope.pop()
 

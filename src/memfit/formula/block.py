@@ -81,7 +81,7 @@ def mlp(block: Block, x: Tensor) -> Tensor:
         if kind == "plain":
             return _plain(block, x)
         raise Unsupported(
-            f"activations of a {kind} feed-forward are not modelled", hint="use memfit trace for this model"
+            f"activations of a {kind} feed-forward are not modelled", hint="'memfit models' lists what is covered"
         )
     finally:
         block.rec.scope.pop()

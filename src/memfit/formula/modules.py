@@ -99,6 +99,8 @@ class Block:
 
 def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
     """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
+    if style.quantization.startswith("gptq"):
+        return gptq_linear(rec, x, numel, shape, style)
     if style.quantization != "none":
         return quantized_linear(rec, x, numel, shape, style)
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
@@ -138,3 +140,14 @@ def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, styl
         y = rec.record(y, [x], [], backward)
     del x
     return ops.cast(rec, y, before, "quantised output")
+
+
+def gptq_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+    """auto-gptq's trainable QuantLinear: the weight is unpacked in plain operations and saved for the backward."""
+    whole: Elements = {"1": numel}
+    wide = rec.new(whole, 4, "unpacked weight")  # bitwise_right_shift gives int32
+    narrow = rec.new(whole, 2 if style.quantization == "gptq-int8" else 1, "narrowed weight")
+    del wide
+    weight = rec.new(whole, 2, "dequantised weight")
+    del narrow
+    return ops.linear(rec, x, weight, shape)

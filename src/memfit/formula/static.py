@@ -9,7 +9,7 @@ from memfit.architecture import Architecture, Weight
 from memfit.formula.numerics import Numerics, adapter_weights, lora_modules
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
-from memfit.quantization import QUANTIZATIONS
+from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,14 @@ def static_bytes(
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
-    row = QUANTIZATIONS.get(quantization) if method == "qlora" else None
+    row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
     for w in architecture.weights:
         largest = max(largest, w.numel if w.kind == "linear" else 0)
         if row is not None and id(w) in linears:
-            stored.append(Stored(row.tensors(w.numel, w.shape[0]), w.numel * n.weight))
+            stored.append(
+                Stored(row.tensors(w.numel, w.shape[0]), 0 if quantization in CHECKPOINTS else w.numel * n.weight)
+            )
             base += row.payload(w.numel)
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel

@@ -55,14 +55,14 @@ def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) 
             for group in schedule.states:
                 for size in group:
                     tape.alloc(size)
-        _optimizer_step(tape, schedule.step_groups)
+        optimizer_step(tape, schedule.step_groups)
         for index in gradients:
             tape.free(index)
         close("first_step" if number == 0 else "step")
     return sections
 
 
-def _optimizer_step(tape: Tape, groups: Sequence[tuple[int, ...]]) -> None:
+def optimizer_step(tape: Tape, groups: Sequence[tuple[int, ...]]) -> None:
     last = 0
     for group in groups:
         *done, kept = [tape.alloc(size) for size in group]

@@ -14,6 +14,7 @@ from memfit.allocator import Allocator, Block
 from memfit.footprint import Levels
 from memfit.formula.account import Account
 from memfit.formula.fold import Meter
+from memfit.formula.timeline import optimizer_step
 from memfit.formula.unroll import Pass, Tape
 
 
@@ -87,11 +88,4 @@ def _step(player: Player, account: Account, *, first: bool) -> None:
         for group in account.static.state_tensors:
             for size in group:
                 player.alloc(size)
-    last = 0
-    for group in account.static.step_groups:
-        *done, kept = [player.alloc(size) for size in group]
-        player.free(last)
-        for index in done:
-            player.free(index)
-        last = kept
-    player.free(last)
+    optimizer_step(player, account.static.step_groups)

@@ -44,13 +44,14 @@ def make_plan(
     tell("looking at neighbours", 0.8)
     plan = Plan(
         job, chosen, footprint, judgement, _marked(rungs, reached), refused,
-        largest=_limits(estimator, chosen), seconds_per_step=estimator.seconds(chosen), notes=_transitions(job, rungs, reached),
+        largest=_limits(estimator, chosen), seconds_per_step=estimator.seconds(chosen), 
+        notes=(*_transitions(job, rungs, reached), *_host_memory(estimator, chosen)),
     )  # fmt: skip
     return replace(plan, alternatives=cheaper(plan, cards)) if any_gpu else plan
 
 
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
-    """Where the ladder starts: the user's flags, everything else plain: fp32, no technique, a comfortable batch."""
+    """Where the ladder starts: what flags and files said, everything else plain: fp32, no technique, a comfortable batch."""
     wanted = dict(job.wanted)
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
@@ -60,6 +61,9 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
         "attention": "sdpa" if all(x.attention.sdpa for x in set(job.architecture.layers)) else "eager",
     }  # fmt: skip
+    plain |= {name: getattr(base, name) for name in job.stated}
+    if job.longest_sample:  # a sequence length that no sample reaches costs nothing
+        plain["sequence_length"] = min(job.sequence_length, job.longest_sample)
     plain |= {k: v for k, v in wanted.items() if k != "method" or v != "auto"}
     if "micro_batch" in wanted and "accumulation" not in wanted:
         plain["accumulation"] = max(per_gpu // wanted["micro_batch"], 1)
@@ -75,7 +79,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
     """Rungs in order; with `stop` no further than the first that fits."""
     wanted = dict(job.wanted)
     method = "auto" if job.method == "auto" and "method" not in wanted else wanted.get("method", job.method)
-    recipe, rungs = start, [_rung(Step("plain", _plain_title(start), lambda r, j: r, ""), start, None, estimator)]
+    recipe, rungs = start, [_rung(Step("plain", _plain_title(job, start), lambda r, j: r, ""), start, None, estimator)]
     for step in steps_for(job):
         if stop and rungs[-1].judgement.verdict == "fits":
             break
@@ -89,8 +93,14 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
     return rungs
 
 
-def _plain_title(start: Recipe) -> str:
-    return "fp32, no technique" if start.precision == "fp32" and start.method == "full" else "as asked"
+def _plain_title(job: Job, start: Recipe) -> str:
+    return (
+        "as in the file"
+        if job.stated
+        else "fp32, no technique"
+        if start.precision == "fp32" and start.method == "full"
+        else "as asked"
+    )
 
 
 def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
@@ -174,6 +184,12 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
     return (
         f"full fine-tuning does not fit{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
     )
+
+
+def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
+    """What offloading asks of the host, in pinned memory over all processes."""
+    need = estimator.host_bytes(recipe)
+    return (f"host RAM: about {gib(need)} GiB for what is offloaded",) if need else ()
 
 
 def _nothing_fits(job: Job, closest: Rung, rungs: list[Rung], estimator: Estimator, cards: tuple[Gpu, ...]) -> Plan:

@@ -10,8 +10,8 @@ from memfit.footprint import Footprint
 from memfit.formula.account import Account
 from memfit.formula.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.job import Job, Recipe
-from memfit.judge import judge, verdict_of
 from memfit.plan import Judgement
+from memfit.verdicts import judge, verdict_of
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
 
@@ -62,6 +62,14 @@ class Estimator:
             quick = self.footprint(recipe, replay=True)
             found = judge(quick, self.job.gpu, self.job.reserve)
         return quick, found
+
+    def host_bytes(self, recipe: Recipe) -> int:
+        """Bytes that offloading keeps in host memory, over all processes."""
+        if recipe.offload == "none":
+            return 0
+        s = Account(self.job.architecture, recipe, self.job.gpu).static
+        weights = s.base + s.adapter if recipe.offload == "parameters" else 0
+        return s.states + s.master + s.gradients + weights
 
     def seconds(self, recipe: Recipe) -> float:
         """Roofline seconds of one optimizer step."""

@@ -13,7 +13,7 @@ from memfit.formula.estimate import estimate
 from memfit.formula.numerics import attention_kernel
 from memfit.gpu import Gpu
 from memfit.job import Recipe
-from memfit.judge import verdict_of
+from memfit.verdicts import verdict_of
 
 SETTING = (
     "Llama, Qwen3, Mistral and Gemma 3; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "
