@@ -35,7 +35,7 @@ def screen() -> str:
     """The first screen of the README."""
     return (
         "```\n$ memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090\n"
-        + memfit("plan", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090")
+        + memfit("plan", "meta-llama/Llama-2-7b-hf", "--gpu", "rtx-4090", columns=96, terminal=True)
         + "\n```\n"
     )
 

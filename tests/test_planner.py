@@ -106,3 +106,23 @@ def test_the_rungs_save_what_their_footprints_say() -> None:
     plan = make_plan(job("llama-2-7b", "rtx-4090"))
     for before, rung in zip(plan.ladder, plan.ladder[1:], strict=False):
         assert rung.saved == before.judgement.need - rung.judgement.need
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("card", ["rtx-3090", "t4"])
+def test_a_method_that_is_asked_for_is_climbed_from_its_own_start(method: str, card: str) -> None:
+    plan = make_plan(job("qwen2.5-7b", card, method=method, wanted=(("method", method),)))
+    assert all(rung.recipe.method == method for rung in plan.ladder)
+    assert len(plan.ladder) > 1
+    if method == "qlora":
+        assert plan.judgement.verdict == "fits"
+        assert plan.recipe.quantization == "nf4-double"
+
+
+def test_a_file_is_where_the_ladder_starts_and_stays_free_to_change() -> None:
+    stated = ("precision", "micro_batch", "checkpointing", "optimizer", "accumulation")
+    base = Recipe(precision="bf16", micro_batch=16, accumulation=1, optimizer="adamw-foreach")
+    plan = make_plan(job("llama-3.2-3b", "rtx-4090", stated=stated), base=base)
+    first = plan.ladder[0].recipe
+    assert (first.precision, first.micro_batch, first.optimizer) == ("bf16", 16, "adamw-foreach")
+    assert plan.ladder[-1].recipe != first

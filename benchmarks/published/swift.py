@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.architecture import Architecture
 from memfit.job import Recipe
 from memfit.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
@@ -9,7 +10,7 @@ from published.lengths import DATASETS, drawn
 from published.rows import Row
 
 QUANTIZATIONS = {"none": "none", "int4 (bnb)": "nf4-double", "int4 (gptq)": "gptq-int4", "int8 (gptq)": "gptq-int8"}
-TARGETS = {"DEFAULT (attention qkv only)": ("c_attn",), "ALL": ("all-linear",)}
+DEFAULTS = (("c_attn",), ("query_key_value",), ("W_pack",), ("q_proj", "k_proj", "v_proj"))  # swift's LoRATM table
 METHODS = {"lora": "lora", "rslora": "lora", "qlora": "qlora", "full": "full"}
 
 
@@ -27,7 +28,7 @@ def case(row: Row) -> Case:
     recipe = Recipe(
         method=METHODS[method], precision="bf16", quantization=QUANTIZATIONS[row.quant],
         lora_rank=row.number("lora_rank", 8), lora_dropout=0.05,
-        lora_targets=TARGETS.get(row.lora_targets, tuple(row.lora_targets.split("+"))),
+        lora_targets=_targets(row, architecture),
         optimizer="adamw-foreach", micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=longest, checkpointing="full" if row.checkpointing == "on" else "none",
         attention="flash" if row.attention.startswith("flash") else "eager", trainer="ms-swift",
@@ -36,3 +37,12 @@ def case(row: Row) -> Case:
         architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
         compared=compared_of(row), orders=drawn(dataset, longest, recipe.micro_batch), torch=row.version("torch"),
     )  # fmt: skip
+
+
+def _targets(row: Row, architecture: Architecture) -> tuple[str, ...]:
+    if row.lora_targets == "ALL":
+        return ("all-linear",)
+    if not row.lora_targets.startswith("DEFAULT"):
+        return tuple(row.lora_targets.split("+"))
+    present = {w.module for w in architecture.layers[0].weights}
+    return next(names for names in DEFAULTS if set(names) <= present)

@@ -9,7 +9,7 @@ from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
 from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator
-from memfit.planner.rungs import Step, steps_for
+from memfit.planner.rungs import Step, half_precision, steps_for
 from memfit.planner.search import largest, ranked
 from memfit.units import gib
 
@@ -61,6 +61,10 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
         "attention": "sdpa" if all(x.attention.sdpa for x in set(job.architecture.layers)) else "eager",
     }  # fmt: skip
+    method = wanted.get("method", job.method)
+    if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised
+        plain |= {"method": method, "precision": half_precision(job.gpu)}
+        plain["quantization"] = "nf4-double" if method == "qlora" else "none"
     plain |= {name: getattr(base, name) for name in job.stated}
     if job.longest_sample:  # a sequence length that no sample reaches costs nothing
         plain["sequence_length"] = min(job.sequence_length, job.longest_sample)
@@ -94,13 +98,11 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
 
 
 def _plain_title(job: Job, start: Recipe) -> str:
-    return (
-        "as in the file"
-        if job.stated
-        else "fp32, no technique"
-        if start.precision == "fp32" and start.method == "full"
-        else "as asked"
-    )
+    if job.stated:
+        return "as in the file"
+    if start.method != "full":
+        return {"lora": "LoRA", "qlora": "QLoRA"}[start.method] + ", no technique"
+    return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 
 def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:

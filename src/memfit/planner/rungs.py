@@ -34,9 +34,13 @@ def _smallest_batch(r: Recipe, job: Job) -> Recipe:
     return r.but(micro_batch=1, accumulation=per_gpu)
 
 
+def half_precision(gpu: Gpu) -> str:
+    """What a frozen base is loaded in."""
+    return "bf16" if sixteen_bit(gpu) == "bf16-mixed" else "fp16-mixed"
+
+
 def _lora(r: Recipe, job: Job) -> Recipe:
-    half = "bf16" if sixteen_bit(job.gpu) == "bf16-mixed" else "fp16-mixed"
-    return r.but(method="lora", precision=half, quantization="none", optimizer="adamw")
+    return r.but(method="lora", precision=half_precision(job.gpu), quantization="none", optimizer="adamw")
 
 
 def _qlora(r: Recipe, job: Job) -> Recipe:
