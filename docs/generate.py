@@ -42,13 +42,10 @@ def screen() -> str:
 
 def commands() -> str:
     """The table of commands, from their own help."""
-    from typer.main import get_command
-
     from memfit.cli import app
 
-    group = get_command(app)
     rows = ["| command | what it does |", "|---|---|"]
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
+    for name, command in app.commands.items():
         rows.append(f"| `memfit {name}` | {(command.help or '').strip().splitlines()[0]} |")
     return "\n".join(rows) + "\n"
 
@@ -114,11 +111,9 @@ def quantizations() -> str:
 
 def help_pages() -> str:
     """--help of every command."""
-    from typer.main import get_command
-
     from memfit.cli import app
 
-    names = list(get_command(app).commands)  # type: ignore[attr-defined]
+    names = list(app.commands)
     parts = [f"## memfit {name}\n\n```\n{memfit(name, '--help')}\n```\n" for name in names]
     return "\n".join(parts)
 

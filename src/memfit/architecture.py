@@ -90,12 +90,9 @@ class Mlp:
     router: str = "softmax"  # a row of formula/moe.py
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One block: what it computes (for activations) and what it stores (for everything else).
-
-    Equal blocks of a model are one object, so identity is equality and hashing is cheap.
-    """
+    """One block: what it computes (for activations) and what it stores (for everything else)."""
 
     attention: Attention
     mlp: Mlp
@@ -144,6 +141,11 @@ class Architecture:
         """Every stored weight, in the order of the model; tied ones once."""
         blocks = tuple(w for layer in self.layers for w in layer.weights)
         return (*self.embedding, *blocks, *self.final, *self.head, *self.tower)
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The distinct layers, in the order they first appear."""
+        return tuple(dict.fromkeys(self.layers))
 
     @cached_property
     def parameters(self) -> int:

@@ -43,7 +43,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(_no_flash, "FlashAttention-2 needs compute capability 8.0", "take --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "flash" and r.precision == "fp32",
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
-    Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in set(a.layers)),
+    Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
                "transformers refuses SDPA for this model", "take --attention eager"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),

@@ -6,6 +6,7 @@ Relative times are what it is for (docs/techniques.md says how far to trust them
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from memfit.architecture import Architecture
 from memfit.formula.static import Static
@@ -69,6 +70,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def active_parameters(a: Architecture) -> int:
     """Parameters a token passes: all but the experts it is not routed to and the embedding it only looks up."""
     total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width

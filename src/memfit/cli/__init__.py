@@ -5,6 +5,7 @@ Exit codes: 0 fits (or done) · 2 bad input · 3 nothing fits · 4 too tight to 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ REPORT = "this is a bug in memfit; please report it with the output of the same 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        gc.disable()  # a process of half a second: looking for cycles costs a tenth of it and finds none
     terminal.forgive_encodings()
     if "--debug" in args:
         return _run(args)
@@ -38,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    """Hand over to typer; its usage errors become ours. Commands return their exit code (None: 0)."""
-    from memfit.cli.tree import Exit, Misuse, command
+    """Hand over to click; its usage errors become ours. Commands return their exit code (None: 0)."""
+    from click.exceptions import ClickException, Exit
+
+    from memfit.cli.tree import command
 
     entry = command()
     if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
@@ -52,7 +57,7 @@ def _run(args: list[str]) -> int:
     except Exit as stop:  # --help and --version
         code = stop.exit_code
         sys.stdout.flush()
-    except Misuse as misuse:
+    except ClickException as misuse:
         where = getattr(misuse, "ctx", None)
         terminal.error(
             terminal.sentence(misuse.format_message()), f"see: {where.command_path if where else 'memfit'} --help"
@@ -69,9 +74,9 @@ def _reader_gone() -> int:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, the typer application, made when a documentation or completion tool asks for it."""
+    """`app`, the click group, made when a documentation or completion tool asks for it."""
     if name == "app":
-        from memfit.cli.tree import make
+        from memfit.cli.tree import command
 
-        return make()
+        return command()
     raise AttributeError(f"module 'memfit.cli' has no attribute {name!r}")

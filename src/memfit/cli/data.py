@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, Flag, takes
+from memfit.cli.flags import COMMON, Argument, Flag, takes
 
 EXAMPLES = ("memfit data train.jsonl --tokenizer ~/models/Llama-3.1-8B", "memfit data corpus.txt --tokenizer bytes")
 OWN = (
@@ -18,9 +16,13 @@ OWN = (
 )
 
 
-@takes(*OWN, *COMMON)
+@takes(
+    *OWN,
+    *COMMON,
+    argument=Argument("file", "a .jsonl, .json, .txt, .csv, .tsv or .parquet file", "FILE", required=True),
+)
 def run(
-    file: Annotated[str, typer.Argument(help="A .jsonl, .json, .txt, .csv, .tsv or .parquet file.", metavar="FILE")],
+    file: str,
     **flags: Any,
 ) -> int:
     """Count the tokens of a training file.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
 
 if TYPE_CHECKING:
@@ -26,11 +24,9 @@ WHY = Flag(
 )
 
 
-@takes(*CARD, FROM, WHY, *RECIPE, *COMMON)
+@takes(*CARD, FROM, WHY, *RECIPE, *COMMON, argument=MODEL)
 def run(
-    model: Annotated[
-        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
-    ] = None,
+    model: str | None = None,
     **flags: Any,
 ) -> int:
     """Say what one recipe needs, as it is."""

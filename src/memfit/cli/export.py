@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, OUT, Flag, takes
+from memfit.cli.flags import COMMON, OUT, Argument, Flag, takes
 from memfit.errors import BadInput
 from memfit.plan import Plan
 
@@ -16,8 +14,8 @@ EXAMPLES = ("memfit export run/recipe.toml --target axolotl --out run-axolotl/",
 GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME")
 
 
-@takes(GPU, *OUT, *COMMON)
-def run(file: Annotated[str, typer.Argument(help="A recipe.toml.", metavar="RECIPE")], **flags: Any) -> int:
+@takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
+def run(file: str, **flags: Any) -> int:
     """Write a recipe as another framework's files."""
     from memfit.export import export, target, write
 

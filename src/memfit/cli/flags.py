@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from keyword import iskeyword
-from typing import Annotated, Any, get_args, get_type_hints
-
-import typer
+from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
 from memfit.job import Recipe
@@ -18,7 +15,7 @@ Command = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One row. `kind` is what typer parses; choices and lists arrive as text and are read by `recipe_values`."""
+    """One row. `kind` is what the parser makes of it; choices and lists arrive as text and are read by `recipe_values`."""
 
     name: str  # parameter name; the flag is the same with dashes
     kind: type
@@ -35,6 +32,19 @@ class Flag:
         """The Python name; a keyword gets an underscore."""
         return f"{self.name}_" if iskeyword(self.name) else self.name
 
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What stands beside the flags."""
+
+    name: str
+    help: str
+    metavar: str
+    required: bool = False
+    many: bool = False
+
+
+MODEL = Argument("model", "a name of 'memfit models', org/name on Hugging Face, a folder or a config.json", "MODEL")
 
 _HELP = {
     "method": "What is trained.",
@@ -109,32 +119,17 @@ COMMON: tuple[Flag, ...] = (
 )
 
 
-def takes(*rows: Flag) -> Callable[[Command], Command]:
-    """Give a command the options of `rows` in place of its `**flags`; each arrives by name, None when not given."""
+def takes(*rows: Flag, argument: Argument | None = None) -> Callable[[Command], Command]:
+    """Say which flags (and which argument) a command takes; each arrives by name, None when not given."""
 
-    def wrap(function: Command) -> Command:
-        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        added = [_parameter(row) for row in rows]
+    def mark(function: Command) -> Command:
+        TAKEN[function] = (rows, argument)
+        return function
 
-        def run(**values: Any) -> int:
-            return function(**values)
-
-        run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *added)]
-        run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
-        return run
-
-    return wrap
+    return mark
 
 
-def _parameter(row: Flag) -> inspect.Parameter:
-    """An option as typer reads it."""
-    kind: Any = row.kind if row.kind is bool else row.kind | None
-    option = typer.Option(row.flag, help=row.help, metavar=row.metavar or None, show_default=False)
-    return inspect.Parameter(
-        row.parameter, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=Annotated[kind, option]
-    )
+TAKEN: dict[Command, tuple[tuple[Flag, ...], Argument | None]] = {}
 
 
 def recipe_values(flags: Mapping[str, Any]) -> dict[str, Any]:

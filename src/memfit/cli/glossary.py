@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, takes
+from memfit.cli.flags import COMMON, Argument, takes
 
 EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 
 
-@takes(*COMMON)
-def run(
-    term: Annotated[list[str] | None, typer.Argument(help="One word or phrase.", metavar="TERM")] = None, **flags: Any
-) -> int:
+@takes(*COMMON, argument=Argument("term", "one word or phrase", "TERM", many=True))
+def run(term: Sequence[str] = (), **flags: Any) -> int:
     """Explain the words memfit uses."""
     from memfit.report.glossary import glossary_view, lookup, term_view
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, takes
+from memfit.cli.flags import COMMON, Argument, takes
 from memfit.errors import MemfitError
 
 if TYPE_CHECKING:
@@ -18,10 +16,8 @@ if TYPE_CHECKING:
 EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 
 
-@takes(*COMMON)
-def run(
-    name: Annotated[str | None, typer.Argument(help="Show one card in full.", metavar="NAME")] = None, **flags: Any
-) -> int:
+@takes(*COMMON, argument=Argument("name", "one card to show in full", "NAME"))
+def run(name: str | None = None, **flags: Any) -> int:
     """List GPUs and what each is good for."""
     from memfit.cards import find_gpu, list_gpus
     from memfit.catalogue import entries

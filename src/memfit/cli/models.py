@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, takes
+from memfit.cli.flags import COMMON, Argument, takes
 from memfit.errors import UnknownName
 
 EXAMPLES = ("memfit models qwen",)
 
 
-@takes(*COMMON)
+@takes(*COMMON, argument=Argument("text", "a part of the names to show", "TEXT"))
 def run(
-    text: Annotated[str, typer.Argument(help="Show only models whose name contains this.", metavar="TEXT")] = "",
+    text: str | None = None,
     **flags: Any,
 ) -> int:
     """List the models known without a network."""
     from memfit.hub import list_models
 
     every = list_models()
+    text = text or ""
     words = text.lower().split()
     rows = [e for e in every if all(any(w in name.lower() for name in (*e.names, e.family)) for w in words)]
     if not rows:

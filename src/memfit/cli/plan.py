@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, OUT, Flag, as_flags, takes, typed
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, Flag, as_flags, takes, typed
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
 
@@ -25,11 +23,9 @@ EXAMPLES = (
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
 
 
-@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, *AUTO, *COMMON)
+@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, *AUTO, *COMMON, argument=MODEL)
 def run(
-    model: Annotated[
-        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
-    ] = None,
+    model: str | None = None,
     **flags: Any,
 ) -> int:
     """Find the cheapest recipe that fits.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, MODEL, takes
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
-@takes(*CARD, BATCH, *AUTO, *COMMON)
+@takes(*CARD, BATCH, *AUTO, *COMMON, argument=MODEL)
 def run(
-    model: Annotated[
-        str | None, typer.Argument(help="Name, org/name on Hugging Face, folder or config.json.", metavar="MODEL")
-    ] = None,
+    model: str | None = None,
     **flags: Any,
 ) -> int:
     """Show what each technique buys in this run.

@@ -66,7 +66,7 @@ def error(message: str, hint: str = "") -> None:
 
 
 def sentence(message: str) -> str:
-    """A message of typer's in our style: no capital, no full stop."""
+    """A message of click's in our style: no capital, no full stop."""
     message = " ".join(message.split()).rstrip(".")
     return message[:1].lower() + message[1:]
 

@@ -2,52 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+from types import ModuleType
 
-import typer
+import click
 
 from memfit import __version__
 from memfit.cli import data, estimate, export, glossary, gpus, models, plan, techniques
-
-Exit = typer.Exit
-# ClickException, from wherever this typer has its click: the base of everything it says about a wrong command line
-Misuse: Any = typer.BadParameter.__mro__[2]
+from memfit.cli.flags import TAKEN, Argument, Flag
 
 COMMANDS = (plan, estimate, techniques, gpus, models, data, glossary, export)
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 
 def _examples(*lines: str) -> str:
-    """An epilog that typer does not wrap."""
+    """An epilog that click does not wrap."""
     return "\b\nexample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"memfit {__version__}")
-        raise typer.Exit
+def _option(row: Flag) -> click.Option:
+    if row.kind is bool:
+        return click.Option([row.flag, row.parameter], is_flag=True, default=row.default, help=row.help)
+    return click.Option(
+        [row.flag, row.parameter], type=row.kind, default=row.default, metavar=row.metavar or None, help=row.help
+    )
 
 
-def make() -> typer.Typer:
-    """All commands."""
-    app = typer.Typer(rich_markup_mode=None, add_completion=True, pretty_exceptions_enable=False)
-    for module in COMMANDS:
-        app.command(name=module.__name__.rsplit(".", 1)[-1], epilog=_examples(*module.EXAMPLES))(module.run)
+def _argument(row: Argument) -> click.Argument:
+    metavar = row.metavar if row.required else f"[{row.metavar}]"
+    return click.Argument([row.name], required=row.required, nargs=-1 if row.many else 1, metavar=metavar)
 
-    @app.callback(invoke_without_command=True, epilog=_examples(EXAMPLE))
-    def top(
-        context: typer.Context,
-        version: Annotated[
-            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-        ] = False,
-    ) -> None:
+
+def _command(module: ModuleType) -> click.Command:
+    rows, argument = TAKEN[module.run]
+    text = inspect.getdoc(module.run) or ""
+    if argument:
+        text += f"\n\n{argument.metavar} is {argument.help}."
+    return click.Command(
+        module.__name__.rsplit(".", 1)[-1], callback=module.run, help=text, epilog=_examples(*module.EXAMPLES),
+        params=[*([_argument(argument)] if argument else []), *map(_option, rows)],
+    )  # fmt: skip
+
+
+class InOrder(click.Group):
+    """Lists its commands in the order of COMMANDS, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def command() -> click.Group:
+    """The tree that parses a command line."""
+
+    @click.group("memfit", cls=InOrder, invoke_without_command=True, epilog=_examples(EXAMPLE))
+    @click.version_option(__version__, message="memfit %(version)s")
+    @click.pass_context
+    def top(context: click.Context) -> None:
         """Will this fit on my GPU, and if not, what is the cheapest change that makes it fit?"""
         if context.invoked_subcommand is None:
-            typer.echo(context.get_help())
+            click.echo(context.get_help())
 
-    return app
-
-
-def command() -> Any:
-    """The tree that parses a command line."""
-    return typer.main.get_command(make())
+    for module in COMMANDS:
+        top.add_command(_command(module))
+    return top

@@ -152,12 +152,11 @@ class Account:
 
     def load(self) -> Instant:
         """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
-        passing = max((s.passing for s in self.static.stored), default=0)
         lines: tuple[tuple[Role, str, int], ...] = tuple(
             line for line in self.resident(states=False, gradients=False) if line[0] == "parameters"
         )
-        if passing:
-            lines = (*lines, ("temporaries", "weight being converted", passing))
+        if self.static.passing:
+            lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
         return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
 
     def save(self) -> Instant:
@@ -210,7 +209,7 @@ _MICRO: dict[tuple[Any, ...], MicroStep] = {}
 
 @lru_cache(maxsize=64)
 def _windows(a: Architecture) -> tuple[int, ...]:
-    return tuple(sorted({layer.attention.window for layer in a.layers if layer.attention.window is not None}))
+    return tuple(sorted({layer.attention.window for layer in a.kinds if layer.attention.window is not None}))
 
 
 def _threads(gpu: Gpu) -> int:

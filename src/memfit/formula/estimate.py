@@ -161,5 +161,7 @@ def _kernels(account: Account) -> set[str]:
 
     n, r = account.numerics, account.recipe
     width = n.autocast or (n.residual if r.method == "qlora" else n.weight)
-    layers = set(account.architecture.layers)
-    return {attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded) for x in layers}
+    return {
+        attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded)
+        for x in account.architecture.kinds
+    }

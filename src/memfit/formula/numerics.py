@@ -85,15 +85,12 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
     """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
-    linears = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
+    linears = {w.module for layer in architecture.kinds for w in layer.weights if w.kind == "linear"}
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})
     if targets == ("attention",):
         names = {
-            w.module
-            for layer in set(architecture.layers)
-            for w in layer.weights
-            if w.kind == "linear" and "attn" in w.name
+            w.module for layer in architecture.kinds for w in layer.weights if w.kind == "linear" and "attn" in w.name
         }
         return frozenset(names or linears)
     return frozenset(targets)

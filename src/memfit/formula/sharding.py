@@ -76,7 +76,7 @@ def _gathering(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int,
     """Whole blocks during forward and backward; the ends (embedding, final norm, head) stay gathered in between."""
     compute = n.autocast or n.weight
     per_element = (s.base + s.scales) / s.parameters if r.method == "qlora" else compute
-    block = max(layer.parameters for layer in set(a.layers))
+    block = max(layer.parameters for layer in a.kinds)
     ends = sum(w.numel for w in (*a.embedding, *a.final, *a.head))
     whole = int(block * per_element)
     root = int(ends * compute)

@@ -36,6 +36,7 @@ class Static:
     quantised: int  # how many of them are quantised
     largest: int  # elements of the largest linear weight
     stored: tuple[Stored, ...]
+    passing: int  # the most that is there only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
     step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
     step_bytes: int  # their worst instant
@@ -84,7 +85,8 @@ def static_bytes(
         base=base, scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
-        stored=tuple(stored), state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
+        stored=tuple(stored), passing=max((s.passing for s in stored), default=0),
+        state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
         "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": "full", "offload": "none", "shard": "none",
         "quantization": "none", "method": "full", "micro_batch": batch, "accumulation": per_gpu // batch,
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
-        "attention": "sdpa" if all(x.attention.sdpa for x in set(job.architecture.layers)) else "eager",
+        "attention": "sdpa" if all(x.attention.sdpa for x in job.architecture.kinds) else "eager",
     }  # fmt: skip
     method = wanted.get("method", job.method)
     if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised

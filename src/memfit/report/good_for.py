@@ -112,9 +112,7 @@ class _Search(Generic[E]):
 def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
     """What about a chip matters here: its attention kernels, the size of its cuBLAS workspaces, and its 16-bit formats."""
     capability = gpu.compute_capability or (8, 0)
-    kernels = {
-        attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in set(architecture.layers)
-    }
+    kernels = {attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in architecture.kinds}
     return frozenset(kernels), capability[0] >= 9
 
 
