@@ -100,14 +100,18 @@ def test_random_padding_is_the_mean_over_all_shuffles(samples: list[int], size: 
 
 
 @given(SAMPLES, st.integers(1, 50), st.integers(1, 5000))
-def test_sorted_padding_is_exact_and_the_least(samples: list[int], size: int, length: int) -> None:
+def test_sorted_padding_is_exact_and_of_full_batches_the_least(samples: list[int], size: int, length: int) -> None:
     lengths = Lengths.of(samples)
     kept = sorted((min(s, length) for s in samples), reverse=True)
     in_order = padding_waste(lengths, size, length, "sorted")
     shuffled = padding_waste(lengths, size, length)
     assert in_order.computed == padded(kept, size)
-    assert in_order.real <= in_order.computed <= shuffled.computed * (1 + 1e-9)
-    assert 0 <= in_order.share <= shuffled.share + 1e-9 < 1 + 1e-9
+    assert in_order.real <= in_order.computed
+    if (
+        len(samples) % size == 0
+    ):  # with a smaller last batch another order can pad less: [0, 0], [1] against [1, 0], [0]
+        assert in_order.computed <= shuffled.computed * (1 + 1e-9)
+        assert 0 <= in_order.share <= shuffled.share + 1e-9 < 1 + 1e-9
 
 
 @given(SAMPLES, st.integers(1, 50), st.integers(1, 6000))

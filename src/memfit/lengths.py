@@ -152,7 +152,7 @@ def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, orde
     """Padding of one epoch when each micro-batch is padded to its longest sample; the last batch may be smaller.
 
     random: the exact expectation over all shuffles. sorted: batches of neighbours in order of length, as length-grouped
-    samplers make them: the least padding there is.
+    samplers make them, longest first: the least padding there is when all batches are full.
     """
     kept = lengths.cut(sequence_length)
     full, rest = divmod(kept.count, micro_batch)
