@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from published import litgpt, peft, swift
+from published import hfdoc, litgpt, peft, qwen, swift, torchtune
 from published.case import Case, NotCovered
 from published.rows import Row
 
 FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
     (r"lit-?gpt", litgpt.case),
+    (r"torchtune", torchtune.case),
+    (r"transformers Trainer$", hfdoc.case),
+    (r"transformers Trainer \+ peft", qwen.case),
     (r"PEFT method_comparison", peft.case),
     (r"ms-swift sft", swift.case),
 )

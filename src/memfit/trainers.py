@@ -30,6 +30,8 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
+    optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
     keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over
     code: str = "transformers"  # row of formula/codes.py: whose model code runs
     quantised_head: bool = False  # the output head is quantised like every other linear layer
@@ -48,6 +50,7 @@ class Trainer:
 
 _TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
 _SHIFTED_HEADS = (("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted"))
+_TORCHTUNE_HEADS = (("full", "full"), ("chunked", "torchtune"), ("fused", "torchtune"))
 _LITGPT_HEADS = (("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt"))
 
 TRAINERS: tuple[Trainer, ...] = (
@@ -70,12 +73,22 @@ TRAINERS: tuple[Trainer, ...] = (
     Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
             adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
             dequantised_cast=True, keeps_loss=True),
+    # torchtune: its own TransformerDecoder in plain bf16, 16-bit LoRA layers, torchao NF4 without the head
+    Trainer(name="torchtune", code="torchtune", heads=_TORCHTUNE_HEADS, default_loss="chunked", adapter_fp32=False,
+            qlora_adapter_fp32=False, kbit_prepare=False),
     # ms-swift 1.x: transformers.Trainer 4.3x, model classes of that time, its own fp32 LoRA layers, no k-bit preparation
     Trainer(name="ms-swift", autocast=True, logits_to_fp32=True, heads=_SHIFTED_HEADS, kbit_prepare=False,
             quantised_keeps_input=True),
 )  # fmt: skip
 
-CURRENT = {"trl": (1, 16), "transformers": (5, 23), "torch": (2, 13), "litgpt": (0, 5, 13), "ms-swift": (1, 5)}
+CURRENT = {
+    "trl": (1, 16),
+    "transformers": (5, 23),
+    "torch": (2, 13),
+    "litgpt": (0, 5, 13),
+    "ms-swift": (1, 5),
+    "torchtune": (0, 6, 1),
+}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 

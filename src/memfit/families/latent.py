@@ -102,7 +102,10 @@ MLA = replace(
 )  # fmt: skip
 
 LATENTS: dict[str, Dialect] = {
-    "deepseek_v2": replace(MLA, rotary_how="complex", mlp_bias="mlp_bias", defaults={**UNTIED, "mlp_bias": False}),
+    "deepseek_v2": replace(
+        MLA, rotary_how="complex", mlp=replace(_EXPERTS, routing="fp32_softmax"), mlp_bias="mlp_bias",
+        defaults={**UNTIED, "mlp_bias": False},
+    ),
     "deepseek_v3": MLA,
     "kimi_k2": MLA,  # DeepSeek-V3's code under another name
     "glm4_moe_lite": replace(MLA, defaults={**UNTIED, "first_k_dense_replace": 1}),

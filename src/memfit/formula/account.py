@@ -57,6 +57,8 @@ class Account:
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.padded = masks_needed(recipe) if padded is None else padded
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
+        if self.trainer.optimizer_in_backward:
+            self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         self.static: Static = static_of(
             architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit
@@ -74,6 +76,18 @@ class Account:
     def released(self) -> bool:
         """Gradients never exist together."""
         return self.share.release_gradients or self.optimizer.in_backward
+
+    @property
+    def accumulates(self) -> bool:
+        """Some forward passes begin with the gradients of earlier ones in place."""
+        again = self.recipe.accumulation > 1 or self.trainer.zeroes_gradients
+        return again and not self.optimizer.in_backward
+
+    @property
+    def tied_gradient(self) -> int:
+        """Bytes of the gradient of an embedding that is also the head, when it is trained; else 0."""
+        tied = self.architecture.tied and self.recipe.method == "full"
+        return max(w.numel for w in self.architecture.embedding) * self.numerics.gradient if tied else 0
 
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """The traced micro-step (cached by everything but the batch size)."""
@@ -117,8 +131,11 @@ class Account:
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
         """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
         found = []
-        accumulating = self.recipe.accumulation > 1 and not self.optimizer.in_backward
-        sharded = self.share.gradients if self.released else 0  # these fill up while the whole ones come and go
+        accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
+        # sharded gradients fill up while whole ones come and go; in backward only a tied weight waits for its second
+        sharded = self.share.gradients if self.released else 0
+        if self.optimizer.in_backward:
+            sharded = self.tied_gradient
         for later in (False, True) if accumulating else (False,):
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
@@ -129,7 +146,10 @@ class Account:
             level, top = sum(line[2] for line in lines), fold(micro.until_loss, self.meter)
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
             change = self.share.backward - self.share.forward + (0 if later else sharded)
-            lines = self.resident(states=states, gradients=later or bool(sharded), buffers=self.share.backward)
+            filling = later or bool(sharded and not self.optimizer.in_backward)
+            lines = self.resident(states=states, gradients=filling, buffers=self.share.backward)
+            if self.optimizer.in_backward and sharded:
+                lines = (*lines, ("gradients", "gradient of the tied embedding", sharded))
             level, top = level + top.left - before + change, fold(micro.from_loss, self.meter)
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
         return found
@@ -139,6 +159,8 @@ class Account:
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
         buffers = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
         lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
+        if self.optimizer.in_backward and self.tied_gradient:
+            lines = (*lines, ("gradients", "gradient of the tied embedding", self.tied_gradient))
         if buffers:
             lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
         return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines)

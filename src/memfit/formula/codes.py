@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.architecture import Architecture
-from memfit.formula import block, litgpt
+from memfit.formula import block, litgpt, torchtune
 from memfit.formula.engine import Tensor
 from memfit.formula.modules import Block
 
@@ -22,4 +22,5 @@ class Code:
 CODES: dict[str, Code] = {
     "transformers": Code(block.forward),
     "litgpt": Code(litgpt.block, litgpt.stored),
+    "torchtune": Code(torchtune.block),
 }

@@ -52,7 +52,9 @@ def _layer(layer: Layer, width: int) -> Layer:
         weights.append(Weight(f"{name}.weight", (out, ins), "linear"))
         if bias:
             weights.append(Weight(f"{name}.bias", (out,), "bias"))
-    return replace(layer, weights=tuple(weights), norm=_norm(layer.norm))
+    # its attention is torch's SDPA for every family, written out only where scores are capped
+    attention = replace(a, code="", sdpa=not a.softcap)
+    return replace(layer, attention=attention, weights=tuple(weights), norm=_norm(layer.norm))
 
 
 def block(block: Block, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.formula import litgpt, ops, shifted
+from memfit.formula import litgpt, ops, shifted, torchtune
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.head import HeadStyle, logits_of
 from memfit.formula.style import Style
@@ -204,5 +204,5 @@ def _cut(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
     "full": _full, "shifted": _shifted, "fused": _fused, "chunked": _chunked, "liger": _liger, "torchtune": _torchtune, "cce": _cut,
-    **litgpt.LOSSES,
+    **litgpt.LOSSES, **torchtune.LOSSES,
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 Basis names: "1" constant · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
 "T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
-label · "tile" min(L, 4096) · ("chunk", n, 0) B * min(S, n) · ("reduce", columns, rows of a token)
+label · "tile" min(L, 4096) · ("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
 the staging buffer of a sum over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
@@ -59,6 +59,8 @@ class Dims:
             kind, columns, width = basis
             if kind == "chunk":
                 return b * min(s, columns)
+            if kind == "chunks":
+                return -(-s // columns)
             if kind == "rows":
                 return min(self.labels, columns)
             if kind == "part":

@@ -1,0 +1,46 @@
+"""Rows of the Hugging Face guide "efficient training on one GPU": BERT-large classifying random 512-token texts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from memfit.catalogue import config, names
+from memfit.families import architecture
+from memfit.job import Recipe
+from memfit.trainers import trainer
+from published.case import Case, NotCovered, accumulation, compared_of, fixed_length, gpu_of, one_gpu
+from published.rows import Row
+
+OPTIMIZERS = (
+    (r"AdamW \(HF\)", "adamw-hf"), (r"Adafactor", "adafactor"), (r"bnb Adam8bit", "adamw-8bit"),
+)  # fmt: skip
+
+
+def case(row: Row) -> Case:
+    """A row as a Case. Raises NotCovered."""
+    one_gpu(row)
+    if "sequence classification" not in row.model:
+        raise NotCovered(f"{row.model} under a plain transformers Trainer")
+    entry = names.find(row.model.split()[0])
+    if entry is None:
+        raise NotCovered(f"model {row.model} is not in the catalogue")
+    classifier = {**config(entry), "architectures": ["BertForSequenceClassification"]}
+    recipe = Recipe(
+        method="full", precision="fp16-mixed" if "AMP" in row.weight_dtype else "fp32",
+        optimizer=next(key for pattern, key in OPTIMIZERS if re.match(pattern, row.optimizer)),
+        micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row), sequence_length=fixed_length(row),
+        checkpointing="full" if row.checkpointing == "on" else "none", attention="eager", trainer="transformers",
+    )  # fmt: skip
+    gpu = gpu_of(row)
+    context = re.search(r"context alone measured (\d+) MiB", row.notes)
+    if context:
+        gpu = replace(gpu, context_bytes=int(context[1]) << 20)
+    # the embeddings got 8-bit states too: transformers 4.16 registered none of them for 32 bits
+    profile = replace(
+        trainer("transformers"), embeddings_32bit=False, zeroes_gradients=(0,) < row.version("torch") < (2,)
+    )
+    return Case(
+        architecture=architecture(classifier, row.model), recipe=recipe, gpu=gpu, profile=profile,
+        compared=compared_of(row), torch=row.version("torch"),
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+"""Rows of the Qwen README: finetune.py, a transformers Trainer on samples padded to the full length."""
+
+from __future__ import annotations
+
+from memfit.job import Recipe
+from memfit.trainers import trainer
+from published.case import Case, NotCovered, accumulation, architecture_of, fixed_length, gpu_of, one_gpu
+from published.rows import Row
+
+
+def case(row: Row) -> Case:
+    """A row as a Case. Raises NotCovered."""
+    one_gpu(row)
+    if "modules_to_save" in row.lora_targets:
+        raise NotCovered("trained copies of embedding and head (modules_to_save) are not modelled")
+    if row.quant != "none":
+        raise NotCovered(f"quantisation {row.quant}")
+    recipe = Recipe(
+        method=row.method, precision="bf16", lora_rank=row.number("lora_rank", 64), lora_dropout=0.05,
+        lora_targets=tuple(row.lora_targets.split("+")) or ("all-linear",), optimizer="adamw-foreach",
+        micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row), sequence_length=fixed_length(row),
+        checkpointing="full" if row.checkpointing == "on" else "none",
+        attention="flash" if row.attention.startswith("flash") else "eager", trainer="ms-swift",
+    )  # fmt: skip
+    # the README says only "memory", measured beside speed on a card of its own: what nvidia-smi shows
+    return Case(
+        architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
+        compared="device" if row.quantity == "unknown" else "reserved", torch=row.version("torch"),
+    )  # fmt: skip
