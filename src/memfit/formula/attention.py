@@ -1,31 +1,17 @@
-"""The token mixers: projections, rotary embedding and the attention kernel each as the model's code calls them."""
+"""Softmax attention: projections, rotary embedding and the kernel each as the model's code calls them."""
 
 from __future__ import annotations
 
 from memfit.architecture import Attention
-from memfit.errors import Unsupported
 from memfit.formula import ops
+from memfit.formula.classic import cached
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate
 
 
-def attention(block: Block, x: Tensor) -> Tensor:
-    """One attention sub-block from normed hidden states to the output projection."""
-    a = block.layer.attention
-    block.rec.scope.append("attention")
-    try:
-        if a.kind == "softmax":
-            return _softmax_attention(block, x, a)
-        raise Unsupported(
-            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
-        )
-    finally:
-        block.rec.scope.pop()
-
-
-def _softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
+def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
     """LlamaAttention and all that follow it."""
     q, k, v = _project(block, x, a)
     if a.rotary_dim:
@@ -50,24 +36,12 @@ def _as_heads(block: Block, x: Tensor, role: str, a: Attention) -> Tensor:
     return ops.split_heads(block.rec, x)
 
 
-def cached(block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """DynamicCache.update concatenates even the first time; the cache lives until the model's output goes."""
-    if not block.style.use_cache:
-        return k, v
-    rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
-    k, v = ops.copy(rec, k, width, "cached keys"), ops.copy(rec, v, width, "cached values")
-    rec.until_exit += [k.detach(), v.detach()]
-    if block.style.holds_output:
-        rec.lingering |= {t.storage.id for t in (k, v) if t.storage}
-    return k, v
-
-
 def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
     """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or the model's written-out attention, as [B, S, N * H]."""
     rec, style = block.rec, block.style
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
-    if style.mask != "none" and a.kv_heads != a.heads:  # use_gqa_in_sdpa: never with a mask
+    if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: else the kernel takes grouped heads as they are
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
@@ -86,6 +60,8 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
     """eager_attention_forward: every score of every head exists, several times."""
     rec, style = block.rec, block.style
     keys, values = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
+    if a.sinks:
+        return _eager_with_sinks(block, q, keys, values, a)
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     if a.softcap:
         weights = ops.scale(rec, weights, "scores / cap")
@@ -100,3 +76,20 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
     weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
     return ops.tokens_first(rec, out, "contiguous output")
+
+
+def _eager_with_sinks(block: Block, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
+    """gpt-oss: one more score per row and head, shifted by its maximum; no fp32."""
+    rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
+    weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
+    weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
+    combined = ops.extended(rec, weights, one_more, "scores and sinks")
+    combined = ops.minus_maximum(rec, combined, {"T": a.heads})
+    probabilities = ops.softmax(rec, combined, combined.itemsize)
+    scores = ops.slice(rec, probabilities, {"TS": a.heads})
+    weights = ops.dropout(rec, scores, a.dropout if block.style.dropout else 0.0)
+    del probabilities, scores
+    out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
+    out = ops.tokens_first(rec, out, "contiguous output")
+    del combined
+    return out

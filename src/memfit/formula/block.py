@@ -5,9 +5,10 @@ from __future__ import annotations
 from memfit.errors import Unsupported
 from memfit.formula import ops
 from memfit.formula.activations import activation
-from memfit.formula.attention import attention
 from memfit.formula.engine import Tensor
+from memfit.formula.mixers import attention
 from memfit.formula.modules import Block
+from memfit.formula.moe import gated, mixture
 
 
 def forward(block: Block, x: Tensor) -> Tensor:
@@ -80,6 +81,8 @@ def mlp(block: Block, x: Tensor) -> Tensor:
             return _gated(block, x)
         if kind == "plain":
             return _plain(block, x)
+        if kind == "moe":
+            return mixture(block, x)
         raise Unsupported(
             f"activations of a {kind} feed-forward are not modelled", hint="'memfit models' lists what is covered"
         )
@@ -95,11 +98,7 @@ def _gated(block: Block, x: Tensor) -> Tensor:
         up = ops.mul(rec, up, activation(rec, gate, m.activation), "gated product")
         up = ops.dropout(rec, up, m.dropout if block.style.dropout else 0.0)
         return block.linear("down", up, block.width, "mlp")
-    active = activation(rec, block.linear("gate", x, m.width, "mlp"), m.activation)
-    up = block.linear("up", x, m.width, "mlp")
-    product = ops.mul(rec, active, up, "gated product")
-    del active, up
-    return block.linear("down", product, block.width, "mlp")
+    return gated(block, x, m.width)
 
 
 def _plain(block: Block, x: Tensor) -> Tensor:

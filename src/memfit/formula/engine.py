@@ -36,7 +36,7 @@ class Tensor:
     """Elements of some width in a storage (None: a parameter or constant counted elsewhere)."""
 
     __slots__ = (
-        "elements", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage", "viewed",
+        "elements", "expanded", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage", "viewed",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,7 @@ class Tensor:
         self.storage, self.elements, self.itemsize = storage, elements, itemsize
         self.requires_grad, self.grad_fn, self.parameter, self.slot = requires_grad, grad_fn, parameter, slot
         self.heads_first = heads_first  # laid out [B, N, S, H]; else [B, S, N, H], as a linear layer leaves it
+        self.expanded = False  # one head seen as many
         self.viewed = False  # a gradient that came through a view: the engine adds to it out of place
 
     def view(self, elements: Elements | None = None) -> Tensor:

@@ -139,9 +139,13 @@ def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout:
     q = ops.scale(rec, q, "scaled queries")
     if bias is None:
         bias = _causal_bias(rec)
-    if mask is None and k.elements != heads:  # enable_gqa: repeat_interleave
+    broadcast = a.code == "falcon" and k.elements != heads  # torch.matmul expands the one head
+    if k.elements != heads and not broadcast:  # enable_gqa: repeat_interleave
         k, v = ops.repeat(rec, k, heads), ops.repeat(rec, v, {"T": a.heads * a.value_dim})
-    scores = ops.bmm(rec, q, ops.scale(rec, k, "scaled keys"), {"TS": a.heads}, "scores")
+    k = ops.scale(rec, k, "scaled keys")
+    if broadcast:
+        k, v = ops.expand(rec, k, heads), ops.expand(rec, v, heads)
+    scores = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
     weights = _safe_softmax(rec, scores, a.heads)
     del scores
     weights = ops.dropout(rec, weights, dropout)

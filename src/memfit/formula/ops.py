@@ -218,7 +218,7 @@ def expand(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
     """x.expand(): a view of one head for all; products copy it first, unless the batch is one sequence."""
     before = x.blueprint()
     out = x.view(elements)
-    out.heads_first = False
+    out.heads_first, out.expanded = False, True
     return rec.record(out, [x], [], lambda g: [_summed_over_heads(rec, before, g)])
 
 
@@ -230,7 +230,8 @@ def heads_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
     """x.contiguous() of a [B, N, S, H] tensor: a copy when it still lies token by token."""
     if x.heads_first:
         return x
-    out = rec.new(x.elements, x.itemsize, label, heads_first=True)
+    size: Elements = {"T+": x.elements["T"]} if x.expanded else x.elements
+    out = rec.new(size, x.itemsize, label, heads_first=True).view(x.elements)
     return rec.record(out, [x], [], lambda g: [viewed(g.detach())])
 
 
@@ -265,15 +266,15 @@ def negate(rec: Recorder, x: Tensor) -> Tensor:
     return scale(rec, x, "negated")
 
 
-def split(rec: Recorder, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """x.split(widths, dim=-1): views; their gradients wait for each other and are concatenated."""
+def split(rec: Recorder, x: Tensor, widths: Sequence[int], *, by_head: bool = False) -> list[Tensor]:
+    """x.split(widths, dim=-1): views; their gradients wait for each other and are concatenated (head by head if so)."""
     basis = next(iter(x.elements))
     parts = [x.view({basis: w}) for w in widths]
     whole = x.elements
 
     def backward(grads: list[Tensor | None]) -> Grads:
         width = next(g.itemsize for g in grads if g is not None)
-        return [rec.new(whole, width, "joined gradient")]
+        return [rec.new(whole, width, "joined gradient", heads_first=by_head)]
 
     rec.record_all(parts, [x], [], backward)
     return parts
@@ -293,6 +294,27 @@ def cat(rec: Recorder, parts: Sequence[Tensor], label: str = "concatenated") -> 
         return list(views)
 
     return rec.record(out, list(parts), [], backward)
+
+
+def extended(rec: Recorder, x: Tensor, elements: Elements, label: str) -> Tensor:
+    """cat((x, a column)): the gradient comes back as a view of a part."""
+    out = rec.new(elements, x.itemsize, label, heads_first=True)
+    before = x.elements
+
+    def backward(g: Tensor) -> Grads:
+        part = g.detach()
+        part.elements, part.viewed = before, True
+        return [part]
+
+    return rec.record(out, [x], [], backward)
+
+
+def minus_maximum(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+    """x - x.max(dim=-1, keepdim=True).values: keeps which element was the largest."""
+    top, where = rec.new(rows, x.itemsize, "maximum"), rec.new(rows, 8, "index of the maximum")
+    like = x.blueprint()
+    top = rec.record(top, [x], [where], lambda g: [rec.like(like, "gradient of the maximum")])
+    return sub(rec, x, top, "shifted scores")
 
 
 def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:

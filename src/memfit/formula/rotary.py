@@ -81,8 +81,14 @@ def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
 
 
 def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
-    """Pairs of fp32 numbers as complex ones, times the table."""
-    return ops.mul(rec, ops.cast(rec, x, 4, "fp32 copy"), ops.constant({"S": 1}, 4), "rotated")
+    """Pairs of numbers seen as complex ones, times the table; the gradient is copied to be seen that way."""
+    out, need = rec.like(x, "rotated"), x.requires_grad
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        pairs = rec.like(g, "complex gradient")
+        return [rec.like(pairs, "unrotated gradient") if need else None]
+
+    return rec.record(out, [x], [], backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +107,5 @@ ROTARY: dict[str, Rotary] = {
     "half_fp32_once": Rotary(_turn_half, "once"),  # Cohere
     "pairs": Rotary(_turn_pairs),  # gpt-oss, DeepSeek-V3
     "pairs_fp32": Rotary(_turn_pairs, "once"),  # torchtune
-    "complex": Rotary(_turn_complex),  # Llama 4, DeepSeek-V2
+    "complex": Rotary(_turn_complex, "once"),  # Llama 4, DeepSeek-V2
 }

@@ -77,8 +77,8 @@ def windowed(a: Attention, sequence: int) -> bool:
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
     """Which mask reaches the attention of a layer."""
-    local = windowed(a, r.sequence_length)
-    if s.padded or (local or (a.causal and _written_out(a, r))):
+    always = windowed(a, r.sequence_length) or a.code == "falcon" or (a.causal and _written_out(a, r))
+    if s.padded or always:
         return "rows" if s.padded or s.mask_given else "shared"
     return "none"
 
@@ -88,7 +88,8 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
     kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
     first = a.layers[0].attention
     return MaskStyle(
-        windows=tuple(sorted(kinds)), given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
+        windows=tuple(sorted(kinds)), always=first.code == "falcon",
+        alibi=first.heads if first.alibi else 0, given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
         additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
     )  # fmt: skip
 

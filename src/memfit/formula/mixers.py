@@ -1,0 +1,32 @@
+"""Which code mixes the tokens of a layer: one row per kind of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit.architecture import Attention
+from memfit.errors import Unsupported
+from memfit.formula import classic
+from memfit.formula.attention import softmax_attention
+from memfit.formula.engine import Tensor
+from memfit.formula.latent import latent
+from memfit.formula.modules import Block
+
+MIXERS: dict[str, Callable[[Block, Tensor, Attention], Tensor]] = {
+    "softmax": softmax_attention, "mla": latent, **classic.CODES,
+}  # fmt: skip
+
+
+def attention(block: Block, x: Tensor) -> Tensor:
+    """One attention sub-block from normed hidden states to the output projection."""
+    a = block.layer.attention
+    mixer = MIXERS.get(a.code or a.kind)
+    if mixer is None:
+        raise Unsupported(
+            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
+        )
+    block.rec.scope.append("attention")
+    try:
+        return mixer(block, x, a)
+    finally:
+        block.rec.scope.pop()
