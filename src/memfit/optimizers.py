@@ -98,8 +98,6 @@ _ROWS = (
               note="foreach=False: two copies of a weight and one of the weight before it"),
     Optimizer(key="adamw-32bit", title="AdamW 32-bit (bitsandbytes)", moments=2, width=4, package="bitsandbytes",
               note="fp32 states whatever the weights are stored in"),
-    Optimizer(key="adamw-hf", title="AdamW (transformers 4)", moments=2, step_tensors=(1, 1), package="transformers",
-              note="transformers.AdamW, removed in 5: its Python loop makes the square root of one second moment at a time"),
     Optimizer(key="adamw-8bit", title="AdamW 8-bit (bitsandbytes)", moments=2, width=1, block=256, smallest=4096, tables=2048,
               hf_name="adamw_bnb_8bit", package="bitsandbytes"),
     Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step_tensors=(3, 3), step_width=4,
