@@ -36,6 +36,15 @@ class Case:
     torch: tuple[int, ...] = ()  # whose allocator rules hold; (): the latest
     remark: str = ""  # what had to be assumed, said in the listing
 
+    @property
+    def described(self) -> str:
+        """The recipe in a few words."""
+        r = self.recipe
+        base = "" if r.quantization == "none" else f" {r.quantization}"
+        kept = {"none": "", "full": ", checkpointing", "offload": ", offloaded checkpoints"}[r.checkpointing]
+        lengths = f"lengths up to {r.sequence_length}" if self.orders else f"length {r.sequence_length}"
+        return f"{r.method}{base}, batch {r.micro_batch}, {lengths}{kept}, {r.optimizer}"
+
 
 COMPARED: dict[str, Compared] = {"allocated": "allocated", "reserved": "reserved", "smi": "device"}
 

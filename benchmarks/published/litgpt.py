@@ -14,13 +14,15 @@ PRECISIONS = {"bf16-true": "bf16", "bf16-mixed": "bf16-mixed", "32-true": "fp32"
 TARGETS = {"mlp": ("fc_1", "fc_2", "fc", "mlp_projection"), "head": ("lm_head",)}
 
 
-def case(row: Row) -> Case:
-    """A row as a Case. Raises NotCovered."""
+def case(row: Row, *, several: bool = False) -> Case:
+    """A row as a Case; several: also FSDP over several cards. Raises NotCovered."""
     if "adapter" in row.method:
         raise NotCovered(f"{row.method}: prompts inside the attention are not modelled")
     if "thunder" in row.framework and "eager" not in row.framework:
         raise NotCovered("compiled by thunder: which tensors are kept is the compiler's choice")
-    one_gpu(row)
+    sharded = several and row.sharding == "FSDP full shard"
+    if not sharded:
+        one_gpu(row)
     dtype = row.weight_dtype.split()[0]
     if dtype not in PRECISIONS or row.quant not in QUANTIZATIONS:
         raise NotCovered(f"precision {row.weight_dtype}, quantisation {row.quant}")
@@ -31,6 +33,7 @@ def case(row: Row) -> Case:
         optimizer="paged-adamw-32bit" if "PagedAdamW" in row.optimizer else "adamw-foreach",
         micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=fixed_length(row), checkpointing="full" if row.checkpointing.startswith("on") else "none",
+        shard="parameters" if sharded else "none", num_gpus=row.number("n_gpus", 1) if sharded else 1,
         attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="litgpt",
     )  # fmt: skip
     # where the longest sample is forced to come first, the step after it is shorter and holds less

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from multiprocessing import Pool
 from pathlib import Path
 from statistics import mean, median
 
 from memfit.units import GIB
-from published.case import Case, NotCovered
+from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
 from published.rows import Row, read_rows
@@ -26,7 +28,8 @@ class Result:
     """One predicted row."""
 
     row: Row
-    case: Case
+    recipe: str
+    compared: str
     predicted: int
 
     @property
@@ -36,17 +39,25 @@ class Result:
 
 
 def run(rows: Iterable[Row]) -> tuple[list[Result], Counter[tuple[str, str]]]:
-    """(predicted rows, reasons of those not covered with their number)."""
+    """(predicted rows, reasons of those not covered with their number). Rows are shared among processes."""
     results, refused = [], Counter[tuple[str, str]]()
-    for row in rows:
-        try:
-            case = case_of(row)
-            results.append(Result(row, case, predict(case)))
-        except NotCovered as reason:
-            refused[row.group, str(reason)] += 1
-        if sys.stderr.isatty():
-            print(f"\r{len(results)} rows predicted", end="", file=sys.stderr)
+    with Pool() as workers:
+        for result, reason in workers.imap(_one, list(rows)):
+            if result is None:
+                refused[reason] += 1
+            else:
+                results.append(result)
+            if sys.stderr.isatty():
+                print(f"\r{len(results)} rows predicted", end="", file=sys.stderr)
     return results, refused
+
+
+def _one(row: Row) -> tuple[Result | None, tuple[str, str]]:
+    try:
+        case = case_of(row)
+        return Result(row, case.described, case.compared, predict(case)), ("", "")
+    except NotCovered as reason:
+        return None, (row.group, str(reason))
 
 
 def table(results: list[Result]) -> list[str]:
@@ -80,10 +91,8 @@ def listing(results: list[Result]) -> list[str]:
         "|---|---|---|---|---|---:|---:|---:|",
     ]
     for r in results:
-        c = r.case.recipe
-        recipe = f"{c.method}, {c.quantization}, b{c.micro_batch} s{c.sequence_length}, ckpt {c.checkpointing}, {c.optimizer}"
         lines.append(
-            f"| {r.row.id} | {r.row.quality} | {r.row.model} | {recipe} | {r.case.compared} "
+            f"| {r.row.id} | {r.row.quality} | {r.row.model} | {r.recipe} | {r.compared} "
             f"| {r.predicted / GIB:.2f} | {r.row.measured / GIB:.2f} | {r.error:+.1%} |"
         )
     return lines
@@ -127,6 +136,7 @@ def main() -> int:
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT, help="rows to predict")
     parser.add_argument("--only", default="", help="part of a row's id")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
+    parser.add_argument("--check", action="store_true", help="fail when docs/accuracy.md is not what comes out now")
     asked = parser.parse_args()
     if not asked.csv.exists():
         print(
@@ -137,5 +147,15 @@ def main() -> int:
     results, refused = run(row for row in read_rows(asked.csv) if asked.only in row.id)
     print("\n".join([*listing(results), "", *reasons(refused), "", *table(results)] if results else reasons(refused)))
     if asked.write:
-        PAGE.write_text(page(results, refused))
+        _replace(PAGE, page(results, refused))
+    if asked.check and PAGE.read_text(encoding="utf-8") != page(results, refused):
+        print(f"error: {PAGE} is stale\nhint: python benchmarks/accuracy.py --write", file=sys.stderr)
+        return 1
     return 0
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

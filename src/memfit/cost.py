@@ -54,7 +54,9 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2
-    products = max(2.0 * active * r.tokens / flops, weights / bandwidth)
+    compute, traffic = 2.0 * active * r.tokens / flops, weights / bandwidth
+    # bitsandbytes dequantises in a kernel of its own, before the product; elsewhere reading weights hides behind it
+    products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
     logits = _logits(a, r, bandwidth)
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
@@ -107,12 +109,14 @@ def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:
     share = r.num_gpus if r.shard != "none" else 1
     traffic = (3 * s.gradients + 2 * s.states + 2 * s.master) / share
     if r.offload != "none":
-        return traffic / HOST_BANDWIDTH
+        return traffic * r.num_gpus / HOST_BANDWIDTH
     paged = 2 * row.moments * 4 * s.trained / share / _pcie(gpu) * PAGED_MISS if row.paged else 0.0
     return traffic * (1 + row.flops) / bandwidth + paged
 
 
-HOST_BANDWIDTH = 80e9  # bytes per second of host memory an AdamW on the CPU reaches; range 20e9 to 200e9
+HOST_BANDWIDTH = (
+    80e9  # bytes per second of host memory that AdamW on the CPUs reaches, all processes together; range 20e9 to 200e9
+)
 PAGED_MISS = 0.0  # paged states stay on the card until memory is short
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from memfit.tape import Phase, Role
 
+OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases a run need not go through: shown, but no part of the verdict
 Source = Literal["formula", "traced", "measured"]
 
 
@@ -50,7 +51,7 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """All phases of a run; the peak is the maximum over phases, never a sum."""
+    """All phases of a run; the peak is the maximum over those every run goes through, never a sum."""
 
     phases: tuple[PhasePeak, ...]
     source: Source
@@ -60,4 +61,9 @@ class Footprint:
     @property
     def peak(self) -> PhasePeak:
         """The phase that reserves most (the first one on ties)."""
-        return max(self.phases, key=lambda p: p.levels.reserved)
+        return max(self.needed, key=lambda p: p.levels.reserved)
+
+    @property
+    def needed(self) -> tuple[PhasePeak, ...]:
+        """The phases every run goes through."""
+        return tuple(p for p in self.phases if p.phase not in OPTIONAL) or self.phases

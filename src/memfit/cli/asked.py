@@ -58,6 +58,14 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
             raise BadInput(f"--gpu asks for {count} GPUs, --num-gpus for {values['num_gpus']}", hint="say it once")
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
+    stated = {*values, *(adopted.stated if adopted else ())}
+    if architecture.learned_positions and "sequence_length" not in stated:
+        recipe = recipe.but(
+            sequence_length=min(recipe.sequence_length, architecture.max_positions or recipe.sequence_length)
+        )
+    if "precision" not in stated and gpu.compute_capability and gpu.compute_capability < (8, 0):
+        recipe = recipe.but(precision="fp16-mixed")
+        notes.append(f"--precision fp16-mixed: {gpu.name} has no bf16 units")
     _check_names(recipe)
     _check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
@@ -174,7 +182,7 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         effective_batch=batch, method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=found.reserve,
         longest_sample=found.dataset.lengths.longest if found.dataset else None,
-        dataset=found.dataset.path if found.dataset else (adopted.data if adopted else None) or "",
+        dataset=str(Path(found.dataset.path).resolve()) if found.dataset else (adopted.data if adopted else None) or "",
     )  # fmt: skip
     return job, recipe
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, OUT, Argument, Flag, takes
-from memfit.errors import BadInput
+from memfit.errors import BadInput, Refused
 from memfit.plan import Plan
 
 EXAMPLES = ("memfit export run/recipe.toml --target axolotl --out run-axolotl/",)
@@ -23,6 +23,11 @@ def run(file: str, **flags: Any) -> int:
         raise BadInput("--out is missing", hint=f"memfit export {file} --target trl --out run/")
     row = target(flags.get("target") or "trl")
     plan = plan_of_file(Path(file), flags.get("gpu") or "")
+    if plan.judgement.verdict == "misfit" and not flags["force"]:
+        raise Refused(
+            f"this recipe does not fit the {plan.job.gpu.name}",
+            hint="--force writes it all the same; memfit plan finds one that fits",
+        )
     paths = write(export(plan, row.key), Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
         terminal.note(

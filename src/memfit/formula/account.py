@@ -198,9 +198,9 @@ class Account:
     def merge(self) -> Instant:
         """Adapters folded into the base, one matrix at a time: the delta and the new weight beside the old one."""
         lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] == "parameters")
-        delta = self.static.largest * (self.numerics.adapter + self.numerics.weight)
+        delta = self.static.largest_adapted * (self.numerics.adapter + self.numerics.weight)
         if self.recipe.method == "qlora":
-            delta += self.static.largest * self.numerics.weight
+            delta += self.static.largest_adapted * self.numerics.weight
         lines = (*lines, ("temporaries", "delta and merged weight", delta))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 

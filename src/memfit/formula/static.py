@@ -35,6 +35,7 @@ class Static:
     parameters: int  # number of stored elements of the base
     quantised: int  # how many of them are quantised
     largest: int  # elements of the largest linear weight
+    largest_adapted: int  # elements of the largest weight that has an adapter; 0: none
     stored: tuple[Stored, ...]
     passing: int  # the most that is there only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
@@ -85,6 +86,7 @@ def static_bytes(
         base=base, scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
+        largest_adapted=_largest_adapted(architecture, method, targets),
         stored=tuple(stored), passing=max((s.passing for s in stored), default=0),
         state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
@@ -121,3 +123,11 @@ def _state_tensors(
 def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, embeddings_32bit: bool) -> Static:
     """`static_bytes` for a recipe."""
     return static_bytes(a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit)
+
+
+def _largest_adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> int:
+    if method == "full":
+        return 0
+    modules = lora_modules(architecture, targets)
+    weights = (w for layer in architecture.kinds for w in layer.weights if w.kind == "linear" and w.module in modules)
+    return max((w.numel for w in weights), default=0)

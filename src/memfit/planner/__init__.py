@@ -7,16 +7,18 @@ from dataclasses import replace
 
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
+from memfit.optimizers import optimizer
 from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator
 from memfit.planner.rungs import Step, half_precision, steps_for
-from memfit.planner.search import largest, ranked
+from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.units import gib
 
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
 CONFIRMED = 6  # how many of the fastest candidates are replayed before the search gives up
 LONGEST_SEQUENCE = 1 << 20
+PAYS_LATER = ("mixed", "accumulation", "shard-parameters")  # rungs that later ones build on, whatever they buy at once
 
 
 def make_plan(
@@ -33,8 +35,9 @@ def make_plan(
     start = starting_recipe(job, base or Recipe())
     tell("climbing the ladder", 0.1)
     rungs = _climb(job, start, estimator)
-    reached = next((r for r in rungs if r.judgement.verdict == "fits"), None)
-    reached = reached or next((r for r in rungs if r.judgement.verdict == "tight"), None)
+    worth = [r for r in rungs if not _only_a_start(job, r)] or rungs
+    reached = next((r for r in worth if r.judgement.verdict == "fits"), None)
+    reached = reached or next((r for r in worth if r.judgement.verdict == "tight"), None)
     tell("searching", 0.5)
     if reached is None:
         closest = min(rungs, key=lambda r: r.judgement.need)
@@ -45,7 +48,7 @@ def make_plan(
     plan = Plan(
         job, chosen, footprint, judgement, _marked(rungs, reached), refused,
         largest=_limits(estimator, chosen), seconds_per_step=estimator.seconds(chosen), 
-        notes=(*_transitions(job, rungs, reached), *_host_memory(estimator, chosen)),
+        notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen)),
     )  # fmt: skip
     return replace(plan, alternatives=cheaper(plan, cards)) if any_gpu else plan
 
@@ -53,6 +56,8 @@ def make_plan(
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
     """Where the ladder starts: what flags and files said, everything else plain: fp32, no technique, a comfortable batch."""
     wanted = dict(job.wanted)
+    if job.stated:  # a file says everything, its silence means its framework's defaults
+        return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
     plain: dict[str, object] = {
@@ -65,7 +70,6 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
     if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised
         plain |= {"method": method, "precision": half_precision(job.gpu)}
         plain["quantization"] = "nf4-double" if method == "qlora" else "none"
-    plain |= {name: getattr(base, name) for name in job.stated}
     if job.longest_sample:  # a sequence length that no sample reaches costs nothing
         plain["sequence_length"] = min(job.sequence_length, job.longest_sample)
     plain |= {k: v for k, v in wanted.items() if k != "method" or v != "auto"}
@@ -85,16 +89,25 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
     method = "auto" if job.method == "auto" and "method" not in wanted else wanted.get("method", job.method)
     recipe, rungs = start, [_rung(Step("plain", _plain_title(job, start), lambda r, j: r, ""), start, None, estimator)]
     for step in steps_for(job):
-        if stop and rungs[-1].judgement.verdict == "fits":
+        if stop and rungs[-1].judgement.verdict == "fits" and not _only_a_start(job, rungs[-1]):
             break
         if not _applies(step, recipe, method, wanted):
             continue
         changed = step.change(recipe, job).but(**{k: v for k, v in wanted.items() if k not in ("method",)})
         if changed == recipe or not estimator.possible(changed):
             continue
-        rungs.append(_rung(step, changed, rungs[-1], estimator, rungs[0]))
+        rung = _rung(step, changed, rungs[-1], estimator, rungs[0])
+        if rung.saved <= 0 and stop and changed.method == recipe.method and step.key not in PAYS_LATER:
+            continue  # it buys nothing here
+        rungs.append(rung)
         recipe = changed
     return rungs
+
+
+def _only_a_start(job: Job, rung: Rung) -> bool:
+    """fp32 that nobody asked for is where the ladder starts, not an answer: it is several times slower."""
+    asked = "precision" in dict(job.wanted) or "precision" in job.stated
+    return rung.key == "plain" and rung.recipe.precision == "fp32" and not asked
 
 
 def _plain_title(job: Job, start: Recipe) -> str:
@@ -108,6 +121,8 @@ def _plain_title(job: Job, start: Recipe) -> str:
 def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
     if step.sets and all(name in wanted for name in step.sets) and "method" not in step.sets:
         return False
+    if _already(step, recipe):
+        return False
     if step.key in ("lora", "qlora"):
         return method == "auto" or (method == step.learns and recipe.method != step.learns)
     if step.learns == "full" and method in ("lora", "qlora"):
@@ -115,6 +130,18 @@ def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object])
     if step.key == "offload-optimizer" or (step.key == "offload-parameters" and recipe.method != "full"):
         return recipe.method == "full"
     return True
+
+
+def _already(step: Step, recipe: Recipe) -> bool:
+    """The recipe does at least as much as the rung would."""
+    shards = ("none", "optimizer", "gradients", "parameters")
+    if step.key == "mixed":
+        return recipe.precision != "fp32"
+    if step.sets == ("shard",):
+        return shards.index(recipe.shard) >= shards.index(step.key.removeprefix("shard-"))
+    if step.key == "accumulation":
+        return recipe.micro_batch == 1
+    return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
 
 
 def _rung(step: Step, recipe: Recipe, before: Rung | None, estimator: Estimator, first: Rung | None = None) -> Rung:
@@ -143,7 +170,7 @@ def _search(job: Job, reached: Rung, estimator: Estimator) -> tuple[Recipe, tupl
     chosen = reached.recipe
     reached_seconds = estimator.seconds(reached.recipe)
     for candidate in fitting[:CONFIRMED]:
-        if candidate.seconds > reached_seconds and reached.judgement.verdict == "fits":
+        if candidate.seconds > SAME_SPEED * reached_seconds and reached.judgement.verdict == "fits":
             break
         _, judgement = estimator.shown(candidate.recipe)
         if judgement.verdict == "fits":
@@ -184,8 +211,15 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
     over = f" (closest: {gib(-full.judgement.headroom)} GiB over)" if full else ""
     what = {"lora": "LoRA trains adapters beside frozen weights", "qlora": "QLoRA trains adapters on a 4-bit base"}
     return (
-        f"full fine-tuning does not fit{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
+        f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
     )
+
+
+def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
+    """An effective batch that cannot be split evenly is said, not hidden."""
+    if recipe.effective_batch == job.effective_batch:
+        return ()
+    return (f"effective batch {recipe.effective_batch}: {job.effective_batch} cannot be split evenly as asked",)
 
 
 def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:

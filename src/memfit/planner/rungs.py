@@ -79,7 +79,7 @@ LADDER: tuple[Step, ...] = (
           "transformers": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
           "axolotl": "micro_batch_size: 1, gradient_accumulation_steps: N",
           "llamafactory": "per_device_train_batch_size: 1, gradient_accumulation_steps: N",
-          "deepspeed": '"train_micro_batch_size_per_gpu": 1'}, sets=("micro_batch", "accumulation")),
+          "deepspeed": '"train_micro_batch_size_per_gpu": 1'}, sets=("micro_batch",)),
     Step("16-bit-weights", "+ 16-bit weights and states", lambda r, j: r.but(precision="bf16"),
          "small updates are rounded away: bf16 keeps 8 bits of a weight",
          {"trl": 'model_init_kwargs={"dtype": "bfloat16"}', "transformers": "from_pretrained(dtype=torch.bfloat16)",

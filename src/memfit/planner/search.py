@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
+from math import log
 
 from memfit.job import Job, Recipe
 from memfit.planner.engine import Candidate, Estimator
@@ -40,9 +41,19 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
     """(those that may fit, those that cannot), each fastest first."""
     found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
-    found.sort(key=lambda c: (c.seconds, c.judgement.need))
+    found.sort(key=_preference)
     fitting = [c for c in found if c.judgement.verdict != "misfit"]
     return fitting, [c for c in found if c.judgement.verdict == "misfit"]
+
+
+SAME_SPEED = 1.02  # the roofline cannot tell times apart that are closer than this
+
+
+def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
+    """Fastest first; of equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
+    speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
+    r = c.recipe
+    return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
