@@ -188,7 +188,7 @@ MISTAKES = {
     "missing argument": ("data",),
     "requires an argument": ("plan", MODEL, "--gpu"),
     "--method auto is for memfit plan": ("estimate", *RUN, "--method", "auto"),
-    "no bf16 units": ("estimate", MODEL, "--gpu", "t4"),
+    "no bf16 units": ("estimate", MODEL, "--gpu", "t4", "--precision", "bf16"),
     "unknown optimizer": ("plan", *RUN, "--optimizer", "adamx"),
     "unknown trainer": ("plan", *RUN, "--trainer", "nemo"),
     "unknown LoRA module 'foo'": ("plan", *RUN, "--lora-targets", "q_proj,foo"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-ORDERS, BATCHES = 4, 200  # runs simulated per row, and micro-batches in each: reserved bytes hardly grow after that
+ORDERS, BATCHES = 2, 100  # runs simulated per row, and micro-batches in each: reserved bytes hardly grow after that
 
 
 @dataclass(frozen=True, slots=True)

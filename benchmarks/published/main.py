@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -158,4 +157,4 @@ def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    part.replace(path)
