@@ -67,7 +67,7 @@ class Attention:
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
     upcast: bool = True  # written-out attention takes its softmax in fp32
-    code: str = ""  # a row of formula/classic.py, for model classes with an attention of their own
+    code: str = ""  # a row of formula/mixers.py, for model classes with an attention of their own
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)

@@ -99,7 +99,7 @@ DECODERS: dict[str, Dialect] = {
     "phi3": replace(
         LLAMA, defaults={**UNTIED, "resid_pdrop": 0.0}, qkv_bias=False, out_bias=False, mlp_bias=False,
         qkv="qkv_proj", attention_order=("o", "qkv"), gate_up="gate_up_proj", window=windows.uniform,
-        residual_dropout="resid_pdrop",
+        residual_dropout="resid_pdrop", rotary_how="half_joined",
     ),
     "glm": replace(
         LLAMA, defaults={**UNTIED, "attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5},
@@ -198,7 +198,7 @@ DECODERS: dict[str, Dialect] = {
         LLAMA, defaults={**UNTIED, **_NO_ROPE, "head_dim": 128, "interleave_moe_layer_step": 1, "use_qk_norm": True,
                          "attention_chunk_size": 8192},
         mlp_bias=False, qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_weights=False,
-        rotary=windows.some_rotary, rotary_how="complex", upcast=False, window=windows.chunked, mlp_module="feed_forward", mlp=Moe(
+        rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked, mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
             shared_width=_llama4_experts, sparse=_llama4_sparse, transposed=True, every_token=True,
             dense=partial(gated_mlp, key="intermediate_size_mlp"),

@@ -4,36 +4,79 @@ from __future__ import annotations
 
 from memfit.architecture import Attention
 from memfit.formula import ops
-from memfit.formula.classic import cached
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
+from memfit.formula.norms import rms_without_weight
 from memfit.formula.rotary import rotate
 
 
 def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
     """LlamaAttention and all that follow it."""
-    q, k, v = _project(block, x, a)
+    q, k, v, gate = _project(block, x, a)
     if a.rotary_dim:
         q, k = rotate(block.rec, q, k, a, block.style.residual)
     k, v = cached(block, k, v)
-    return block.linear("o", interface(block, q, k, v, a), block.width)
+    out = interface(block, q, k, v, a)
+    if gate is not None:
+        out = ops.mul(block.rec, out, ops.unary(block.rec, gate, "sigmoid", keeps="output"), "gated output")
+    return block.linear("o", out, block.width)
 
 
-def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as [B, N, S, H] views, normed where the model does."""
+def _gated_queries(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:
+    """Queries, and where q_proj is twice as wide the gate that lies beside them."""
+    width = a.heads * a.head_dim
+    if not a.gated:
+        return block.linear("q", x, width), None
+    q, gate = ops.split(block.rec, block.linear("q", x, 2 * width), (width, width))
+    return q, ops.clone(block.rec, gate, "gate")
+
+
+def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys and values as [B, N, S, H] views, normed where the model does; and the gate of the output."""
     widths = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim)
     if a.fused_qkv:
         q, k, v = ops.split(block.rec, block.linear("qkv", x, sum(widths)), widths)
-        return _as_heads(block, q, "q", a), _as_heads(block, k, "k", a), _as_heads(block, v, "v", a)
-    q, k, v = (_as_heads(block, block.linear(role, x, n), role, a) for role, n in zip("qkv", widths, strict=True))
-    return q, k, v
+        return _as_heads(block, q, "q", a), _as_heads(block, k, "k", a), _as_heads(block, v, "v", a), None
+    q, gate = _gated_queries(block, x, a)
+    q = _as_heads(block, q, "q", a)
+    k, v = (_as_heads(block, block.linear(role, x, n), role, a) for role, n in zip("kv", widths[1:], strict=True))
+    return q, k, v, gate
 
 
 def _as_heads(block: Block, x: Tensor, role: str, a: Attention) -> Tensor:
     if role != "v" and a.qk_norm != "none":
         x = block.norm(x, f"{role}_norm", a.head_dim if a.qk_norm == "head" else next(iter(x.elements.values())))
     return ops.split_heads(block.rec, x)
+
+
+def llama4(block: Block, x: Tensor, a: Attention) -> Tensor:
+    """Llama4TextAttention: normed without weight after the rotation; layers without one scale their queries."""
+    rec, style = block.rec, block.style
+    q, k, v = (
+        block.linear(role, x, n * a.head_dim) for role, n in zip("qkv", (a.heads, a.kv_heads, a.kv_heads), strict=True)
+    )
+    if not a.rotary_dim:
+        q = ops.cast(rec, ops.mul(rec, q, ops.constant({"S": 1}, 4), "scaled queries"), q.itemsize)
+    else:
+        q, k = rotate(rec, q, k, a, style.residual)
+        if a.qk_norm != "none":
+            q, k = rms_without_weight(rec, q, {"T": a.heads}), rms_without_weight(rec, k, {"T": a.kv_heads})
+    q, k, v = (ops.split_heads(rec, t) for t in (q, k, v))
+    k, v = cached(block, k, v)
+    return block.linear("o", interface(block, q, k, v, a), block.width)
+
+
+def cached(block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """DynamicCache.update concatenates even the first time; the cache lives until the model's output goes."""
+    if not block.style.use_cache:
+        return k, v
+    rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
+    k, v = ops.copy(rec, k, width, "cached keys"), ops.copy(rec, v, width, "cached values")
+    rec.until_exit += [k.detach(), v.detach()]
+    if block.style.holds_output:
+        rec.lingering |= {t.storage.id for t in (k, v) if t.storage}
+    return k, v
 
 
 def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit.architecture import Attention
 from memfit.formula import ops
+from memfit.formula.attention import cached
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
@@ -110,18 +111,6 @@ def _falcon_eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -
     weights = ops.softmax(rec, masked, dtype)
     del masked
     return ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output")
-
-
-def cached(block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """DynamicCache.update concatenates even the first time; the cache lives until the model's output goes."""
-    if not block.style.use_cache:
-        return k, v
-    rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
-    k, v = ops.copy(rec, k, width, "cached keys"), ops.copy(rec, v, width, "cached values")
-    rec.until_exit += [k.detach(), v.detach()]
-    if block.style.holds_output:
-        rec.lingering |= {t.storage.id for t in (k, v) if t.storage}
-    return k, v
 
 
 CODES = {"bloom": bloom, "mpt": mpt, "gptj": gptj, "falcon": falcon}

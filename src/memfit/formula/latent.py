@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from memfit.architecture import Attention
 from memfit.formula import ops
-from memfit.formula.attention import interface
-from memfit.formula.classic import cached
-from memfit.formula.engine import Recorder, Tensor
+from memfit.formula.attention import cached, interface
+from memfit.formula.engine import Tensor
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate
 
@@ -50,20 +49,5 @@ def _expanded(block: Block, kv: Tensor, k_rot: Tensor, a: Attention, nope: int, 
     k_nope, v = ops.split(rec, both, (a.heads * nope, a.heads * a.value_dim), by_head=True)
     shared = ops.expand(rec, k_rot, {"T": a.heads * rope})
     keys = rec.new({"T": a.heads * a.head_dim}, kv.itemsize, "keys", heads_first=True)
-    keys = _copied_into(rec, keys, k_nope)
-    return _copied_into(rec, keys, shared), v
-
-
-def _copied_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
-    """target[..., a:b].copy_(source): backward copies the whole gradient, then the part that goes to the source."""
-    whole, part, written = target.blueprint(), source.blueprint(), target.requires_grad
-
-    def backward(g: Tensor) -> list[Tensor | None]:
-        rest = rec.like(whole, "gradient of the rest")
-        own = rec.new(part.elements, g.itemsize, "gradient of the part", heads_first=True)
-        if written:
-            zeros = rec.like(own, "zeros")
-            del zeros
-        return [rest if written else None, own]
-
-    return rec.record(target.view(), [target, source], [], backward)
+    keys = ops.copy_into(rec, keys, k_nope)
+    return ops.copy_into(rec, keys, shared), v

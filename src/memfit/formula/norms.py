@@ -29,6 +29,17 @@ def mean(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     return rec.record(out, [x], [], lambda g: [rec.like(like, "mean gradient")])
 
 
+def total(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+    """x.sum(-1, keepdim=True): the gradient is expanded without a copy."""
+    out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
+    like = x.blueprint()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        return [Tensor(g.storage, like.elements, g.itemsize, heads_first=like.heads_first)]
+
+    return rec.record(out, [x], [], backward)
+
+
 def rsqrt(rec: Recorder, x: Tensor) -> Tensor:
     """1 / sqrt(x + eps)."""
     return ops.unary(rec, ops.shift(rec, x), "rsqrt", keeps="output", buffers=2)
@@ -36,11 +47,16 @@ def rsqrt(rec: Recorder, x: Tensor) -> Tensor:
 
 def _rms(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """LlamaRMSNorm: the weight comes after the cast back."""
+    return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
+
+
+def rms_without_weight(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+    """x * rsqrt(mean(x^2)) in fp32, cast back."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
     variance = mean(rec, ops.power(rec, x, "square"), rows, "mean square")
     x = ops.mul(rec, x, rsqrt(rec, variance), "normalised fp32")
-    return ops.mul(rec, w, ops.cast(rec, x, before, "normalised"), "scaled")
+    return ops.cast(rec, x, before, "normalised")
 
 
 def _rms_gemma(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
@@ -67,5 +83,5 @@ def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
 
 def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt((x * x).sum(-1) + eps), as the gated delta rule normalises queries and keys."""
-    length = mean(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
+    length = total(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
     return ops.mul(rec, x, rsqrt(rec, length), "unit vectors")

@@ -207,6 +207,21 @@ def copy(rec: Recorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor
     )
 
 
+def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
+    """target[..., a:b].copy_(source): backward copies the whole gradient, then the part that goes to the source."""
+    whole, part, written = target.blueprint(), source.blueprint(), target.requires_grad
+
+    def backward(g: Tensor) -> Grads:
+        rest = rec.like(whole, "gradient of the rest")
+        own = rec.new(part.elements, g.itemsize, "gradient of the part", heads_first=True)
+        if written:
+            zeros = rec.like(own, "zeros")
+            del zeros
+        return [rest if written else None, own]
+
+    return rec.record(target.view(), [target, source], [], backward)
+
+
 def repeat(rec: Recorder, x: Tensor, elements: Elements, label: str = "repeated") -> Tensor:
     """repeat_kv, repeat_interleave: keys or values copied for every query head; the gradient is summed back."""
     before = x.blueprint()

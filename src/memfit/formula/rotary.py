@@ -15,7 +15,8 @@ def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tup
 
     table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
     """
-    row, partial, q_type, k_type = ROTARY[a.rotary], a.rotary_dim != a.head_dim, q.itemsize, k.itemsize
+    row, q_type, k_type = ROTARY[a.rotary], q.itemsize, k.itemsize
+    partial = row.concatenates or a.rotary_dim != a.head_dim
     table = 4 if row.wide_table else table
     if row.wide == "once":
         q, k = ops.cast(rec, q, 4, "fp32 queries"), ops.cast(rec, k, 4, "fp32 keys")
@@ -40,7 +41,7 @@ def rotate_one(rec: Recorder, x: Tensor, kind: str) -> Tensor:
 
 def _parts(rec: Recorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
     heads = x.elements["T"] // a.head_dim
-    first = ops.slice(rec, x, {"T": heads * a.rotary_dim})
+    first = ops.slice(rec, x, {"T": heads * a.rotary_dim}) if a.rotary_dim != a.head_dim else x
     return first, ops.slice(rec, x, {"T": heads * (a.head_dim - a.rotary_dim)})
 
 
@@ -97,11 +98,13 @@ class Rotary:
 
     turn: Callable[[Recorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
+    concatenates: bool = False  # the part that is not rotated, even when there is none
     wide_table: bool = False  # cos and sin stay in fp32, which widens the products
 
 
 ROTARY: dict[str, Rotary] = {
     "half": Rotary(_turn_half),  # also GLM's and GPT-J's even and odd elements: the same sizes
+    "half_joined": Rotary(_turn_half, concatenates=True),  # Phi-3
     "half_fp32_table": Rotary(_turn_half, wide_table=True),  # OLMo 2
     "half_fp32": Rotary(_turn_half, "each"),  # ModernBERT
     "half_fp32_once": Rotary(_turn_half, "once"),  # Cohere

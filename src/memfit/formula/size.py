@@ -1,6 +1,6 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
-Basis names: "1" constant · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
+Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
 "T+" T, but 0 for one sequence, where a view suffices ·
 "T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
 label · "tile" min(L, 4096) · ("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
@@ -78,6 +78,8 @@ class Dims:
         match basis:
             case "1":
                 return 1
+            case "B":
+                return b
             case "T":
                 return b * s
             case "T+":
