@@ -22,12 +22,14 @@ def case(row: Row) -> Case:
         raise NotCovered(f"method {row.method} is not modelled")
     if row.quant == "int4 (bnb)":
         raise NotCovered(
-            "bitsandbytes weights here: 5 to 20 GiB above the same run on GPTQ weights, held by nobody knows what"
+            "bitsandbytes weights: 5 to 20 GiB above the same run on GPTQ weights; what holds them is not known"
         )
     dataset = next((d for name, d in DATASETS.items() if name in row.notes), None)
     if dataset is None:
         raise NotCovered("the lengths of its dataset are not published")
     longest = fixed_length(row)
+    # scripts/benchmark/test_memory_time/run_single.py: 1000 samples "to save time", all of them up to 2048 tokens
+    samples = dataset.samples if longest <= 2048 else 1000
     architecture = architecture_of(row.model)
     recipe = Recipe(
         method=METHODS[method], precision="bf16", quantization=QUANTIZATIONS[row.quant],
@@ -39,7 +41,7 @@ def case(row: Row) -> Case:
     )  # fmt: skip
     return Case(
         architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
-        compared=compared_of(row), orders=drawn(dataset, longest, recipe.micro_batch), torch=row.version("torch"),
+        compared=compared_of(row), orders=drawn(dataset, samples, longest, recipe.micro_batch), torch=row.version("torch"),
     )  # fmt: skip
 
 

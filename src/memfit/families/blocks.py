@@ -139,7 +139,8 @@ class Moe:
         )  # fmt: skip
         made = {
             "experts": experts("experts", count, width, inner, bias, self.transposed),
-            "router": linear(self.router, count, width, self.router_bias),
+            "router": other(f"{self.router}.weight", count, width)
+            + (other(f"{self.router}.bias", count) if self.router_bias else ()),
             "shared": prefixed(self.shared, gated_weights(d, width, shared)) if shared else (),
             "shared_gate": linear("shared_expert_gate", 1, width) if shared else (),
         }

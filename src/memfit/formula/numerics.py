@@ -96,14 +96,51 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
     return frozenset(targets)
 
 
-def adapter_weights(weights: Sequence[Weight], modules: frozenset[str], rank: int) -> list[Weight]:
-    """lora_A [rank, in] and lora_B [out, rank] of every adapted linear among `weights`."""
+# PEFT 0.21 adapts experts stacked in one parameter, and the router, in place of linear layers of these names
+# (peft/utils/transformers_weight_conversion.py); dense layers of the same names then get nothing
+_QWEN_EXPERTS = {
+    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj", "down_proj": "experts.down_proj",
+}  # fmt: skip
+_MIXTRAL_EXPERTS = {
+    "gate": "gate.weight", "w1": "experts.gate_up_proj", "w3": "experts.gate_up_proj", "w2": "experts.down_proj",
+}  # fmt: skip
+STACKED_EXPERTS = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
+    **dict.fromkeys((
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
+    ), _QWEN_EXPERTS),
+}  # fmt: skip
+
+
+def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
+    """What gets an adapter: module names, and ends of the names of parameters ("experts.down_proj")."""
+    modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
+    if targets == ("all-linear",):
+        modules |= renamed.keys()
+    return frozenset(renamed.get(name, name) for name in modules)
+
+
+def has_adapter(w: Weight, names: frozenset[str]) -> bool:
+    """Whether a weight is one of `adapted`."""
+    return (w.kind == "linear" and w.module in names) or any("." in n and w.name.endswith(n) for n in names)
+
+
+def adapter_rank(w: Weight, rank: int) -> int:
+    """The rank of the adapter of one weight; of stacked experts that of all, twice where two layers became one."""
+    if w.kind != "experts":
+        return rank
+    return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
+
+
+def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
+    """lora_A [rank, in] and lora_B [out, rank] of every adapted one among `weights`."""
     found = []
     for w in weights:
-        if w.kind == "linear" and w.module in modules:
-            out, ins = w.shape[0], w.shape[-1]
+        if has_adapter(w, names):
+            (out, ins), r = w.shape[-2:], adapter_rank(w, rank)
             found += [
-                Weight(f"{w.module}.lora_A", (rank, ins), "linear"),
-                Weight(f"{w.module}.lora_B", (out, rank), "linear"),
+                Weight(f"{w.module}.lora_A", (r, ins), "linear"),
+                Weight(f"{w.module}.lora_B", (out, r), "linear"),
             ]
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.architecture import Architecture, Weight
-from memfit.formula.numerics import Numerics, adapter_weights, lora_modules
+from memfit.formula.numerics import Numerics, adapted, adapter_weights, has_adapter
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
@@ -98,9 +98,9 @@ def trained_weights(
     """(weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
-    modules = lora_modules(architecture, targets)
+    names = adapted(architecture, targets)
     parts = [layer.weights for layer in architecture.layers] + [architecture.head]
-    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, modules, rank)]
+    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
 
 
 def _state_tensors(
@@ -128,6 +128,6 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, embeddings_
 def _largest_adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> int:
     if method == "full":
         return 0
-    modules = lora_modules(architecture, targets)
-    weights = (w for layer in architecture.kinds for w in layer.weights if w.kind == "linear" and w.module in modules)
+    names = adapted(architecture, targets)
+    weights = (w for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))
     return max((w.numel for w in weights), default=0)

@@ -14,6 +14,8 @@ from memfit.allocator import Allocator, Block
 from memfit.footprint import Levels
 from memfit.formula.account import Account
 from memfit.formula.fold import Meter
+from memfit.formula.program import Program, Segment
+from memfit.formula.run import MicroStep
 from memfit.formula.timeline import optimizer_step
 from memfit.formula.unroll import Pass, Tape
 
@@ -51,6 +53,7 @@ def levels_over(
     allocator = Allocator(capacity, parse_alloc_conf(account.recipe.alloc_conf, torch), torch)
     player = Player(allocator=allocator)
     _load(player, account)
+    passes = [thinned(account.micro(accumulating=later)) for later in (False, True)]
     dims, every = account.meter.dims, 1 if account.released else account.recipe.accumulation
     gradients: list[int] = []
     batch: list[int] = []
@@ -59,7 +62,7 @@ def levels_over(
         for old in batch:
             player.free(old)
         batch = fresh
-        one = Pass(player, Meter(replace(dims, sequence=length)), account.micro(accumulating=number % every > 0))
+        one = Pass(player, Meter(replace(dims, sequence=length)), passes[number % every > 0])
         one.run(account.workspace if number == 0 else 0)
         gradients += one.gradients
         if (number + 1) % every == 0:
@@ -69,8 +72,30 @@ def levels_over(
             gradients = []
             if empty_every and (number + 1) // every % empty_every == 0:
                 allocator.empty_cache()
-    peak = allocator
-    return Levels(peak.requested_peak, peak.allocated_peak, peak.reserved_peak, peak.reserved_peak)
+    return Levels(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, allocator.reserved_peak)
+
+
+WHOLE_BLOCKS = 3  # at each end of the model whose working tensors are replayed; all others would find the same cache
+
+
+def thinned(micro: MicroStep) -> MicroStep:
+    """The same pass, where blocks in the middle only make what they keep and free what they kept before."""
+    thin: dict[int, Program] = {}
+    last = len(micro.blocks) - WHOLE_BLOCKS
+    blocks = [
+        replace(p, program=thin.setdefault(id(p.program), _thin(p.program))) if WHOLE_BLOCKS <= p.index < last else p
+        for p in micro.blocks
+    ]
+    return MicroStep(micro.embedding, tuple(blocks), micro.head)
+
+
+def _thin(program: Program) -> Program:
+    def kept(whole: Segment) -> Segment:
+        brief = {e for e in whole.events if e > 0} & {-e for e in whole.events if e < 0}
+        return Segment.of([e for e in whole.events if abs(e) not in brief], program.sizes, program.roles)
+
+    forward, leave, out, backward = map(kept, (program.forward, program.leave, program.exit, program.backward))
+    return replace(program, forward=forward, leave=leave, exit=out, backward=backward)
 
 
 def _load(player: Player, account: Account) -> None:
