@@ -32,8 +32,15 @@ over both pools; what changed between torch 2.4 and 2.13 beyond the tie-break, t
 of the settings is not known to matter and not looked at.
 """
 
+from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import Block
 from memfit.allocator.machine import Allocator
+from memfit.allocator.plain import PlainAllocator
 from memfit.allocator.reserve import OutOfMemory, Stats
 
-__all__ = ["Allocator", "Block", "OutOfMemory", "Stats"]
+__all__ = ["Allocator", "Block", "OutOfMemory", "PlainAllocator", "Stats", "allocator_for"]
+
+
+def allocator_for(settings: AllocSettings) -> Allocator | PlainAllocator:
+    """The quickest allocator on a card without a limit, for one stream, that follows these settings."""
+    return PlainAllocator() if settings == AllocSettings() else Allocator(None, settings)

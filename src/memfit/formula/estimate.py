@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from memfit.alloc_conf import AllocSettings, parse_alloc_conf
-from memfit.allocator import Allocator
+from collections.abc import Iterator
+
+from memfit.alloc_conf import parse_alloc_conf
+from memfit.allocator import allocator_for
 from memfit.architecture import Architecture
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
 from memfit.formula.sharding import BUCKET_ELEMENTS
-from memfit.formula.timeline import Schedule, write
+from memfit.formula.timeline import Schedule, play
+from memfit.formula.unroll import Memory, Tape
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.tape import Phase, Role
@@ -65,32 +68,33 @@ def _replayable(recipe: Recipe) -> bool:
     return recipe.shard == "none" and recipe.offload == "none" and recipe.num_gpus == 1
 
 
-def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
-    """The run's own allocations: load, first step, later step. n > 0 allocates, n < 0 frees allocation -n (from 1)."""
+def played(account: Account, memory: Memory) -> Iterator[Phase]:
+    """Play the run's own allocations on `memory`: load, first step, later step; yields each at its end."""
     s, r = account.static, account.recipe
     passes = 1 if account.released else r.accumulation
     schedule = Schedule(s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, passes)
-    return write(schedule, account.micro(), account.micro(accumulating=True), account.meter)
+    return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, memory)
+
+
+def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
+    """The same as integers by phase: n > 0 allocates, n < 0 frees allocation -n (from 1)."""
+    tape, sections = Tape(), []
+    for phase in played(account, tape):
+        sections.append((phase, tape.events))
+        tape.events = []
+    return sections
 
 
 def _replayed(account: Account) -> dict[Phase, Levels]:
-    """Levels by phase from the allocator; device is left equal to reserved."""
-    settings: AllocSettings = parse_alloc_conf(account.recipe.alloc_conf)
-    allocator = Allocator(None, settings)
+    """Levels by phase from the allocator; device is left equal to reserved, requested is not needed."""
+    allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
     levels: dict[Phase, Levels] = {}
-    blocks = []
-    for phase, ops in tape_of(account):
-        allocator.reset_peak_stats()
-        for op in ops:
-            if op > 0:
-                blocks.append(allocator.malloc(op))
-            else:
-                allocator.free(blocks[-op - 1])
+    for phase in played(account, allocator):
+        allocated, reserved = allocator.allocated_peak, allocator.reserved_peak
+        levels[phase] = Levels(0, allocated, reserved, reserved)
         if phase == "load" and account.recipe.method == "qlora" and account.trainer.kbit_prepare:
             allocator.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
-        levels[phase] = Levels(
-            allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, allocator.reserved_peak
-        )
+        allocator.reset_peak_stats()
     return levels
 
 

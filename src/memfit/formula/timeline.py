@@ -1,14 +1,15 @@
-"""A whole run as one integer tape: the load weight by weight, then optimizer steps built from unrolled passes."""
+"""A whole run: the load weight by weight, then optimizer steps built from unrolled passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memfit.formula.fold import Meter
 from memfit.formula.run import MicroStep
 from memfit.formula.static import Stored
-from memfit.formula.unroll import Pass, Tape
+from memfit.formula.unroll import Memory, Pass
 from memfit.tape import Phase
 
 
@@ -25,49 +26,47 @@ class Schedule:
     steps: int = 2
 
 
-def write(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter) -> list[tuple[Phase, list[int]]]:
-    """The tape in sections: load, first step, later step. `later` is the pass that adds to existing gradients."""
-    tape = Tape()
-    sections: list[tuple[Phase, list[int]]] = []
-
-    def close(phase: Phase) -> None:
-        sections.append((phase, tape.events))
-        tape.events = []
-
-    for item in schedule.stored:
-        passing = tape.alloc(item.passing)
-        for size in item.stays:
-            tape.alloc(size)
-        tape.free(passing)
-    close("load")
-    batch: list[int] = []
+def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter, memory: Memory) -> Iterator[Phase]:
+    """Play load, first step and later step on `memory`, yielding each at its end. `later` adds to existing gradients."""
+    load(schedule.stored, memory)
+    yield "load"
+    batch: list[Any] = []
     for number in range(schedule.steps):
-        gradients: list[int] = []
+        gradients: list[Any] = []
         for micro in range(min(schedule.accumulation, 2)):
-            fresh = [tape.alloc(schedule.batch) for _ in range(3)]
+            fresh = [memory.malloc(schedule.batch) for _ in range(3)]
             for old in batch:
-                tape.free(old)
+                memory.free(old)
             batch = fresh
-            one = Pass(tape, meter, later if micro else first)
+            one = Pass(memory, meter, later if micro else first)
             one.run(schedule.workspace if number == 0 and micro == 0 else 0)
             gradients += one.gradients
         if number == 0:
             for group in schedule.states:
                 for size in group:
-                    tape.alloc(size)
-        optimizer_step(tape, schedule.step_groups)
-        for index in gradients:
-            tape.free(index)
-        close("first_step" if number == 0 else "step")
-    return sections
+                    memory.malloc(size)
+        optimizer_step(schedule.step_groups, memory)
+        for gradient in gradients:
+            memory.free(gradient)
+        yield "first_step" if number == 0 else "step"
 
 
-def optimizer_step(tape: Tape, groups: Sequence[tuple[int, ...]]) -> None:
-    last = 0
+def load(stored: Sequence[Stored], memory: Memory) -> None:
+    """Weights arrive one by one; what a conversion needs is gone after it."""
+    for item in stored:
+        passing = memory.malloc(item.passing)
+        for size in item.stays:
+            memory.malloc(size)
+        memory.free(passing)
+
+
+def optimizer_step(groups: Sequence[tuple[int, ...]], memory: Memory) -> None:
+    """The temporaries of one optimizer step: of each group the last is kept until the next group is there."""
+    last = None
     for group in groups:
-        *done, kept = [tape.alloc(size) for size in group]
-        tape.free(last)
-        for index in done:
-            tape.free(index)
+        *done, kept = [memory.malloc(size) for size in group]
+        memory.free(last)
+        for block in done:
+            memory.free(block)
         last = kept
-    tape.free(last)
+    memory.free(last)

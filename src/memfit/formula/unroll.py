@@ -1,12 +1,23 @@
-"""Unroll a run into the sizes and frees an allocator sees: load, two optimizer steps, every tensor by itself."""
+"""Unroll a pass into the sizes and frees an allocator sees, every tensor by itself, onto a tape or an allocator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from memfit.formula.fold import Meter
 from memfit.formula.program import GRADIENT, INPUT
 from memfit.formula.run import MicroStep, Part, Step
+
+
+class Memory(Protocol):
+    """What a run is played on. A block is whatever `malloc` returns; what is falsy is no block."""
+
+    def malloc(self, size: int) -> Any:
+        """A block of `size` bytes; none for 0 bytes."""
+
+    def free(self, block: Any) -> None:
+        """Free a block once."""
 
 
 @dataclass(slots=True)
@@ -16,7 +27,7 @@ class Tape:
     events: list[int] = field(default_factory=list)
     count: int = 0
 
-    def alloc(self, size: int) -> int:
+    def malloc(self, size: int) -> int:
         """Allocate `size` bytes; returns the index that frees them. Nothing happens for 0 bytes (index 0)."""
         if size <= 0:
             return 0
@@ -24,41 +35,41 @@ class Tape:
         self.events.append(size)
         return self.count
 
-    def free(self, index: int) -> None:
+    def free(self, block: int) -> None:
         """Free an index once; 0 is nothing."""
-        if index:
-            self.events.append(-index)
+        if block:
+            self.events.append(-block)
 
 
 @dataclass(slots=True)
 class Pass:
-    """One forward and backward being written onto a tape."""
+    """One forward and backward being played on a memory."""
 
-    tape: Tape
+    memory: Memory
     meter: Meter
     micro: MicroStep
-    live: dict[Part, dict[int, int]] = field(default_factory=dict)
-    gradients: list[int] = field(default_factory=list)
+    live: dict[Part, dict[int, Any]] = field(default_factory=dict)
+    gradients: list[Any] = field(default_factory=list)
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, workspace: int) -> None:
-        """Write the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
-        flow = 0
+        """Play the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
+        flow = None
         for step in self.micro.forward:
             flow = self._segment(step, flow)
         if workspace:
-            self.tape.alloc(workspace)
+            self.memory.malloc(workspace)
         for step in self.micro.exits:
-            self._segment(step, 0)
-        flow = 0
+            self._segment(step, None)
+        flow = None
         for number, step in enumerate(self.micro.backward):
             flow = self._segment(step, flow, backward=True)
             if number == 0 and workspace:
-                self.tape.alloc(workspace)
+                self.memory.malloc(workspace)
 
-    def _segment(self, step: Step, flow: int, backward: bool = False) -> int:
-        """Write one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
-        program, tape = step.part.program, self.tape
+    def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
+        """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
+        program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
         live = self.live.setdefault(step.part, {})
         if not backward:
             live.setdefault(INPUT, flow)
@@ -70,13 +81,13 @@ class Pass:
             sizes = self.sizes[id(program)] = [self.meter.bytes(program.sizes.get(i, {})) for i in range(count)]
         for event in step.segment.events:
             if event > 0:
-                live[event] = tape.alloc(sizes[event])
+                live[event] = malloc(sizes[event])
             else:
-                tape.free(live.pop(-event, 0))
+                free(live.pop(-event, None))
         if step.segment is program.leave:
             return flow
         if not backward:
-            return live.get(program.output, 0)
-        out = live.pop(program.input_gradient, 0)
-        self.gradients += [index for local, index in live.items() if index and program.roles[local] == "gradients"]
+            return live.get(program.output)
+        out = live.pop(program.input_gradient, None)
+        self.gradients += [block for local, block in live.items() if block and program.roles[local] == "gradients"]
         return out

@@ -7,7 +7,7 @@ the driver, so what is reserved grows over a run, often to twice the highest all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from memfit.alloc_conf import LATEST_TORCH, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, Block
@@ -16,29 +16,8 @@ from memfit.formula.account import Account
 from memfit.formula.fold import Meter
 from memfit.formula.program import Program, Segment
 from memfit.formula.run import MicroStep
-from memfit.formula.timeline import optimizer_step
-from memfit.formula.unroll import Pass, Tape
-
-
-@dataclass(slots=True)
-class Player(Tape):
-    """A tape that is played while it is written."""
-
-    allocator: Allocator = field(default_factory=Allocator)
-    blocks: dict[int, Block | None] = field(default_factory=dict)
-
-    def alloc(self, size: int) -> int:
-        """Allocate at once."""
-        if size <= 0:
-            return 0
-        self.count += 1
-        self.blocks[self.count] = self.allocator.malloc(size)
-        return self.count
-
-    def free(self, index: int) -> None:
-        """Free at once."""
-        if index:
-            self.allocator.free(self.blocks.pop(index))
+from memfit.formula.timeline import load, optimizer_step
+from memfit.formula.unroll import Pass
 
 
 def levels_over(
@@ -51,24 +30,25 @@ def levels_over(
     steps between two calls of empty_cache by the loop. Raises OutOfMemory where the card would.
     """
     allocator = Allocator(capacity, parse_alloc_conf(account.recipe.alloc_conf, torch), torch)
-    player = Player(allocator=allocator)
-    _load(player, account)
+    load(account.static.stored, allocator)
+    if account.recipe.method == "qlora" and account.trainer.kbit_prepare:
+        allocator.empty_cache()
     passes = [thinned(account.micro(accumulating=later)) for later in (False, True)]
     dims, every = account.meter.dims, 1 if account.released else account.recipe.accumulation
-    gradients: list[int] = []
-    batch: list[int] = []
+    gradients: list[Block | None] = []
+    batch: list[Block | None] = []
     for number, length in enumerate(lengths):
-        fresh = [player.alloc(8 * dims.batch * length) for _ in range(3)]
+        fresh = [allocator.malloc(8 * dims.batch * length) for _ in range(3)]
         for old in batch:
-            player.free(old)
+            allocator.free(old)
         batch = fresh
-        one = Pass(player, Meter(replace(dims, sequence=length)), passes[number % every > 0])
+        one = Pass(allocator, Meter(replace(dims, sequence=length)), passes[number % every > 0])
         one.run(account.workspace if number == 0 else 0)
         gradients += one.gradients
         if (number + 1) % every == 0:
-            _step(player, account, first=number < every)
-            for index in gradients:
-                player.free(index)
+            _step(allocator, account, first=number < every)
+            for gradient in gradients:
+                allocator.free(gradient)
             gradients = []
             if empty_every and (number + 1) // every % empty_every == 0:
                 allocator.empty_cache()
@@ -98,19 +78,9 @@ def _thin(program: Program) -> Program:
     return replace(program, forward=forward, leave=leave, exit=out, backward=backward)
 
 
-def _load(player: Player, account: Account) -> None:
-    for item in account.static.stored:
-        passing = player.alloc(item.passing)
-        for size in item.stays:
-            player.alloc(size)
-        player.free(passing)
-    if account.recipe.method == "qlora" and account.trainer.kbit_prepare:
-        player.allocator.empty_cache()
-
-
-def _step(player: Player, account: Account, *, first: bool) -> None:
+def _step(allocator: Allocator, account: Account, *, first: bool) -> None:
     if first:
         for group in account.static.state_tensors:
             for size in group:
-                player.alloc(size)
-    optimizer_step(player, account.static.step_groups)
+                allocator.malloc(size)
+    optimizer_step(allocator, account.static.step_groups)
