@@ -74,7 +74,7 @@ def _dropout(block: Block, x: Tensor) -> Tensor:
 
 def mlp(block: Block, x: Tensor) -> Tensor:
     """The feed-forward sub-block."""
-    block.rec.scope.append("mlp")
+    block.rec.enter("mlp")
     try:
         kind = block.layer.mlp.kind
         if kind == "gated":
@@ -87,7 +87,7 @@ def mlp(block: Block, x: Tensor) -> Tensor:
             f"activations of a {kind} feed-forward are not modelled", hint="'memfit models' lists what is covered"
         )
     finally:
-        block.rec.scope.pop()
+        block.rec.leave()
 
 
 def _gated(block: Block, x: Tensor) -> Tensor:

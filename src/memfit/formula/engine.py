@@ -101,7 +101,7 @@ class Recorder:
         self.roles: dict[int, Role] = {}
         self.labels: dict[int, str] = {}
         self.nodes: list[Node] = []
-        self.scope: list[str] = []
+        self.scopes = [""]  # prefixes of labels, the innermost last
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
         self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
@@ -117,6 +117,14 @@ class Recorder:
         self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
         self.silent = False  # ... after which operations still leave their nodes, but make nothing
 
+    def enter(self, name: str) -> None:
+        """What is made from here to `leave` is labelled as part of `name`."""
+        self.scopes.append(f"{self.scopes[-1]}{name}.")
+
+    def leave(self) -> None:
+        """The end of the innermost `enter`."""
+        self.scopes.pop()
+
     def new(
         self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries", heads_first: bool = False
     ) -> Tensor:
@@ -126,7 +134,7 @@ class Recorder:
         id = len(self.sizes) + 1
         self.sizes[id] = scaled(elements, itemsize)
         self.roles[id] = role
-        self.labels[id] = ".".join([*self.scope, label])
+        self.labels[id] = self.scopes[-1] + label
         self.events.append(id)
         return Tensor(Storage(self, id), elements, itemsize, heads_first=heads_first)
 

@@ -26,8 +26,8 @@ def attention(block: Block, x: Tensor) -> Tensor:
         raise Unsupported(
             f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
         )
-    block.rec.scope.append("attention")
+    block.rec.enter("attention")
     try:
         return mixer(block, x, a)
     finally:
-        block.rec.scope.pop()
+        block.rec.leave()

@@ -52,7 +52,7 @@ class Block:
         rec, style = self.rec, self.style
         w = self.find(role, part)
         name, key = (w.module, w.name) if w else (role, role)
-        rec.scope.append(name)
+        rec.enter(name)
         try:
             ins = next(iter(x.elements.values()))
             shape: Elements = {k: v // ins * out for k, v in x.elements.items()}
@@ -63,7 +63,7 @@ class Block:
                 return self._adapted(x, numel, shape, b, key)
             return base_linear(rec, style, x, numel, shape, b, key)
         finally:
-            rec.scope.pop()
+            rec.leave()
 
     def _adapted(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
         """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype.

@@ -10,7 +10,7 @@ from memfit.formula.style import Style
 
 def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
     """A norm over vectors of `width` elements, with its weight (and the shift of a LayerNorm)."""
-    rec.scope.append(label)
+    rec.enter(label)
     try:
         w = ops.weight(width, style.norm_weight, f"{label}.weight", style.trained)
         rows: Elements = {k: v // width for k, v in x.elements.items()}
@@ -19,7 +19,7 @@ def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: 
             return ops.layer_norm(rec, x, w, b, rows)
         return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32}[kind.kind](rec, x, w, rows)
     finally:
-        rec.scope.pop()
+        rec.leave()
 
 
 def mean(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from memfit.architecture import Layer
 from memfit.formula.codes import CODES
@@ -24,26 +24,35 @@ class Segment:
     events: tuple[int, ...]
     peaks: tuple[tuple[Size, int], ...]  # candidates for the highest level, with the event index
     left: Size  # level at the end relative to the start
-    left_by_role: dict[Role, dict[Basis, int]]
+    sizes: Mapping[int, Size]  # of the program
+    roles: Mapping[int, Role]
 
     @staticmethod
     def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
         level: dict[Basis, int] = {}
         peaks: list[tuple[Size, int]] = [({}, -1)]
+        last = len(events) - 1
         for i, id in enumerate(events):
-            added(level, sizes[abs(id)], 1 if id > 0 else -1)
-            if id > 0 and (i + 1 == len(events) or events[i + 1] < 0):
+            if id < 0:
+                added(level, sizes[-id], -1)
+                continue
+            added(level, sizes[id])
+            if i == last or events[i + 1] < 0:
                 now = {k: v for k, v in level.items() if v}
-                if not any(covers(p, now) for p, _ in peaks):
+                # the latest candidates are the likeliest to cover it
+                if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(
-            tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, by_role(events, sizes, roles)
-        )
+        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles)
+
+    @cached_property
+    def left_by_role(self) -> dict[Role, dict[Basis, int]]:
+        """`left`, split by role."""
+        return by_role(self.events, self.sizes, self.roles)
 
 
 def by_role(
-    events: Iterable[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]
+    events: Iterable[int], sizes: Mapping[int, Size], roles: Mapping[int, Role]
 ) -> dict[Role, dict[Basis, int]]:
     """The level after `events`, split by role."""
     split: dict[Role, dict[Basis, int]] = {}
