@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
+
+FOLDER = Path(__file__).parent  # importlib.resources would bring zipfile and more into every start
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,11 @@ class Entry:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Every catalogued model, by name; only the index is read."""
-    rows = json.loads((files(__name__) / "models.json").read_text(encoding="utf-8"))
+    rows = json.loads((FOLDER / "models.json").read_text(encoding="utf-8"))
     return tuple(Entry(**{**row, "aliases": tuple(row["aliases"])}) for row in rows)
 
 
 def config(entry: Entry) -> dict[str, object]:
     """The config.json of a catalogued model."""
-    text = (files(__name__) / "models" / f"{entry.stem}.json").read_text(encoding="utf-8")
+    text = (FOLDER / "models" / f"{entry.stem}.json").read_text(encoding="utf-8")
     return dict(json.loads(text))

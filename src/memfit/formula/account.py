@@ -9,7 +9,7 @@ from typing import Any
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.codes import CODES
-from memfit.formula.fold import Meter, Peak, fold
+from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, gathered, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
@@ -67,7 +67,7 @@ class Account:
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
         dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, _threads(gpu))
-        self.meter = Meter(dims)
+        self.meter = meter_of(dims)
         capability = gpu.compute_capability or (8, 0)
         self.workspace = next(size for major, size in WORKSPACE_BYTES if capability[0] >= major)
         self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 from memfit.formula.program import Segment, by_role
 from memfit.formula.run import Step, Stretch
@@ -44,29 +44,50 @@ class Meter:
         return self.tops[segment]
 
 
-@dataclass(frozen=True, eq=False)
+@lru_cache(maxsize=256)
+def meter_of(dims: Dims) -> Meter:
+    """One meter for all recipes of a batch: they share most segments."""
+    return Meter(dims)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Peak:
     """The highest level of a stretch, in bytes above its start, with the place it is reached at."""
 
     height: int
-    steps: Sequence[Step]  # completed before
-    step: Step | None
-    event: int
+    stretch: Stretch
+    done: int  # steps completed before
+    event: int | None  # of the step after them; None: before it
     left: int = 0  # level at the end of the stretch, in bytes above its start
 
-    @cached_property
-    def by_role(self) -> dict[Role, dict[Basis, int]]:
+    @property
+    def steps(self) -> Sequence[Step]:
+        """Those completed before."""
+        return self.stretch.steps[: self.done]
+
+    @property
+    def step(self) -> Step | None:
+        """The one it is reached in."""
+        return None if self.event is None else self.stretch.steps[self.done]
+
+    @property
+    def by_role(self) -> Mapping[Role, Size]:
         """What is alive at the peak, by role, as sizes."""
-        total: dict[Role, dict[Basis, int]] = {}
-        for done, times in Counter(step.segment for step in self.steps).items():
-            for role, size in done.left_by_role.items():
-                added(total.setdefault(role, {}), size, times)
-        if self.step is not None:
-            program = self.step.part.program
-            events = self.step.segment.events[: self.event + 1]
-            for role, size in by_role(events, program.sizes, program.roles).items():
-                added(total.setdefault(role, {}), size)
-        return total
+        return _alive(self.stretch, self.done, self.event)
+
+
+@lru_cache(maxsize=4096)
+def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size]:
+    """What `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
+    total: dict[Role, dict[Basis, int]] = {}
+    for segment, times in Counter(step.segment for step in stretch.steps[:done]).items():
+        for role, size in segment.left_by_role.items():
+            added(total.setdefault(role, {}), size, times)
+    if event is not None:
+        begun = stretch.steps[done].segment
+        for role, size in by_role(begun.events[: event + 1], begun.sizes, begun.roles).items():
+            added(total.setdefault(role, {}), size)
+    return total
 
 
 def fold(stretch: Stretch, meter: Meter) -> Peak:
@@ -78,7 +99,7 @@ def fold(stretch: Stretch, meter: Meter) -> Peak:
 
 
 def _folded(stretch: Stretch, meter: Meter) -> Peak:
-    tops, steps = meter.tops, stretch.steps
+    tops = meter.tops
     height, where, event, level = 0, -1, -1, 0
     for segment, first, times in stretch.runs:
         top, index, left = tops.get(segment) or meter.top(segment)
@@ -87,5 +108,5 @@ def _folded(stretch: Stretch, meter: Meter) -> Peak:
             height, where, event = level + highest * left + top, first + highest, index
         level += times * left
     if where < 0:
-        return Peak(height, steps[: stretch.begin], None, event, level)
-    return Peak(height, steps[:where], steps[where], event, level)
+        return Peak(height, stretch, stretch.begin, None, level)
+    return Peak(height, stretch, where, event, level)

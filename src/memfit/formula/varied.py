@@ -83,4 +83,4 @@ def _step(allocator: Allocator, account: Account, *, first: bool) -> None:
         for group in account.static.state_tensors:
             for size in group:
                 allocator.malloc(size)
-    optimizer_step(allocator, account.static.step_groups)
+    optimizer_step(account.static.step_groups, allocator)

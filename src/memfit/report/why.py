@@ -74,7 +74,8 @@ def explain(account: Account, peak: PhasePeak) -> Why:
     reasons = [_static(account, *line) for line in worst.static]
     reasons += _moving(account, worst) if worst.peak else []
     reasons += _around(account, peak)
-    forward = alive(account, Peak(0, account.micro().until_loss.steps, None, -1))
+    until_loss = account.micro().until_loss
+    forward = alive(account, Peak(0, until_loss, len(until_loss.steps), None))
     at_worst = alive(account, worst.peak) if worst.peak else ()
     return Why(
         peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
@@ -331,7 +332,7 @@ def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
     """(step, its events so far, whether it runs backward) in order of time."""
     for step in peak.steps:
         yield step, step.segment.events, step.segment is step.part.program.backward
-    if peak.step is not None:
+    if peak.step is not None and peak.event is not None:
         segment = peak.step.segment
         yield peak.step, segment.events[: peak.event + 1], segment is peak.step.part.program.backward
 
