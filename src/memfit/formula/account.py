@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, gathered, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
-from memfit.formula.sharding import Share, share_of
+from memfit.formula.sharding import Gathered, Share, share_of
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
 from memfit.gpu import Gpu
@@ -94,7 +94,8 @@ class Account:
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
-        situation = Situation(self.padded, train, accumulating, cache, self.released)
+        shards = r.num_gpus if self.share.gathered else 0
+        situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
@@ -139,6 +140,9 @@ class Account:
         for later in (False, True) if accumulating else (False,):
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
+            if self.share.gathered is not None:
+                found += self._gathered(phase, micro, self.share.gathered, where, states=states, gradients=later)
+                continue
             lines = self.resident(states=states, gradients=later, buffers=self.share.forward)
             before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
             if before:
@@ -154,6 +158,19 @@ class Account:
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
         return found
 
+    def _gathered(
+        self, phase: Phase, micro: MicroStep, gathered: Gathered, where: str, *, states: bool, gradients: bool
+    ) -> list[Instant]:
+        """The worst instant of each part of a pass whose weights are gathered part by part."""
+        found, left = [], 0
+        for stretch, buffers in zip(micro.stages, astuple(gathered), strict=True):
+            lines = self.resident(states=states, gradients=gradients, buffers=buffers)
+            top = fold(stretch, self.meter)
+            level = sum(line[2] for line in lines) + left + top.height
+            found.append(Instant(phase, _named(top) + where, level, lines, top))
+            left += top.left
+        return found
+
     def optimizer_step(self, phase: Phase) -> Instant:
         """All gradients and states exist, and the step's own buffers."""
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
@@ -167,8 +184,9 @@ class Account:
 
     def evaluation(self) -> Instant:
         """One forward without gradients; its logits and loss exist at once."""
-        micro = self.micro(train=False)
-        lines = self.resident(states=True, gradients=False, buffers=self.share.forward)
+        micro, whole = self.micro(train=False), self.share.gathered
+        buffers = max(whole.forward, whole.loss) if whole else self.share.forward
+        lines = self.resident(states=True, gradients=False, buffers=buffers)
         top = fold(micro.until_loss, self.meter)
         return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
 

@@ -10,7 +10,7 @@ from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.masks import MaskStyle, masks
 from memfit.formula.norms import norm
-from memfit.formula.program import GRADIENT, Program, finished, recorder
+from memfit.formula.program import GRADIENT, Program, finished, recorder, sharded
 from memfit.formula.style import Style
 
 
@@ -63,6 +63,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
         del x
         rec.backward(root, gradient)
+        sharded(rec, style, beside=-style.unit)  # the reduction before is done
     gradient.clear()
     made.clear()
     tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one

@@ -106,6 +106,7 @@ class Recorder:
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
         self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
+        self.kept: Tensor | None = None  # sharded gradients: they outlive the program
         self.input_gradient: list[Tensor | None] = [None]
         self.accumulating = False  # a gradient exists already
         self.release_gradients = False  # optimizer in backward: gradients die at once

@@ -10,7 +10,7 @@ from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.norms import norm
-from memfit.formula.program import Program, finished, recorder
+from memfit.formula.program import Program, finished, recorder, sharded
 from memfit.formula.style import Style
 
 
@@ -67,6 +67,8 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         first.clear()
         held.clear()
         del loss
+        if not h.tied:  # else the embedding's gradient comes first
+            sharded(rec, style, beside=style.unit)  # the last block is prefetched
     if not style.grad:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)

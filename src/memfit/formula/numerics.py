@@ -56,7 +56,7 @@ def gathered(n: Numerics) -> Numerics:
     """The widths inside a block whose weights FSDP gathers: already in the compute dtype, so nothing is cast."""
     if not n.autocast:
         return n
-    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast)
+    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
 
 
 def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:

@@ -80,8 +80,28 @@ class Program:
 def recorder(style: Style) -> Recorder:
     """A recorder that follows a style."""
     rec = Recorder(style.autocast, style.grad)
-    rec.accumulating, rec.release_gradients = style.accumulating, style.release_gradients
+    # sharded gradients are whole and new in every micro-batch
+    rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
     return rec
+
+
+def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
+    """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
+
+    beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
+    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
+    """
+    if not style.shards or not rec.gradients:
+        return
+    elements = sum(g.elements["1"] for g in rec.gradients.values())
+    received = -(-elements // style.shards)
+    share = received * style.shard_gradient
+    if beside is not None:
+        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, "reduced gradients and their cast")
+    rec.gradients.clear()
+    rec.kept = rec.new({"1": share}, 1, "sharded gradients", "gradients")
+    if style.accumulating:
+        rec.kept = None
 
 
 def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
@@ -120,6 +140,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     output = out.storage.id if out.storage else 0
     result = _run_backward(block, out, kept, saves, gradient) if style.grad else None
     del out
+    sharded(rec, style)
     backward = [event for event in rec.taken() if event != -output] if style.grad else []
     return finished(rec, [forward, leave, exits, backward], output, result)
 

@@ -102,6 +102,17 @@ class MicroStep:
         return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
+    def stages(self) -> tuple[Stretch, ...]:
+        """The pass where other weights are gathered in each part of it, in the order of `sharding.Gathered`."""
+        loss, exits = self.forward[-1:], self.exits
+        head, *blocks, embedding = self.backward
+        parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
+        found: list[Stretch] = []
+        for part in parts:
+            found.append(Stretch.of(part, before=found[-1].steps if found else ()))
+        return tuple(found)
+
+    @cached_property
     def backward(self) -> list[Step]:
         """In order of time."""
         first = [Step("backward of the loss", self.head.program.backward, self.head)]

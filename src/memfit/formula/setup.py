@@ -27,6 +27,7 @@ class Situation:
     accumulating: bool = False
     use_cache: bool = False
     release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
+    shards: int = 0  # see Style.shards
     mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
 
 
@@ -41,6 +42,8 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
+        shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
+        unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits,
         code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
     )  # fmt: skip

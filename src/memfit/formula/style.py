@@ -33,6 +33,9 @@ class Style:
     holds_input: bool = False  # the model's own code keeps the first block's input until its body returns
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
+    shards: int = 0  # FSDP: a block's gradients become this share of them when its backward ends; 0: they stay
+    shard_gradient: int = 0  # itemsize of those shares
+    unit: int = 0  # bytes of a gathered block
     use_cache: bool = False
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     code: str = "transformers"  # row of codes.CODES: whose model code runs
