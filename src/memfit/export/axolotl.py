@@ -69,6 +69,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "pad_to_sequence_len": r.padding == "packing",
         "micro_batch_size": r.micro_batch,
         "gradient_accumulation_steps": r.accumulation,
+        **launch.reduction(r),
         "num_epochs": 1,
         "learning_rate": float(learning_rate(r)),
         "optimizer": spelled.optim,

@@ -39,6 +39,13 @@ def command(recipe: Recipe, script: str = "train.py") -> str:
     return f"python {script}" if plain else f"accelerate launch --config_file {ACCELERATE_FILE} {script}"
 
 
+def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
+    """Under FSDP2 accelerate skips the reduction between micro-batches, which would keep whole gradients on every card."""
+    if backend(recipe) != "fsdp" or recipe.method != "full" or recipe.accumulation == 1:
+        return {}
+    return {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+
 def numbers(recipe: Recipe) -> names.Numbers:
     """Weights and autocast dtype under the recipe's backend."""
     found = names.NUMBERS[recipe.precision]

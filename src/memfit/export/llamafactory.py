@@ -79,6 +79,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "output_dir": "output",
         "per_device_train_batch_size": r.micro_batch,
         "gradient_accumulation_steps": r.accumulation,
+        **launch.reduction(r),
         "num_train_epochs": 1.0,
         "learning_rate": float(learning_rate(r)),
         "optim": spelled.optim,

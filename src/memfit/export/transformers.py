@@ -140,6 +140,10 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
         ("learning_rate", "LEARNING_RATE", ""),
         ("per_device_train_batch_size", "MICRO_BATCH", ""),
         ("gradient_accumulation_steps", "ACCUMULATION", ""),
+        *(
+            (key, literal(value), "no whole gradients between micro-batches")
+            for key, value in launch.reduction(recipe).items()
+        ),
         *_checkpointing(recipe, saved.get("checkpointing", "")),
         ("optim", literal(spelled.optim), saved.get("optimizer", "")),
         *((name, literal(value), "") for name, value in spelled.extra.items()),

@@ -78,6 +78,10 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
     settings += [
         ("per_device_train_batch_size", "MICRO_BATCH", ""),
         ("gradient_accumulation_steps", "ACCUMULATION", ""),
+        *(
+            (key, literal(value), "no whole gradients between micro-batches")
+            for key, value in launch.reduction(recipe).items()
+        ),
         *_checkpointing(recipe, saved),
         *_optimizer(recipe, saved),
         *_precision(recipe, saved),

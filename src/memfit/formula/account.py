@@ -13,7 +13,7 @@ from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, gathered, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
-from memfit.formula.sharding import Gathered, Share, share_of
+from memfit.formula.sharding import Share, share_of
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
 from memfit.gpu import Gpu
@@ -34,6 +34,7 @@ class Instant:
     requested: int
     static: tuple[tuple[Role, str, int], ...]
     peak: Peak | None = None
+    idle: int = 0  # cached by other streams, of no use to this one
 
 
 class Account:
@@ -141,7 +142,7 @@ class Account:
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
             if self.share.gathered is not None:
-                found += self._gathered(phase, micro, self.share.gathered, where, states=states, gradients=later)
+                found += self._gathered(phase, micro, where, states=states, gradients=later)
                 continue
             lines = self.resident(states=states, gradients=later, buffers=self.share.forward)
             before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
@@ -158,16 +159,17 @@ class Account:
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
         return found
 
-    def _gathered(
-        self, phase: Phase, micro: MicroStep, gathered: Gathered, where: str, *, states: bool, gradients: bool
-    ) -> list[Instant]:
+    def _gathered(self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool) -> list[Instant]:
         """The worst instant of each part of a pass whose weights are gathered part by part."""
+        whole, streams = self.share.gathered, self.share.streams
+        assert whole is not None and streams is not None
         found, left = [], 0
-        for stretch, buffers in zip(micro.stages, astuple(gathered), strict=True):
+        for stretch, buffers, used in zip(micro.stages, astuple(whole), astuple(streams.gathered), strict=True):
             lines = self.resident(states=states, gradients=gradients, buffers=buffers)
             top = fold(stretch, self.meter)
             level = sum(line[2] for line in lines) + left + top.height
-            found.append(Instant(phase, _named(top) + where, level, lines, top))
+            idle = streams.gathering - used + streams.reducing - (self.share.gradients if gradients else 0)
+            found.append(Instant(phase, _named(top) + where, level, lines, top, idle))
             left += top.left
         return found
 

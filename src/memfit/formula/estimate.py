@@ -16,6 +16,7 @@ from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.tape import Phase, Role
 from memfit.trainers import Trainer
+from memfit.units import human
 
 # What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
 # states), when nothing is replayed. Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
@@ -43,14 +44,18 @@ def estimate(
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
             worst[instant.phase] = instant
-    phases = tuple(_phase_peak(account, instant, exact) for instant in worst.values())
+    held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
+    for instant in instants:
+        if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
+            held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
+    phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
     return Footprint(phases, "formula", *_said(account, bool(exact)))
 
 
 def closed_form(account: Account) -> Instant:
     """The worst instant of training alone (no load, evaluation or saving): what a search compares."""
     found = [*account.passes("step", states=True), account.optimizer_step("step")]
-    return max(found, key=lambda i: i.requested)
+    return max(found, key=lambda i: i.requested + i.idle)
 
 
 def reserved_of(account: Account, instant: Instant) -> int:
@@ -59,6 +64,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
     moving = max(instant.requested - steady, 0)
     return (
         instant.requested
+        + instant.idle
         + int(ROUNDING_SHARE * instant.requested)
         + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
     )
@@ -98,7 +104,7 @@ def _replayed(account: Account) -> dict[Phase, Levels]:
     return levels
 
 
-def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels]) -> PhasePeak:
+def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:
     context = account.gpu.context_bytes
     known = exact.get(instant.phase)
     requested = instant.requested
@@ -110,7 +116,7 @@ def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels]) 
         reserved = max(exact["step"].reserved, allocated)  # the cache is never given back between phases
     else:
         allocated = requested + int(ROUNDING_SHARE * requested)
-        reserved = max(reserved_of(account, instant), allocated)
+        reserved = max(held, allocated)
     nccl = account.share.nccl
     levels = Levels(requested, allocated, reserved, reserved + context + nccl)
     lines = [Line(role, label, size) for role, label, size in instant.static]
@@ -146,6 +152,11 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
         assumptions.append(f"ZeRO buckets of {BUCKET_ELEMENTS:.0e} elements (DeepSpeed's own default is 5e8)")
+    if account.share.gathered and r.accumulation > 1 and r.method == "full":
+        kept = account.static.trained * account.traced.weight
+        assumptions.append(
+            f"gradients reduced after every micro-batch (sync_each_batch; without it {human(kept)} more)"
+        )
     unknowns = [
         "context +-100 MiB on your driver"
         if "context_bytes" in account.gpu.unverified
@@ -154,6 +165,10 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     if not exact:
         unknowns.append(
             f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
+        )
+    if account.share.buckets:
+        unknowns.append(
+            f"DDP's first buckets may outlive their rebuilding in step 2 ({human(account.share.buckets)} more)"
         )
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")

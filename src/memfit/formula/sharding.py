@@ -42,6 +42,19 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """Bytes that the pools of FSDP's own streams hold: what one stream has cached, no other can use.
+
+    All-gather outputs come from one stream's pool and reduced gradients from another's; `gathering` and `reducing` are
+    their highest levels, `gathered` what of the first is in use in each part of a pass and so counted in Gathered.
+    """
+
+    gathering: int
+    reducing: int
+    gathered: Gathered
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Bytes of one GPU. `forward` and `backward` are buffers that live only there."""
 
@@ -55,6 +68,7 @@ class Share:
     nccl: int
     release_gradients: bool  # whole gradients die as soon as they exist
     gathered: Gathered | None = None  # FSDP2: in place of forward and backward; gradients die with their block
+    streams: Streams | None = None
 
 
 def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
@@ -63,7 +77,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
     weights = s.base + s.scales + s.upcast + s.adapter
     gradients, states, master = s.gradients, s.states, s.master
     buckets = forward = backward = 0
-    release, gathered = False, None
+    release, gathered, streams = False, None, None
     bucket = min(BUCKET_ELEMENTS, max(s.trained, 1)) * n.gradient
     if r.shard == "none":
         buckets = gradients if gpus > 1 else 0
@@ -74,7 +88,8 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
             gradients, release = _part(gradients, gpus), True
     else:
         weights, gradients, states, master = (_part(x, gpus) for x in (weights, gradients, states, master))
-        gathered = _gathered(a, r, n, s) if r.offload == "none" else None
+        if r.offload == "none":
+            gathered, streams = _gathered(a, r, n, s)
     if r.offload != "none":
         states = master = 0
         gradients, release = 0, True
@@ -83,7 +98,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
             weights = 0
             forward = backward = _gathering(a, r, n, s)
     nccl = NCCL_BYTES if gpus > 1 else 0
-    return Share(weights, gradients, states, master, buckets, forward, backward, nccl, release, gathered)
+    return Share(weights, gradients, states, master, buckets, forward, backward, nccl, release, gathered, streams)
 
 
 def _part(size: int, gpus: int) -> int:
@@ -95,8 +110,8 @@ def _width(r: Recipe, n: Numerics, s: Static) -> float:
     return (s.base + s.scales) / s.parameters if r.method == "qlora" else n.autocast or n.weight
 
 
-def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Gathered:
-    """See Gathered."""
+def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams]:
+    """See there."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
     adapters = 0 if full else max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds)
@@ -104,16 +119,23 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Gathered:
     reduced = block if full else adapters * compute  # the input of a block's reduce-scatter
     head = sum(w.numel for w in (*a.final, *a.head)) * compute
     embedding = sum(w.numel for w in a.embedding) * compute
+    share = s.gradients // r.num_gpus
     if a.tied:
         ends = head + embedding
-        return Gathered(
+        whole = Gathered(
             ends + 2 * block, ends + block, ends, ends + 2 * block, ends + 2 * block + reduced,
             ends + block + reduced, ends + reduced,
         )  # fmt: skip
-    return Gathered(
+        outputs = Gathered(block, block, 0, block, block, 0, 0)
+        # the block's inputs are copied together while two outputs exist
+        return whole, Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs)
+    whole = Gathered(
         2 * block, 2 * head, head, 2 * block + head * full, 2 * block + reduced, block + embedding + reduced,
         embedding + reduced,
     )  # fmt: skip
+    outputs = Gathered(block, head, 0, block, block, embedding, embedding)
+    largest = max(head, embedding)
+    return whole, Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs)
 
 
 def _gathering(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
