@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "sgd_momentum": "sgd-momentum",
 }  # fmt: skip
 PRECISIONS = {("bf16", False): "bf16", ("bf16", True): "bf16", ("fp32", True): "bf16-mixed", ("fp32", False): "fp32"}
+CHECKPOINTING = {"none": "none", "selective": "selective", "offload": "offload"}
 MULTIPROCESSORS = {80: (108, 2048), 89: (128, 1536), 90: (132, 2048)}
 
 
@@ -53,7 +54,7 @@ def recipe_of(case: dict[str, Any], model: Architecture) -> Recipe:
         lora_targets=("all-linear",) if "all" in case["tune"] else default,
         lora_dropout=case["lora_dropout"], optimizer=OPTIMIZERS.get(case["optim"], case["optim"]), micro_batch=case["mb"],
         accumulation=case["accum"], sequence_length=case["seq"],
-        checkpointing="full" if case["ckpt"] != "none" and prepared else "none", attention=case["attn"],
+        checkpointing=CHECKPOINTING.get(case["ckpt"], "full") if prepared else "none", attention=case["attn"],
         loss="fused" if case["method"] == "sft" else "full",
         trainer={"sft": "trl", "trainer": "transformers"}.get(case["method"], "torch"),
     )  # fmt: skip

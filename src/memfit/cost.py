@@ -62,8 +62,8 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
     forward = max(products + attention + logits / 3, launches)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
-    share = {"none": 0.0, "selective": 0.35, "full": 1.0, "offload": 1.0}[r.checkpointing]
-    recompute = share * max(products + attention, launches)
+    again = products if r.checkpointing == "selective" else products + attention  # it keeps what attention computed
+    recompute = 0.0 if r.checkpointing == "none" else max(again, launches)
     kept = 2.0 * a.width * len(a.layers) * r.tokens
     offloaded = 2 * kept / _pcie(gpu) if r.checkpointing == "offload" else 0.0
     return StepTime(

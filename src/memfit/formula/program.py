@@ -146,16 +146,28 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
 
 
 def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """The forward; with checkpointing only the input stays (`kept`), on the host when offloaded."""
+    """The forward; with checkpointing the input stays (`kept`), unless offloaded, and what the policy saves."""
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
+    kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
     out = CODES[style.code].block(block, x)
     saves, rec.saves, rec.keep = rec.saves, 0, True
-    kept: list[Tensor] = []
-    if style.grad and style.checkpointing == "full":
+    if style.grad and style.checkpointing in ("full", "selective"):
         rec.roles[INPUT] = "activations"
-        kept = [x.detach()]
+        kept.append(x.detach())
     return out, kept, saves
+
+
+def _policy(block: Block) -> list[Tensor]:
+    """What TRL's selective policy saves: the outputs of a fused attention kernel, whoever needs them."""
+    rec, style, a = block.rec, block.style, block.layer.attention
+    if a.kind == "linear" or style.kernel in ("math", "eager"):
+        return []
+    width = style.autocast or style.residual
+    return [
+        rec.new({"T": a.heads * a.value_dim}, width, "attention output", "activations"),
+        rec.new({"T": a.heads}, 4, "log-sum-exp", "activations"),
+    ]
 
 
 def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]) -> Tensor | None:
@@ -166,6 +178,7 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
         del out
         return rec.backward(root, gradient)
     x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
+    kept.clear()  # made again below, where the real run takes what was saved
     x.requires_grad = style.input_grad
     rec.stop_at = saves
     again = CODES[style.code].block(block, x)
