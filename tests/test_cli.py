@@ -188,6 +188,10 @@ MISTAKES = {
     "missing argument": ("data",),
     "requires an argument": ("plan", MODEL, "--gpu"),
     "--method auto is for memfit plan": ("estimate", *RUN, "--method", "auto"),
+    "choose one of auto, full, lora, qlora": ("plan", *RUN, "--method", "foo"),
+    "no positions that far": ("plan", "gpt2", "--gpu", CARD, "--sequence-length", "4096"),
+    "sharding needs more than one GPU": ("plan", *RUN, "--shard", "parameters"),
+    "bitsandbytes has no optimizers": ("estimate", MODEL, "--gpu", "gaudi2", "--optimizer", "adamw-8bit"),
     "no bf16 units": ("estimate", MODEL, "--gpu", "t4", "--precision", "bf16"),
     "unknown optimizer": ("plan", *RUN, "--optimizer", "adamx"),
     "unknown trainer": ("plan", *RUN, "--trainer", "nemo"),
@@ -352,6 +356,10 @@ def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:
     assert found["job"]["longest_sample"] == 1001  # and its end-of-text token
     assert found["job"]["dataset"] == str(file)
     assert "--sequence-length 256 from the data" in err
+    assert found["job"]["truncated"] == pytest.approx(1 / 101)
+    assert "sequence 256 cuts 1.0% of the samples" in found["assumptions"]
+    _, out, _ = ran("plan", *RUN, "--data", file, "--tokenizer", "bytes", "--sequence-length", "150")
+    assert "sequence 150 cuts 50.5% of the samples" in out
     code, out, _ = ran("data", file, "--tokenizer", "bytes")
     assert code == 0
     assert "101 samples" in out
@@ -453,6 +461,58 @@ def test_a_closed_pipe_is_quiet() -> None:
     )
     assert done.stderr == ""
     assert done.stdout.startswith("accumulation")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "techniques", "models", "glossary"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(command: str) -> None:
+    words = [command, *(RUN if command in ("plan", "estimate", "techniques") else ())]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "memfit", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: the output cannot be written")
+    assert hint.startswith("hint: ")
+    assert "bug" not in done.stderr
+
+
+def test_closed_streams_are_no_bug() -> None:
+    words = " ".join(map(shlex.quote, (sys.executable, "-m", "memfit", "models", "qwen3")))
+    assert subprocess.run(f"{words} >&- 2>&-", shell=True, check=False).returncode == 0
+
+
+def test_rotary_positions_beyond_the_config_are_said(ran: Ran) -> None:
+    _, out, _ = ran("estimate", "llama-2-7b", "--gpu", "h100", "--sequence-length", "16384")
+    assert "sequence 16,384 is beyond the 4,096 positions" in out
+    assert "beyond" not in ran("estimate", "llama-2-7b", "--gpu", "h100", "--sequence-length", "4096")[1]
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [("t4", "fp16 because Tesla T4 has no bf16 units"), ("arc-b60", "those of Intel's XPU are not modelled"),
+     ("gaudi2", "those of Gaudi's HPU are not modelled"), ("mi300x", "ROCm's are not modelled")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_what_is_special_about_a_card_is_in_the_answer(ran: Ran, command: str, card: str, words: str) -> None:
+    line = next(x for x in ran(command, MODEL, "--gpu", card)[1].splitlines() if x.startswith("assumed:"))
+    assert words in line
+
+
+def test_levels_are_called_what_they_are(ran: Ran) -> None:
+    """NCCL's buffers are outside PyTorch's allocator, so they are no part of what is called reserved."""
+    out = ran("plan", MODEL, "--gpu", f"2x{CARD}")[1]
+    found = json.loads(ran("plan", MODEL, "--gpu", f"2x{CARD}", "--json")[1])
+    nccl = found["need"] - found["peak"]["reserved"]
+    assert nccl > 0
+    assert found["peak"]["device"] == found["need"] + found["gpu"]["context_bytes"]
+    for body in (found, *found["ladder"]):
+        levels = [body["peak"][level] for level in ("requested", "allocated", "reserved", "device")]
+        assert levels == sorted(levels)
+    assert f"{found['peak']['reserved'] / 2**30:.1f} reserved + {nccl / 2**30:.1f} NCCL buffers" in out
+    assert "reserved + NCCL" in out
+    assert "reserved peak" not in out
 
 
 def test_an_ascii_pipe_gets_ascii() -> None:

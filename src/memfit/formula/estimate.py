@@ -5,6 +5,7 @@ from __future__ import annotations
 from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator
 from memfit.architecture import Architecture
+from memfit.cautions import cautions
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
 from memfit.formula.sharding import BUCKET_ELEMENTS
@@ -153,7 +154,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         )
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
-    return tuple(assumptions), tuple(unknowns)
+    return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)
 
 
 def _kernels(account: Account) -> set[str]:
