@@ -228,6 +228,73 @@ def test_a_mistake_is_one_line_a_hint_and_exit_2(ran: Ran, message: str, argumen
     assert "Traceback" not in err
 
 
+NUMBERS = ("0", "-1", "1e30", "nan", "inf", "", " ", "½", "0x10", "1,000", "99999999999999999999999999")
+SIZES = ("0", "-1GiB", "1e30GiB", "9" * 400 + "GiB", "99999999999TiB", " ", "nan", "GiB", "1.5.2GB")
+COUNTED = ("--micro-batch", "--accumulation", "--sequence-length", "--lora-rank", "--num-gpus", "--effective-batch")
+
+
+def refused(ran: Ran, *words: object) -> str:
+    code, out, err = ran(*words)
+    assert (code, out) == (2, ""), (words, err)
+    error, hint = err.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert len(error) < 600
+    return err
+
+
+@pytest.mark.parametrize("flag", COUNTED)
+def test_no_number_whatever_is_a_bug(ran: Ran, flag: str) -> None:
+    for number in NUMBERS:
+        refused(ran, "plan", *RUN, f"{flag}={number}")
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory", "--reserve"])
+def test_no_size_whatever_is_a_bug(ran: Ran, flag: str) -> None:
+    for size in SIZES:
+        if (flag, size) != ("--reserve", "0"):
+            refused(ran, "estimate", *RUN, f"{flag}={size}")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "techniques"])
+@pytest.mark.parametrize(
+    "model", ["", " ", "a\0b", "../..", "a/" * 600, "--", "org/" + "x" * 3000, "~nobody/x", "/dev/null", "💥"]
+)
+def test_no_name_whatever_is_a_bug(ran: Ran, monkeypatch: pytest.MonkeyPatch, command: str, model: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(ran, command, f"{model}", "--gpu", CARD)
+
+
+HOSTILE = {
+    "binary.yaml": b"\x00\xff\xfe" * 500, "empty.json": b"", "broken.json": b'{"a":', "list.json": b"[1, 2]", "deep.json": b"[" * 100_000,
+    "cycle.yaml": b"a: &a [*a]\n", "huge.yaml": None, "huge.json": None, "negative.yaml": b"base_model: gpt2\nmicro_batch_size: -1\n",
+    "float.yaml": b"base_model: gpt2\nmicro_batch_size: 1e30\n", "stage.json": b'{"zero_optimization": {"stage": 9}}',
+    "zero.json": b'{"train_batch_size": 0, "train_micro_batch_size_per_gpu": 0, "zero_optimization": {"stage": 0}}',
+    "wrong.toml": b'schema = 1\n[job]\nmodel = "gpt2"\n[recipe]\nmicro_batch = 0\n', "config.json": b'{"model_type": "llama", "hidden_size": -1}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_file_whatever_is_a_bug(ran: Ran, tmp_path: Path, name: str) -> None:
+    path, says = tmp_path / name, HOSTILE[name]
+    path.write_bytes(says or b"")
+    if says is None:
+        os.truncate(path, 5 << 30)  # sparse: it takes no room
+    refused(ran, "plan", MODEL, "--from", path, "--gpu", CARD)
+    if name.endswith(".json"):
+        refused(ran, "estimate", path, "--gpu", CARD)
+
+
+@pytest.mark.parametrize("flag", ["--from", "--data"])
+def test_a_folder_is_no_file(ran: Ran, tmp_path: Path, flag: str) -> None:
+    refused(ran, "plan", MODEL, flag, tmp_path, "--gpu", CARD)
+
+
+def test_more_than_the_allocator_can_hold_is_still_an_answer(ran: Ran) -> None:
+    code, out, _ = ran("estimate", *RUN, "--sequence-length", "16777216", "--micro-batch", "16777216")
+    assert (code, "DOES NOT FIT" in out) == (3, True)
+
+
 def test_a_bug_is_one_line_that_asks_to_be_reported(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.verdicts.judge", lambda *a: 1 // 0)
     code, out, err = ran("estimate", *RUN)

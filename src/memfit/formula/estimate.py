@@ -21,6 +21,7 @@ SLACK_SHARE = {
     False: 0.10,
     True: 0.25,
 }  # without and with checkpointing, whose blocks of many sizes fit each other less
+MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
 ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
@@ -36,7 +37,8 @@ def estimate(
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
-    exact = _replayed(account) if replay and _replayable(recipe) else {}
+    real = max(i.requested for i in instants) < MOST_REPLAYED
+    exact = _replayed(account) if replay and real and _replayable(recipe) else {}
     worst: dict[Phase, Instant] = {}
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
