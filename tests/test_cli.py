@@ -246,14 +246,14 @@ def refused(ran: Ran, *words: object) -> str:
 @pytest.mark.parametrize("flag", COUNTED)
 def test_no_number_whatever_is_a_bug(ran: Ran, flag: str) -> None:
     for number in NUMBERS:
-        refused(ran, "plan", *RUN, f"{flag}={number}")
+        assert refused(ran, "plan", *RUN, f"{flag}={number}")
 
 
 @pytest.mark.parametrize("flag", ["--gpu-memory", "--reserve"])
 def test_no_size_whatever_is_a_bug(ran: Ran, flag: str) -> None:
     for size in SIZES:
         if (flag, size) != ("--reserve", "0"):
-            refused(ran, "estimate", *RUN, f"{flag}={size}")
+            assert refused(ran, "estimate", *RUN, f"{flag}={size}")
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate", "techniques"])
@@ -262,7 +262,7 @@ def test_no_size_whatever_is_a_bug(ran: Ran, flag: str) -> None:
 )
 def test_no_name_whatever_is_a_bug(ran: Ran, monkeypatch: pytest.MonkeyPatch, command: str, model: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(ran, command, f"{model}", "--gpu", CARD)
+    assert refused(ran, command, f"{model}", "--gpu", CARD)
 
 
 HOSTILE = {
@@ -280,14 +280,14 @@ def test_no_file_whatever_is_a_bug(ran: Ran, tmp_path: Path, name: str) -> None:
     path.write_bytes(says or b"")
     if says is None:
         os.truncate(path, 5 << 30)  # sparse: it takes no room
-    refused(ran, "plan", MODEL, "--from", path, "--gpu", CARD)
+    assert refused(ran, "plan", MODEL, "--from", path, "--gpu", CARD)
     if name.endswith(".json"):
-        refused(ran, "estimate", path, "--gpu", CARD)
+        assert refused(ran, "estimate", path, "--gpu", CARD)
 
 
 @pytest.mark.parametrize("flag", ["--from", "--data"])
 def test_a_folder_is_no_file(ran: Ran, tmp_path: Path, flag: str) -> None:
-    refused(ran, "plan", MODEL, flag, tmp_path, "--gpu", CARD)
+    assert refused(ran, "plan", MODEL, flag, tmp_path, "--gpu", CARD)
 
 
 def test_more_than_the_allocator_can_hold_is_still_an_answer(ran: Ran) -> None:

@@ -147,6 +147,10 @@ def test_what_is_left_out_is_said_with_its_reason(card: str, rung: str, reason: 
     assert reason in line
 
 
+def test_offloading_is_not_left_out_for_want_of_bf16() -> None:
+    assert "host RAM" not in " ".join(left_out(job("llama-2-7b", "v100-16gb")))
+
+
 @pytest.mark.parametrize("card", ["h100", "mi300x", "arc-b60"])
 def test_nothing_is_left_out_where_everything_works(card: str) -> None:
     assert left_out(job("llama-2-7b", card)) == ()

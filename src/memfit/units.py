@@ -8,7 +8,7 @@ from memfit.errors import BadInput
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 10**9
-LARGEST = 1 << 50  # bytes
+LARGEST = 1 << 61  # bytes: two exbibytes, more than any machine has
 
 _FACTOR = {
     "b": 1, "": 1,

@@ -73,7 +73,7 @@ def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
     """
     if "optimizer" in job.stated and "adamw" not in r.optimizer:
         return r
-    precision = "fp16-mixed" if r.precision == "fp16-mixed" else "bf16-master"
+    precision = "bf16-master" if job.gpu.bf16 and r.precision != "fp16-mixed" else "fp16-mixed"
     return r.but(offload=what, optimizer="adamw", precision=precision if r.method == "full" else r.precision)
 
 

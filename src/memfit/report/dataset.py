@@ -40,8 +40,10 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
         f"mean {found.tokens / found.count:,.0f}",
     ]
     about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
+    cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
+        text(f"--sequence-length {cut.length} keeps {1 - cut.truncated:.1%} of the samples whole"),
         text(DOT.join(about)),
         "",
         Histogram(found),
