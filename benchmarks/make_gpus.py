@@ -35,6 +35,7 @@ HEADER = """\
 # pcie_bandwidth  achievable, one direction: 80 % of the bus: Gen3 x16 13e9, Gen4 26e9, Gen5 52e9, Gen6 104e9; x8 half.
 #                 Unified memory: half its bandwidth, because a copy reads and writes the same chips.
 # bf16_flops      dense; 0 without bf16 units, or unknown when listed in `unverified`.
+# fp16_flops      dense, with fp32 accumulation as PyTorch's products; only where there are no bf16 units.
 """
 
 # name in the CSV -> (short name, other names, SMs; 0: not NVIDIA). nvidia-smi's own names are found by their parts.
@@ -308,13 +309,14 @@ def _rates(row: Row) -> tuple[dict[str, float], set[str]]:
     bf16 = _number(cells["bf16_dense_tflops"])
     if bf16 is None and cells["vendor"] in ("Intel", "Apple"):
         unverified.add("bf16_flops")
-    fp8 = _number(cells["fp8_dense_tflops"])
+    fp16, fp8 = _number(cells["fp16_dense_tflops"]), _number(cells["fp8_dense_tflops"])
     if fp8 and "bf16_dense_tflops" in cells["unverified_fields"]:
         unverified.add("fp8_flops")
     link = _number(cells["link_gbs_unidir"]) or 0.0
     return {
         "bandwidth": speed,
         "bf16_flops": (bf16 or 0.0) * 1e12,
+        "fp16_flops": (fp16 or 0.0) * 1e12,
         "fp8_flops": (fp8 or 0.0) * 1e12,
         "pcie_bandwidth": pcie,
         "link_bandwidth": link * GB,

@@ -59,6 +59,9 @@ def test_nvidia_cards_have_sms_and_a_capability(gpu: Gpu) -> None:
     assert (gpu.compute_capability is not None) == nvidia
     if nvidia and gpu.compute_capability and gpu.compute_capability < (8, 0):
         assert gpu.bf16_flops == 0
+        assert 15e12 < gpu.fp16_flops == gpu.half_flops
+    elif nvidia:
+        assert gpu.half_flops == gpu.bf16_flops > 0
 
 
 @each_gpu

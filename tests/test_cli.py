@@ -188,6 +188,10 @@ MISTAKES = {
     "missing argument": ("data",),
     "requires an argument": ("plan", MODEL, "--gpu"),
     "--method auto is for memfit plan": ("estimate", *RUN, "--method", "auto"),
+    "choose one of auto, full, lora, qlora": ("plan", *RUN, "--method", "foo"),
+    "no positions that far": ("plan", "gpt2", "--gpu", CARD, "--sequence-length", "4096"),
+    "sharding needs more than one GPU": ("plan", *RUN, "--shard", "parameters"),
+    "bitsandbytes has no optimizers": ("estimate", MODEL, "--gpu", "gaudi2", "--optimizer", "adamw-8bit"),
     "no bf16 units": ("estimate", MODEL, "--gpu", "t4", "--precision", "bf16"),
     "unknown optimizer": ("plan", *RUN, "--optimizer", "adamx"),
     "unknown trainer": ("plan", *RUN, "--trainer", "nemo"),
@@ -222,6 +226,73 @@ def test_a_mistake_is_one_line_a_hint_and_exit_2(ran: Ran, message: str, argumen
     assert hint.startswith("hint: ")
     assert len(hint) > len("hint: ") + 3
     assert "Traceback" not in err
+
+
+NUMBERS = ("0", "-1", "1e30", "nan", "inf", "", " ", "½", "0x10", "1,000", "99999999999999999999999999")
+SIZES = ("0", "-1GiB", "1e30GiB", "9" * 400 + "GiB", "99999999999TiB", " ", "nan", "GiB", "1.5.2GB")
+COUNTED = ("--micro-batch", "--accumulation", "--sequence-length", "--lora-rank", "--num-gpus", "--effective-batch")
+
+
+def refused(ran: Ran, *words: object) -> str:
+    code, out, err = ran(*words)
+    assert (code, out) == (2, ""), (words, err)
+    error, hint = err.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert len(error) < 600
+    return err
+
+
+@pytest.mark.parametrize("flag", COUNTED)
+def test_no_number_whatever_is_a_bug(ran: Ran, flag: str) -> None:
+    for number in NUMBERS:
+        assert refused(ran, "plan", *RUN, f"{flag}={number}")
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory", "--reserve"])
+def test_no_size_whatever_is_a_bug(ran: Ran, flag: str) -> None:
+    for size in SIZES:
+        if (flag, size) != ("--reserve", "0"):
+            assert refused(ran, "estimate", *RUN, f"{flag}={size}")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "techniques"])
+@pytest.mark.parametrize(
+    "model", ["", " ", "a\0b", "../..", "a/" * 600, "--", "org/" + "x" * 3000, "~nobody/x", "/dev/null", "💥"]
+)
+def test_no_name_whatever_is_a_bug(ran: Ran, monkeypatch: pytest.MonkeyPatch, command: str, model: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refused(ran, command, f"{model}", "--gpu", CARD)
+
+
+HOSTILE = {
+    "binary.yaml": b"\x00\xff\xfe" * 500, "empty.json": b"", "broken.json": b'{"a":', "list.json": b"[1, 2]", "deep.json": b"[" * 100_000,
+    "cycle.yaml": b"a: &a [*a]\n", "huge.yaml": None, "huge.json": None, "negative.yaml": b"base_model: gpt2\nmicro_batch_size: -1\n",
+    "float.yaml": b"base_model: gpt2\nmicro_batch_size: 1e30\n", "stage.json": b'{"zero_optimization": {"stage": 9}}',
+    "zero.json": b'{"train_batch_size": 0, "train_micro_batch_size_per_gpu": 0, "zero_optimization": {"stage": 0}}',
+    "wrong.toml": b'schema = 1\n[job]\nmodel = "gpt2"\n[recipe]\nmicro_batch = 0\n', "config.json": b'{"model_type": "llama", "hidden_size": -1}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_file_whatever_is_a_bug(ran: Ran, tmp_path: Path, name: str) -> None:
+    path, says = tmp_path / name, HOSTILE[name]
+    path.write_bytes(says or b"")
+    if says is None:
+        os.truncate(path, 5 << 30)  # sparse: it takes no room
+    assert refused(ran, "plan", MODEL, "--from", path, "--gpu", CARD)
+    if name.endswith(".json"):
+        assert refused(ran, "estimate", path, "--gpu", CARD)
+
+
+@pytest.mark.parametrize("flag", ["--from", "--data"])
+def test_a_folder_is_no_file(ran: Ran, tmp_path: Path, flag: str) -> None:
+    assert refused(ran, "plan", MODEL, flag, tmp_path, "--gpu", CARD)
+
+
+def test_more_than_the_allocator_can_hold_is_still_an_answer(ran: Ran) -> None:
+    code, out, _ = ran("estimate", *RUN, "--sequence-length", "16777216", "--micro-batch", "16777216")
+    assert (code, "DOES NOT FIT" in out) == (3, True)
 
 
 def test_a_bug_is_one_line_that_asks_to_be_reported(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +423,10 @@ def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:
     assert found["job"]["longest_sample"] == 1001  # and its end-of-text token
     assert found["job"]["dataset"] == str(file)
     assert "--sequence-length 256 from the data" in err
+    assert found["job"]["truncated"] == pytest.approx(1 / 101)
+    assert "sequence 256 cuts 1.0% of the samples" in found["assumptions"]
+    _, out, _ = ran("plan", *RUN, "--data", file, "--tokenizer", "bytes", "--sequence-length", "150")
+    assert "sequence 150 cuts 50.5% of the samples" in out
     code, out, _ = ran("data", file, "--tokenizer", "bytes")
     assert code == 0
     assert "101 samples" in out
@@ -453,6 +528,58 @@ def test_a_closed_pipe_is_quiet() -> None:
     )
     assert done.stderr == ""
     assert done.stdout.startswith("accumulation")
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "techniques", "models", "glossary"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(command: str) -> None:
+    words = [command, *(RUN if command in ("plan", "estimate", "techniques") else ())]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "memfit", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: the output cannot be written")
+    assert hint.startswith("hint: ")
+    assert "bug" not in done.stderr
+
+
+def test_closed_streams_are_no_bug() -> None:
+    words = " ".join(map(shlex.quote, (sys.executable, "-m", "memfit", "models", "qwen3")))
+    assert subprocess.run(f"{words} >&- 2>&-", shell=True, check=False).returncode == 0
+
+
+def test_rotary_positions_beyond_the_config_are_said(ran: Ran) -> None:
+    _, out, _ = ran("estimate", "llama-2-7b", "--gpu", "h100", "--sequence-length", "16384")
+    assert "sequence 16,384 is beyond the 4,096 positions" in out
+    assert "beyond" not in ran("estimate", "llama-2-7b", "--gpu", "h100", "--sequence-length", "4096")[1]
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [("t4", "fp16 because Tesla T4 has no bf16 units"), ("arc-b60", "those of Intel's XPU are not modelled"),
+     ("gaudi2", "those of Gaudi's HPU are not modelled"), ("mi300x", "ROCm's are not modelled")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_what_is_special_about_a_card_is_in_the_answer(ran: Ran, command: str, card: str, words: str) -> None:
+    line = next(x for x in ran(command, MODEL, "--gpu", card)[1].splitlines() if x.startswith("assumed:"))
+    assert words in line
+
+
+def test_levels_are_called_what_they_are(ran: Ran) -> None:
+    """NCCL's buffers are outside PyTorch's allocator, so they are no part of what is called reserved."""
+    out = ran("plan", MODEL, "--gpu", f"2x{CARD}")[1]
+    found = json.loads(ran("plan", MODEL, "--gpu", f"2x{CARD}", "--json")[1])
+    nccl = found["need"] - found["peak"]["reserved"]
+    assert nccl > 0
+    assert found["peak"]["device"] == found["need"] + found["gpu"]["context_bytes"]
+    for body in (found, *found["ladder"]):
+        levels = [body["peak"][level] for level in ("requested", "allocated", "reserved", "device")]
+        assert levels == sorted(levels)
+    assert f"{found['peak']['reserved'] / 2**30:.1f} reserved + {nccl / 2**30:.1f} NCCL buffers" in out
+    assert "reserved + NCCL" in out
+    assert "reserved peak" not in out
 
 
 def test_an_ascii_pipe_gets_ascii() -> None:

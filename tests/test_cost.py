@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ def test_lora_skips_the_weight_gradients_of_the_base() -> None:
 
 def test_a_faster_card_is_faster() -> None:
     assert seconds(START, "h100") < seconds(START, "a100-80gb") < seconds(START, "t4")
+
+
+@pytest.mark.parametrize("gpu", ["t4", "v100-16gb", "p100", "titan-rtx", "rtx-2080-ti"])
+def test_cards_without_bf16_are_timed_by_their_fp16_rate(gpu: str) -> None:
+    card = find_gpu(gpu)
+    assert card.half_flops == card.fp16_flops > 0
+    recipe = START.but(precision="fp16-mixed", accumulation=8)
+    slower = replace(card, fp16_flops=card.fp16_flops / 2)
+    static = Account(MODEL, recipe, card).static
+    assert step_time(MODEL, recipe, slower, static).total > 1.5 * step_time(MODEL, recipe, card, static).total
 
 
 def test_a_token_passes_only_the_experts_it_is_routed_to() -> None:

@@ -268,7 +268,8 @@ class FakeHub:
     def __call__(self, token: str | None = None) -> FakeHub:
         return self
 
-    def model_info(self, name: str, expand: list[str]) -> SimpleNamespace:
+    def model_info(self, name: str, expand: list[str], timeout: float) -> SimpleNamespace:
+        assert 0 < timeout < 10
         return SimpleNamespace(safetensors=None if self.total is None else SimpleNamespace(total=self.total))
 
     def get_safetensors_metadata(self, name: str) -> SimpleNamespace:
@@ -280,6 +281,7 @@ class FakeHub:
 def on_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that stands for org/name."""
     path = folder(tmp_path / "cached")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *a, **k: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: str(path / "config.json"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     return path
@@ -330,10 +332,31 @@ def test_hub_failures(
     def fail(*a: object, **k: object) -> str:
         raise http_error(kind)
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *a, **k: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(ours, match=words) as caught:
         resolve_model("org/name")
     assert caught.value.hint
+
+
+def test_without_a_network_one_request_is_made_and_nothing_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def nobody(url: str, *, timeout: float, **_: object) -> None:
+        asked.append((url, timeout))
+        raise RuntimeError("Name or service not known")
+
+    def never(*_: object, **__: object) -> str:
+        raise AssertionError("a download retries")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nobody)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", never)
+    with pytest.raises(BadInput, match="cannot be reached") as caught:
+        resolve_model("org/surely-not-cached")
+    assert "config.json" in caught.value.hint
+    assert len(asked) == 1
 
 
 def test_offline_without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
 from memfit.cards import list_gpus
-from memfit.planner import techniques
+from memfit.combinations import absent
+from memfit.errors import BadInput
+from memfit.planner import left_out, techniques
+from memfit.planner.engine import Estimator
 from memfit.planner.rungs import LADDER, SHARDING
 
 
@@ -52,8 +56,6 @@ def test_the_chosen_recipe_fits_and_is_no_slower_than_the_rung_that_fits() -> No
 
 
 def test_largest_values_fit_and_one_more_does_not() -> None:
-    from memfit.planner.engine import Estimator
-
     request = job("qwen2.5-0.5b", "t4")
     plan = make_plan(request)
     estimator = Estimator(request)
@@ -71,11 +73,113 @@ def test_nothing_fits_names_the_closest_and_the_hardware_that_would_do() -> None
     assert all(option.judgement.verdict == "fits" for option in plan.alternatives)
 
 
-def test_any_gpu_offers_cards_by_price() -> None:
-    plan = make_plan(job("llama-2-7b", "h100"), cards=list_gpus(), any_gpu=True)
-    prices = [option.price_per_hour for option in plan.alternatives]
-    assert prices and all(a is not None for a in prices)
-    assert prices == sorted(prices)  # type: ignore[type-var]
+@pytest.mark.parametrize("card", ["h100", "a100-80gb", "rtx-4090"])
+def test_any_gpu_offers_cheaper_cards_by_price_with_the_recipe_each_needs(card: str) -> None:
+    own = find_gpu(card)
+    plan = make_plan(job("llama-2-7b", card), cards=list_gpus(), any_gpu=True)
+    assert plan.alternatives
+    prices = [option.price_per_hour or 0.0 for option in plan.alternatives]
+    assert prices == sorted(prices)
+    assert all(0 < price < (own.price_per_hour or 99) for price in prices)
+    for option in plan.alternatives:
+        again = make_plan(job("llama-2-7b", find_gpu(option.gpu).short))
+        assert (again.recipe, again.judgement) == (option.recipe, option.judgement)
+        assert option.judgement.verdict == "fits"
+        assert option.price_per_step == pytest.approx((option.price_per_hour or 0) * again.seconds_per_step / 3600)
+    assert any(("no price" in note) == (own.price_per_hour is None) and "would do" in note for note in plan.notes)
+
+
+def test_any_gpu_says_when_nothing_is_cheaper() -> None:
+    plan = make_plan(job("llama-2-7b", "v100-16gb"), cards=list_gpus(), any_gpu=True)
+    assert plan.alternatives == ()
+    assert any("no card below the 0.14 USD per hour" in note for note in plan.notes)
+
+
+def test_any_gpu_when_nothing_fits_names_the_cheapest_that_would_do() -> None:
+    plan = make_plan(
+        job("qwen2.5-72b", "l4", method="lora", wanted=(("method", "lora"), ("offload", "none"))),
+        cards=list_gpus(),
+        any_gpu=True,
+    )
+    assert plan.judgement.verdict == "misfit"
+    assert plan.alternatives
+    assert all(option.recipe.method == "lora" for option in plan.alternatives)
+
+
+# ---- what a card cannot do -------------------------------------------------------------------------------------------
+
+CARDS = [
+    "gaudi2",
+    "gaudi3",
+    "arc-a770",
+    "arc-b60",
+    "m4-max-128gb",
+    "mi300x",
+    "rx-7900-xtx",
+    "t4",
+    "v100-16gb",
+    "p100",
+    "gb10",
+]
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_no_plan_asks_a_card_for_what_it_does_not_have(card: str) -> None:
+    request = job("llama-2-7b", card)
+    plan = make_plan(request)
+    for recipe in [plan.recipe, *(r.recipe for r in plan.ladder), *(r.recipe for r in techniques(request))]:
+        assert absent(recipe, request.gpu) is None
+        assert request.gpu.bf16 or not recipe.precision.startswith("bf16")
+
+
+@pytest.mark.parametrize(
+    ("card", "rung", "reason"),
+    [
+        ("gaudi2", "8-bit optimizer", "bitsandbytes"),
+        ("m4-max-128gb", "8-bit optimizer", "bitsandbytes"),
+        ("m4-max-128gb", "optimizer states in host RAM", "shares the host's memory"),
+        ("gb10", "weights in host RAM", "shares the host's memory"),
+        ("t4", "16-bit weights and states", "no bf16 units"),
+    ],
+)
+def test_what_is_left_out_is_said_with_its_reason(card: str, rung: str, reason: str) -> None:
+    (line,) = [line for line in left_out(job("llama-2-7b", card)) if rung in line]
+    assert reason in line
+
+
+def test_offloading_is_not_left_out_for_want_of_bf16() -> None:
+    assert "host RAM" not in " ".join(left_out(job("llama-2-7b", "v100-16gb")))
+
+
+@pytest.mark.parametrize("card", ["h100", "mi300x", "arc-b60"])
+def test_nothing_is_left_out_where_everything_works(card: str) -> None:
+    assert left_out(job("llama-2-7b", card)) == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "card"),
+    [({"precision": "bf16"}, "t4"), ({"shard": "parameters"}, "h100"), ({"optimizer": "adamw-8bit"}, "gaudi2"),
+     ({"attention": "flash"}, "arc-b60"), ({"offload": "optimizer"}, "gb10"), ({"quantization": "int8", "method": "qlora"}, "v100-16gb")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_and_not_planned(wanted: dict[str, Any], card: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        make_plan(job("llama-2-7b", card, wanted=tuple(wanted.items())))
+    assert caught.value.hint
+
+
+def test_a_start_that_cannot_be_is_left_out_where_a_rung_makes_it_possible() -> None:
+    """Flash attention works in 16 bits, so the ladder begins on its second rung."""
+    plan = make_plan(job("llama-2-7b", "rtx-4090", wanted=(("attention", "flash"),)))
+    assert plan.ladder[0].key == "mixed"
+    assert plan.recipe.attention == "flash"
+
+
+def test_the_chosen_recipe_has_its_time_on_the_ladders_scale() -> None:
+    request = job("llama-2-7b", "rtx-4090")
+    plan = make_plan(request)
+    reference = Estimator(request).seconds(plan.ladder[0].recipe)
+    assert plan.step_time == pytest.approx(plan.seconds_per_step / reference)
+    assert plan.step_time <= plan.ladder[-1].step_time * 1.02
 
 
 def test_several_gpus_are_sharded_before_anything_is_given_up() -> None:
@@ -104,7 +208,7 @@ def test_every_rung_changes_a_recipe_and_names_its_price_and_its_flag(step: Any)
 
 def test_the_rungs_save_what_their_footprints_say() -> None:
     plan = make_plan(job("llama-2-7b", "rtx-4090"))
-    for before, rung in zip(plan.ladder, plan.ladder[1:], strict=False):
+    for before, rung in pairwise(plan.ladder):
         assert rung.saved == before.judgement.need - rung.judgement.need
 
 

@@ -17,12 +17,14 @@ from rich.console import Console, RenderableType
 
 import memfit
 from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
+from memfit.cards import list_gpus
 from memfit.catalogue import config, entries
 from memfit.combinations import refusal
-from memfit.errors import UnknownName
+from memfit.errors import UnknownName, Unsupported
 from memfit.families import architecture
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account
+from memfit.formula.estimate import closed_form
 from memfit.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
 from memfit.lengths import Lengths
 from memfit.optimizers import OPTIMIZERS
@@ -32,7 +34,7 @@ from memfit.report.bar import Share, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
 from memfit.report.estimate import estimate_view
 from memfit.report.glossary import glossary_view, lookup, term_view, terms
-from memfit.report.good_for import RECIPES, VENDORS, good_for, recipe_for
+from memfit.report.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
 from memfit.report.gpus import gpu_view, gpus_view
 from memfit.report.ladder import chosen_index, costs
 from memfit.report.models import models_view
@@ -210,6 +212,17 @@ def test_a_tuned_recipe_gets_a_row_of_its_own() -> None:
     assert "= tuned: micro-batch 4 x 2" in printed(plan_view(plan), 120)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"), [(1.0, 0.8, "25% faster"), (0.8, 1.0, "20% slower"), (1.0, 0.99, "as fast")]
+)
+def test_the_tuned_row_says_what_it_gains(before: float, after: float, words: str) -> None:
+    first = replace(rung("plain", Recipe()), step_time=before)
+    plan = replace(ladder_plan(Recipe(micro_batch=2), first, first), step_time=after)
+    line = next(line for line in printed(plan_view(plan), 120).splitlines() if "= tuned" in line)
+    assert f"{after:.2f}x" in line
+    assert words in line
+
+
 def test_a_plan_without_a_ladder_is_still_shown() -> None:
     plan = ladder_plan(Recipe())
     assert chosen_index(plan) is None
@@ -350,6 +363,45 @@ def test_cards_that_are_not_modelled_are_good_for_nothing_we_could_promise() -> 
     (row,) = good_for([find_gpu("m4-max-128gb")], entries(), lambda e: architecture(config(e), e.id))
     assert row.gpu.vendor not in VENDORS
     assert row.good_for == {}
+
+
+@pytest.mark.parametrize("card", ["m4-max-128gb", "gaudi2", "arc-b60"])
+def test_a_card_without_a_link_or_a_model_says_so(card: str) -> None:
+    (row,) = good_for([find_gpu(card)], entries(), lambda e: architecture(config(e), e.id))
+    shown = printed(gpu_view(row, "a setting"), 200)
+    assert "link 0" not in shown
+    assert "0 SMs" not in shown
+    assert "not modelled" in shown
+    assert "no catalogued model" not in shown
+
+
+def test_the_index_knows_which_models_are_refused() -> None:
+    for entry in entries():
+        try:
+            model = architecture(config(entry), entry.id)
+            kernel: Any = "sdpa" if all(x.attention.sdpa for x in model.kinds) else "eager"
+            closed_form(Account(model, Recipe(sequence_length=128, attention=kernel), find_gpu("h100")))
+            refused = False
+        except Unsupported:
+            refused = True
+        assert bool(entry.refused) == refused, entry.stem
+
+
+def test_refused_models_are_marked_and_explained() -> None:
+    some = [e for e in entries() if e.family in ("t5", "llama")]
+    shown = printed(models_view(some), 100)
+    for line in shown.splitlines():
+        if line.startswith(("flan-t5", "t5-", "llama-2")):
+            assert line.rstrip().endswith("modelled" if line.startswith("llama") else "refused")
+    assert "refused: training memory of encoder-decoder models is not modelled" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_names_that_are_typed_are_never_broken(width: int) -> None:
+    lists = (models_view(entries()), gpus_view([GpuRow(g, {}) for g in list_gpus()], "a setting"))
+    for view, names in zip(lists, ([e.stem for e in entries()], [g.short for g in list_gpus()]), strict=True):
+        firsts = {line.split(" ")[0] for line in printed(view, width).splitlines() if line}
+        assert set(names) <= firsts
 
 
 # ---- glossary --------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def _items(text: str) -> list[tuple[str, str]]:
         found = _ITEM.match(bare, position)
         if found is None:
             raise BadInput(
-                f"'{text}' is not an allocator setting: stuck at '{bare[position:]}'",
+                f"'{text[:80]}' is not an allocator setting: stuck at '{bare[position:][:40]}'",
                 hint="write key:value,key:value, for example expandable_segments:True,max_split_size_mb:512",
             )
         pairs.append((found[1], found[2]))

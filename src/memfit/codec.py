@@ -94,6 +94,9 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     wanted: dict[str, Any]
     reserve: Bytes
     longest_sample: int | None
+    truncated: Annotated[
+        float | None, Meta(description="share of the samples that are longer than sequence_length")
+    ] = None
     dataset: str
 
 
@@ -119,6 +122,7 @@ class PlanDoc(Body, frozen=True, kw_only=True):
     alternatives: tuple[Alternative, ...]
     largest: dict[str, int]
     seconds_per_step: float
+    step_time: Annotated[float, Meta(description="of the chosen recipe, relative to the first rung")] = 1.0
     notes: tuple[str, ...]
 
 
@@ -146,6 +150,7 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
     gpu: GpuDoc
     job: AskedDoc
     techniques: tuple[RungDoc, ...]
+    left_out: tuple[str, ...] = ()  # what this kind of card cannot do, with the reason
 
 
 DOCUMENTS: dict[str, type[Struct]] = {
@@ -191,17 +196,19 @@ def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
         alternatives=plan.alternatives,
         largest=plan.largest,
         seconds_per_step=plan.seconds_per_step,
+        step_time=plan.step_time,
         notes=plan.notes,
         **_body(plan.recipe, plan.footprint, plan.judgement),
     )
 
 
-def techniques_doc(job: Job, rungs: tuple[Rung, ...]) -> TechniquesDoc:
+def techniques_doc(job: Job, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
     """The cheat sheet of one run."""
     card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
     return TechniquesDoc(
-        model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs))
-    )
+        model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)),
+        left_out=left_out,
+    )  # fmt: skip
 
 
 def rung_doc(rung: Rung) -> RungDoc:
@@ -234,6 +241,7 @@ def asked_doc(job: Job) -> AskedDoc:
         "trainer",
         "reserve",
         "longest_sample",
+        "truncated",
         "dataset",
     )
     return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
@@ -318,7 +326,7 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     )  # fmt: skip
     return Plan(
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
-        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.notes,
+        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time, document.notes,
     )  # fmt: skip
 
 

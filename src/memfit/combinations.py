@@ -13,6 +13,7 @@ from memfit.optimizers import optimizer
 from memfit.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
+CardRule = Callable[[Recipe, Gpu], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,26 @@ class Impossible:
     hint: str
 
 
-def _no_bf16(r: Recipe, a: Architecture | None, g: Gpu | None) -> bool:
-    return bool(g and g.compute_capability and g.compute_capability < (8, 0) and r.precision.startswith("bf16"))
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Something a kind of card, or its software, cannot do."""
+
+    when: CardRule
+    why: str
+    hint: str
 
 
-def _no_flash(r: Recipe, a: Architecture | None, g: Gpu | None) -> bool:
-    return bool(g and g.compute_capability and g.compute_capability < (8, 0) and r.attention == "flash")
+def _older(g: Gpu, major: int, minor: int) -> bool:
+    return bool(g.compute_capability and g.compute_capability < (major, minor))
+
+
+def _bitsandbytes(r: Recipe) -> bool:
+    return optimizer(r.optimizer).package == "bitsandbytes"
+
+
+def _liger(r: Recipe) -> bool:
+    """A fused loss is Liger's Triton kernel everywhere but in TRL, whose own has a path without Triton."""
+    return r.loss == "fused" and trainer(r.trainer).name == "transformers"
 
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
@@ -39,8 +54,6 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "quantised weights cannot be trained by full fine-tuning", "take --method qlora, or --quantization none"),
     Impossible(lambda r, a, g: r.method == "lora" and r.quantization != "none",
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
-    Impossible(_no_bf16, "this card has no bf16 units (compute capability below 8.0)", "take --precision fp16-mixed"),
-    Impossible(_no_flash, "FlashAttention-2 needs compute capability 8.0", "take --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "flash" and r.precision == "fp32",
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
@@ -65,6 +78,29 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "the model has no positions that far", "take a shorter --sequence-length"),
 )  # fmt: skip
 
+# What cards cannot do. Sources: the support table of bitsandbytes 0.50, its backends/hpu (nf4 alone is dequantised there)
+# and its CUDA requirements; flash-attn's (CUDA and ROCm); Triton's back ends (CUDA, ROCm, XPU).
+ABSENT: tuple[Absent, ...] = (
+    Absent(lambda r, g: not g.bf16 and r.precision.startswith("bf16"),
+           "this card has no bf16 units (compute capability below 8.0)", "take --precision fp16-mixed"),
+    Absent(lambda r, g: _older(g, 8, 0) and r.attention == "flash",
+           "FlashAttention-2 needs compute capability 8.0", "take --attention sdpa"),
+    Absent(lambda r, g: g.platform not in ("cuda", "rocm") and r.attention == "flash",
+           "FlashAttention-2 is written for CUDA and ROCm", "take --attention sdpa"),
+    Absent(lambda r, g: _older(g, 7, 5) and r.quantization == "int8",
+           "LLM.int8() needs compute capability 7.5", "take --quantization nf4-double"),
+    Absent(lambda r, g: g.platform in ("hpu", "mps") and _bitsandbytes(r),
+           "bitsandbytes has no optimizers for Gaudi and Apple GPUs", "take --optimizer adamw, or adafactor"),
+    Absent(lambda r, g: g.platform == "hpu" and r.quantization == "fp4",
+           "bitsandbytes computes with nf4 alone on Gaudi", "take --quantization nf4-double"),
+    Absent(lambda r, g: g.platform in ("hpu", "mps") and _liger(r),
+           "Liger's fused loss needs Triton, which has no Gaudi or Apple back end", "take --loss chunked, or --trainer trl"),
+    Absent(lambda r, g: g.unified and (r.offload != "none" or r.checkpointing == "offload"),
+           "this card shares the host's memory: offloading frees nothing", "take --offload none and --checkpointing full"),
+    Absent(lambda r, g: g.platform == "mps" and r.num_gpus > 1,
+           "a Mac has one GPU", "take --num-gpus 1"),
+)  # fmt: skip
+
 
 def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None) -> Recipe:
     """Refuse an impossible recipe with the reason (BadInput); returns it unchanged otherwise."""
@@ -74,6 +110,14 @@ def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | N
     return recipe
 
 
-def refusal(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None) -> Impossible | None:
+def refusal(
+    recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None
+) -> Impossible | Absent | None:
     """The first rule a recipe breaks, or None."""
-    return next((rule for rule in IMPOSSIBLE if rule.when(recipe, architecture, gpu)), None)
+    broken = next((rule for rule in IMPOSSIBLE if rule.when(recipe, architecture, gpu)), None)
+    return broken or (absent(recipe, gpu) if gpu else None)
+
+
+def absent(recipe: Recipe, gpu: Gpu) -> Absent | None:
+    """The first thing a recipe needs that the card does not have, or None."""
+    return next((rule for rule in ABSENT if rule.when(recipe, gpu)), None)

@@ -45,7 +45,7 @@ class StepTime:
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """One optimizer step: `accumulation` micro-steps and the update."""
-    flops = (gpu.bf16_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
+    flops = (gpu.half_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
     if r.precision == "fp32":
         flops *= FP32_RATE
     bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_NAME = 200  # characters of a mistyped name that are shown again
 EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT = 0, 2, 3, 4
 
 
@@ -39,9 +40,10 @@ class UnknownName(BadInput):
     """A name that is in no table; says what is near."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        near = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), sorted(known), n=3, cutoff=0.5)
         suggestion = f"did you mean {' or '.join(near)}?" if near else ""
-        super().__init__(f"unknown {what} '{name}'", hint=" ".join(filter(None, (suggestion, hint))))
+        shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        super().__init__(f"unknown {what} '{shown}'", hint=" ".join(filter(None, (suggestion, hint))))
 
 
 class MissingExtra(MemfitError):

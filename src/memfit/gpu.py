@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Platform = Literal["cuda", "rocm", "xpu", "hpu", "mps"]  # PyTorch's names of its devices; ROCm calls itself cuda
+FIRST_BF16 = (8, 0)  # compute capability from which NVIDIA's tensor cores multiply bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,7 @@ class Gpu:
     context_bytes: int  # CUDA context and loaded modules of one process
     bandwidth: float = 0.0  # bytes per second of device memory
     bf16_flops: float = 0.0  # dense, per second; 0: no bf16 units
+    fp16_flops: float = 0.0  # dense, fp32 accumulation; 0: as bf16
     fp8_flops: float = 0.0
     pcie: str = ""
     pcie_bandwidth: float = 0.0  # bytes per second, one direction
@@ -30,6 +35,29 @@ class Gpu:
     sm_count: int = 0
     unverified: tuple[str, ...] = ()  # fields without a source
     note: str = ""
+
+    @property
+    def platform(self) -> Platform:
+        """What PyTorch runs on here; a card of which only the memory is known is taken as NVIDIA's."""
+        if self.vendor == "Intel":
+            return "hpu" if self.arch == "Gaudi" else "xpu"
+        found: dict[str, Platform] = {"AMD": "rocm", "Apple": "mps"}
+        return found.get(self.vendor, "cuda")
+
+    @property
+    def bf16(self) -> bool:
+        """It has bf16 units; other vendors' cards of the table all do."""
+        return self.compute_capability is None or self.compute_capability >= FIRST_BF16
+
+    @property
+    def unified(self) -> bool:
+        """Its memory is the host's; AMD's firmware sets a part apart, which is as good as a card's own."""
+        return self.pcie == "unified" and self.vendor != "AMD"
+
+    @property
+    def half_flops(self) -> float:
+        """16-bit products per second, in the format the card has units for; 0: unknown."""
+        return self.bf16_flops or self.fp16_flops
 
     def usable_bytes(self, reserve: int = 0) -> int:
         """What tensors and the allocator's slack may take: CUDA total - context - the stated reserve."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from memfit.families import architecture
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
 MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some MiB
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+REACH_SECONDS = 5.0  # to connect, and again to answer
+NOT_REACHED = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -138,7 +143,10 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, "config.json", token=token, local_files_only=bool(offline)))
+        if not offline and not _cached(name):
+            _reach(name, token)
+        with _quiet():
+            return Path(hf_hub_download(name, "config.json", token=token, local_files_only=bool(offline)))
     except errors.GatedRepoError as error:
         hint = f"accept its licence at https://huggingface.co/{name}, then 'hf auth login' (or set HF_TOKEN)"
         raise BadInput(f"{name} is gated", hint=hint) from error
@@ -146,22 +154,55 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
         hint = "private models need a token: 'hf auth login'"
         raise UnknownName("model", name, names.known(), hint=hint) from error
     except errors.LocalEntryNotFoundError as error:
-        hint = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
-        raise BadInput(f"{name}: the Hub cannot be reached", hint=hint) from error
+        raise BadInput(f"{name}: the Hub cannot be reached", hint=NOT_REACHED) from error
     except errors.EntryNotFoundError as error:
         hint = "is it an adapter or a GGUF file? name the base model instead"
         raise BadInput(f"{name} has no config.json", hint=hint) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise BadInput(f"{name}: the Hub did not answer", hint=str(error).splitlines()[0][:200]) from error
+        problem = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise BadInput(f"{name}: the Hub did not answer", hint=problem) from error
+
+
+def _cached(name: str) -> bool:
+    """The Hub's local cache holds some version of the config."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _reach(name: str, token: str | None) -> None:
+    """One short request without retries, because a download would retry for half a minute where there is no network."""
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), token=token, timeout=REACH_SECONDS)
+    except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError):
+        raise
+    except Exception as error:  # every HTTP library has its own kind for a host that does not answer
+        raise BadInput(f"{name}: the Hub cannot be reached", hint=NOT_REACHED) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of huggingface_hub; its errors become ours."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | None:
     """The repository's parameter count: its one-number summary, and where that disagrees every header."""
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     try:
-        summary = api.model_info(name, expand=["safetensors"]).safetensors
+        summary = api.model_info(name, expand=["safetensors"], timeout=REACH_SECONDS).safetensors
         if summary is None:
             return None
         if checkpoint.agrees(summary.total, model):
@@ -169,5 +210,5 @@ def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | No
         headers = api.get_safetensors_metadata(name).files_metadata.values()
         shapes = {n: (str(t.dtype), tuple(t.shape)) for file in headers for n, t in file.tensors.items()}
         return checkpoint.count(shapes, model)
-    except (errors.HfHubHTTPError, errors.NotASafetensorsRepoError, errors.SafetensorsParsingError, OSError):
-        return None  # the config alone is enough; a count that cannot be had is not an error
+    except Exception:  # no network, no safetensors, a broken header: the config alone is enough
+        return None

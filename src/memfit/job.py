@@ -87,6 +87,7 @@ class Job:
     stated: tuple[str, ...] = ()  # recipe fields that a file of the user's decides: where the ladder starts
     reserve: int = 0  # bytes of the card kept free on purpose
     longest_sample: int | None = None  # tokens, from the user's data
+    truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
     dataset: str = ""
 
 

@@ -17,7 +17,7 @@ class Judgement:
 
     verdict: Verdict
     usable: int  # what the card leaves for one process: CUDA total - context - reserve
-    need: int  # predicted reserved peak
+    need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see accuracy.md
     headroom: int  # usable - need; negative: bytes over
 
@@ -56,8 +56,15 @@ class Alternative:
     num_gpus: int
     recipe: Recipe
     judgement: Judgement
-    price_per_hour: float | None
+    price_per_hour: float | None  # of one card
     seconds_per_step: float  # roofline estimate of one optimizer step on that card
+
+    @property
+    def price_per_step(self) -> float | None:
+        """USD of one optimizer step on all its cards; None where the price is not known."""
+        if self.price_per_hour is None:
+            return None
+        return self.price_per_hour * self.num_gpus * self.seconds_per_step / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +80,5 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     largest: dict[str, int] = field(default_factory=dict)  # "micro_batch", "sequence_length": what would still fit
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
+    step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ def trainer(spec: str) -> Trainer:
     """'trl', 'trl==1.3' or 'transformers' -> its row. Without a version the current one is meant."""
     found = _SPEC.match(spec.strip().lower())
     if found is None:
-        raise BadInput(f"'{spec}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
+        raise BadInput(f"'{spec[:80]}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
     rows = [t for t in TRAINERS if t.name == found["name"]]
     if not rows:
         raise UnknownName("trainer", found["name"], {t.name for t in TRAINERS}, hint="see: memfit glossary trainer")

@@ -8,6 +8,7 @@ from memfit.errors import BadInput
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 10**9
+LARGEST = 1 << 61  # bytes: two exbibytes, more than any machine has
 
 _FACTOR = {
     "b": 1, "": 1,
@@ -44,8 +45,11 @@ def parse_size(text: str) -> int:
     found = _SIZE.match(text)
     factor = _FACTOR.get(found.group(2).lower()) if found else None
     if found is None or factor is None:
-        raise BadInput(f"'{text}' is not a size", hint="write it as 40GiB, 24GB or 512MiB")
-    return int(float(found.group(1)) * factor)
+        raise BadInput(f"'{text[:40]}' is not a size", hint="write it as 40GiB, 24GB or 512MiB")
+    size = float(found.group(1)) * factor
+    if size > LARGEST:
+        raise BadInput(f"'{text[:40]}' is more than any machine has", hint="write it as 40GiB, 24GB or 512MiB")
+    return int(size)
 
 
 def billions(count: int) -> str:

@@ -47,6 +47,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         recipe=build(path.name, changes),
         model=model,
         data=_data(keys),
+        effective_batch=sharding.batch,
         stated=tuple(changes),
         assumed=tuple(assumed),
         ignored=ignored,

@@ -49,6 +49,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         recipe=build(path.name, changes),
         model=model,
         data=names if isinstance(names, str) else None,
+        effective_batch=sharding.batch,
         stated=tuple(changes),
         assumed=tuple(sharding.assumed),
         ignored=ignored,

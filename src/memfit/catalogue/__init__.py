@@ -23,6 +23,7 @@ class Entry:
     grade: str  # A: copied from a published file; B: rebuilt from a published table; C: class defaults of transformers
     source: str
     note: str
+    refused: str = ""  # why its training memory is not modelled
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Exit codes: 0 fits (or done) · 2 bad input · 3 nothing fits · 4 too tight to 
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -15,6 +16,7 @@ from memfit.cli import terminal
 from memfit.errors import EXIT_BAD_INPUT, MemfitError
 
 EXIT_BUG, EXIT_INTERRUPTED, EXIT_PIPE = 1, 130, 141  # 128 + the signal's number, as shells report it
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 REPORT = "this is a bug in memfit; please report it with the output of the same command and --debug"
 
 
@@ -34,10 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        return _reader_gone()
+        _drop_output()
+        return EXIT_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            return _bug(error)
+        _drop_output()
+        terminal.error(f"the output cannot be written: {error.strerror}", "is the disk full?")
+        return EXIT_BAD_INPUT
     except Exception as error:  # anything else is ours to fix: one line, never a traceback
-        terminal.error(f"{type(error).__name__}: {error}", REPORT)
-        return EXIT_BUG
+        return _bug(error)
+
+
+def _bug(error: Exception) -> int:
+    terminal.error(f"{type(error).__name__}: {error}", REPORT)
+    return EXIT_BUG
 
 
 def _run(args: list[str]) -> int:
@@ -66,11 +79,10 @@ def _run(args: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _reader_gone() -> int:
-    """The reader of our pipe has left (`| head`): leave quietly, and keep Python from complaining at exit."""
+def _drop_output() -> None:
+    """Nothing more can be written (`| head` has left, the disk is full): keep Python from complaining at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
-    return EXIT_PIPE
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memfit import cards, hub
 from memfit.architecture import Architecture
 from memfit.cli import terminal
+from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
 from memfit.errors import BadInput, UnknownName
 from memfit.gpu import Gpu
@@ -21,12 +22,11 @@ from memfit.units import parse_size
 if TYPE_CHECKING:
     from memfit.adopt import Adopted
     from memfit.data import Dataset
+    from memfit.lengths import Lengths
 
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
-DEFAULT_BATCH = 16
 QLORA_BASE = "nf4-double"
 LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-LARGEST_BATCH = 1 << 24
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
     name = model or (adopted.model if adopted else None)
     if not name:
         raise BadInput("no model given", hint=EXAMPLE)
-    values = recipe_values(flags)
+    values = recipe_values(flags, auto="effective_batch" in flags)  # the commands that plan take both
     gpu, count, words, notes = _card(flags, adopted)
     architecture = hub.resolve_model(name)
     if count is not None:
@@ -59,13 +59,14 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
     stated = {*values, *(adopted.stated if adopted else ())}
+    if adopted:
+        recipe = file_batch(recipe, adopted, set(values), notes)
     if architecture.learned_positions and "sequence_length" not in stated:
         recipe = recipe.but(
             sequence_length=min(recipe.sequence_length, architecture.max_positions or recipe.sequence_length)
         )
-    if "precision" not in stated and gpu.compute_capability and gpu.compute_capability < (8, 0):
+    if "precision" not in stated and not gpu.bf16:
         recipe = recipe.but(precision="fp16-mixed")
-        notes.append(f"--precision fp16-mixed: {gpu.name} has no bf16 units")
     _check_names(recipe)
     _check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
@@ -153,13 +154,16 @@ def exact_recipe(found: Asked, method: str | None) -> Recipe:
     if method == "auto":
         raise BadInput("--method auto is for memfit plan", hint="choose one of full, lora, qlora")
     recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
-    if recipe.method == "qlora" and "quantization" not in given:
+    if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in found.wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
         found.notes.append(f"QLoRA base taken as --quantization {QLORA_BASE}")
     default = trainer(recipe.trainer).default_loss
     if "loss" not in given and recipe.loss != default:
         recipe = recipe.but(loss=default)
         found.notes.append(f"--loss {default}: the default of trainer {recipe.trainer}")
+    if "attention" not in given and not all(x.attention.sdpa for x in found.architecture.kinds):
+        recipe = recipe.but(attention="eager")
+        found.notes.append("--attention eager: transformers has no other kernel for this model")
     return recipe
 
 
@@ -170,51 +174,32 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """(job, recipe to start from). The method and length of a `--from` file are part of the job; the rest may change."""
     adopted, wanted = found.adopted, found.wanted
     stated = set(adopted.stated) if adopted else set()
-    method: Any = flags.get("method") or (found.recipe.method if "method" in stated else "auto")
-    recipe = found.recipe
+    # a file's silence means its framework's defaults, and `memfit estimate` says which
+    recipe = exact_recipe(found, None) if adopted else found.recipe
+    method: Any = flags.get("method") or (recipe.method if "method" in stated else "auto")
+    if method == "auto" and wanted.get("quantization", "none") != "none":
+        method = "qlora"  # nothing else has a quantised base
     if method == "qlora" and recipe.quantization == "none" and "quantization" not in wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
     if found.dataset is not None and "sequence_length" not in {*wanted, *stated}:
         recipe = recipe.but(sequence_length=_length_for(found))
-    batch = _effective_batch(found, flags)
+    batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
+    lengths = found.dataset.lengths if found.dataset else None
     job = Job(
         architecture=found.architecture, gpu=found.gpu, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=batch, method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=found.reserve,
-        longest_sample=found.dataset.lengths.longest if found.dataset else None,
+        longest_sample=lengths.longest if lengths else None,
+        truncated=_truncated(lengths, recipe.sequence_length) if lengths else None,
         dataset=str(Path(found.dataset.path).resolve()) if found.dataset else (adopted.data if adopted else None) or "",
     )  # fmt: skip
     return job, recipe
 
 
-def _effective_batch(found: Asked, flags: Mapping[str, Any]) -> int:
-    """What was asked, or what micro-batch and accumulation say, or 16; never less than one sequence per GPU."""
-    asked_for, recipe, wanted = flags.get("effective_batch"), found.recipe, found.wanted
-    if asked_for is not None and not 1 <= asked_for <= LARGEST_BATCH:
-        raise BadInput(f"--effective-batch must be from 1 to {LARGEST_BATCH}, not {asked_for}", hint="16 is usual")
-    if "micro_batch" in wanted and "accumulation" in wanted:
-        if asked_for not in (None, recipe.effective_batch):
-            raise BadInput(
-                f"--micro-batch x --accumulation x GPUs is {recipe.effective_batch}, not --effective-batch {asked_for}",
-                hint="leave one of the three out",
-            )
-        return recipe.effective_batch
-    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
-    if asked_for is None:
-        return max(_batch_of_file(found) or DEFAULT_BATCH, least)
-    if asked_for % least:
-        raise BadInput(
-            f"--effective-batch {asked_for} is no multiple of {least} sequences", hint=f"for example {least * 2}"
-        )
-    return int(asked_for)
+def _truncated(lengths: Lengths, length: int) -> float:
+    from memfit.lengths import truncation
 
-
-def _batch_of_file(found: Asked) -> int:
-    """Sequences per step the `--from` file asks for, outright or by micro-batch and accumulation; 0: it does not say."""
-    if found.adopted is None:
-        return 0
-    told = {"micro_batch", "accumulation"} <= set(found.adopted.stated)
-    return found.adopted.effective_batch or (found.adopted.recipe.effective_batch if told else 0)
+    return truncation(lengths, length).truncated
 
 
 def _length_for(found: Asked) -> int:

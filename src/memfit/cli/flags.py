@@ -8,7 +8,7 @@ from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
-from memfit.job import Recipe
+from memfit.job import METHODS, Recipe
 
 Command = Callable[..., int]
 
@@ -132,8 +132,14 @@ def takes(*rows: Flag, argument: Argument | None = None) -> Callable[[Command], 
 TAKEN: dict[Command, tuple[tuple[Flag, ...], Argument | None]] = {}
 
 
-def recipe_values(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe fields among the flags that were given, as Recipe stores them; 'auto' is no recipe value."""
+def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any]:
+    """The recipe fields among the flags that were given, as Recipe stores them; 'auto' is no recipe value.
+
+    auto: the command takes `--method auto`, and says so to those who mistype it.
+    """
+    method = flags.get("method")
+    if auto and method is not None and method not in ("auto", *METHODS):
+        raise BadInput(f"--method cannot be {method!r}", hint=f"choose one of auto, {', '.join(METHODS)}")
     found = {row.name: flags[row.name] for row in RECIPE if flags.get(row.name) is not None}
     if found.get("method") == "auto":
         del found["method"]

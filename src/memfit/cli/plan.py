@@ -78,7 +78,9 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     model, card = plan.job.architecture.name, list(found.gpu_words)
     same = typed(flags, (*CARD[2:], BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
-    cheat = ["memfit", "techniques", model, *card, *same]
+    measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
+    length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
+    cheat = ["memfit", "techniques", model, *card, *same, *length]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(cheat), shlex.join(why)]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), "--out", "run/", "--target", "trl"]

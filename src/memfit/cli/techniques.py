@@ -20,7 +20,7 @@ def run(
     Also what it costs, and the switch that turns it on in each framework.
     """
     from memfit.cli.asked import asked, job_of
-    from memfit.planner import techniques
+    from memfit.planner import left_out, techniques
 
     found = asked(model, flags)
     job, base = job_of(found, flags)
@@ -30,9 +30,9 @@ def run(
     if flags["json"]:
         from memfit import codec
 
-        terminal.show_json(codec.techniques_doc(job, rungs))
+        terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
         return 0
     from memfit.report.techniques import techniques_view
 
-    terminal.show(techniques_view(job, rungs))
+    terminal.show(techniques_view(job, rungs, left_out(job, base)))
     return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ PLAINER = {"·": "-", "±": "+-", "▶": ">", "│": "|", "╎": "!", "■": "#"
 def forgive_encodings() -> None:
     """Where output cannot hold a character, a plainer one stands for it instead of an error."""
     codecs.register_error("plainer", _plainer)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`)
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="plainer")
@@ -85,7 +90,8 @@ def _say(label: str, style: str, message: str) -> None:
     from memfit.report.words import visible
 
     one_line = visible(" ".join(message.split()))
-    console(sys.stderr).print(Text.assemble((label, style), " ", one_line), soft_wrap=True)
+    with suppress(OSError):  # nobody can be told that nobody can be told
+        console(sys.stderr).print(Text.assemble((label, style), " ", one_line), soft_wrap=True)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from memfit.alloc_conf import parse_alloc_conf
 from memfit.allocator import allocator_for
 from memfit.architecture import Architecture
+from memfit.cautions import cautions
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
 from memfit.formula.sharding import BUCKET_ELEMENTS
@@ -24,6 +25,7 @@ SLACK_SHARE = {
     False: 0.10,
     True: 0.25,
 }  # without and with checkpointing, whose blocks of many sizes fit each other less
+MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
 ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
@@ -39,7 +41,8 @@ def estimate(
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
-    exact = _replayed(account) if replay and _replayable(recipe) else {}
+    real = max(i.requested for i in instants) < MOST_REPLAYED
+    exact = _replayed(account) if replay and real and _replayable(recipe) else {}
     worst: dict[Phase, Instant] = {}
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
@@ -172,7 +175,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         )
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
-    return tuple(assumptions), tuple(unknowns)
+    return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)
 
 
 def _kernels(account: Account) -> set[str]:

@@ -20,7 +20,10 @@ def gated_delta_net(block: Block, x: Tensor, a: Attention) -> Tensor:
     """Qwen3_5GatedDeltaNet; K = kv_heads heads of queries and keys, N = heads of values."""
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is None and block.find("in_proj_qkvz", "attention") is None:
-        raise Unsupported("Kimi's delta attention without the fla package is not modelled")
+        raise Unsupported(
+            "Kimi's delta attention without the fla package is not modelled",
+            hint="'memfit models' lists what is covered",
+        )
     if block.style.mask == "rows":
         x = ops.mul(rec, x, ops.constant({"T": 1}, 1), "padding zeroed")
     mixed, z, b, decay_input = _project(block, x, a)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from memfit.combinations import absent, check
+from memfit.footprint import Footprint
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
 from memfit.optimizers import optimizer
-from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung
+from memfit.plan import Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator
-from memfit.planner.rungs import Step, half_precision, steps_for
+from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.units import gib
 
@@ -31,8 +33,24 @@ def make_plan(
     combinations and Unsupported for models that are not modelled.
     """
     tell = progress or (lambda text, share: None)
+    cards, base = tuple(cards), base or Recipe()
+    plan = _answer(job, base, tell)
+    if any_gpu:
+        from memfit.planner.hardware import cheaper
+
+        found, note = cheaper(plan, cards, lambda j: _answer(j, base, lambda text, share: None), tell)
+        plan = replace(plan, alternatives=found, notes=(*plan.notes, note))
+    elif plan.judgement.verdict == "misfit":
+        from memfit.planner.hardware import smallest_change
+
+        plan = replace(plan, alternatives=smallest_change(plan, cards))
+    return plan
+
+
+def _answer(job: Job, base: Recipe, tell: Progress) -> Plan:
+    """The plan on the job's own card."""
     estimator = Estimator(job)
-    start = starting_recipe(job, base or Recipe())
+    start = starting_recipe(job, base)
     tell("climbing the ladder", 0.1)
     rungs = _climb(job, start, estimator)
     worth = [r for r in rungs if not _only_a_start(job, r)] or rungs
@@ -40,17 +58,26 @@ def make_plan(
     reached = reached or next((r for r in worth if r.judgement.verdict == "tight"), None)
     tell("searching", 0.5)
     if reached is None:
-        closest = min(rungs, key=lambda r: r.judgement.need)
-        return _nothing_fits(job, closest, rungs, estimator, tuple(cards))
+        return _nothing_fits(job, rungs, estimator, left_out(job, base))
     chosen, refused = _search(job, reached, estimator)
     footprint, judgement = estimator.shown(chosen)
     tell("looking at neighbours", 0.8)
-    plan = Plan(
-        job, chosen, footprint, judgement, _marked(rungs, reached), refused,
-        largest=_limits(estimator, chosen), seconds_per_step=estimator.seconds(chosen), 
-        notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen)),
+    seconds = estimator.seconds(chosen)
+    return Plan(
+        job, chosen, _said(job, footprint), judgement, _marked(rungs, reached), refused,
+        largest=_limits(estimator, chosen), seconds_per_step=seconds,
+        step_time=_relative(seconds, estimator.seconds(rungs[0].recipe)),
+        notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen),
+               *(left_out(job, base) if reached is not rungs[0] else ())),
     )  # fmt: skip
-    return replace(plan, alternatives=cheaper(plan, cards)) if any_gpu else plan
+
+
+def _said(job: Job, footprint: Footprint) -> Footprint:
+    """The footprint with what the user's data made of the sequence length."""
+    if job.truncated is None:
+        return footprint
+    cut = f"sequence {job.sequence_length:,} cuts {job.truncated:.1%} of the samples"
+    return replace(footprint, assumptions=(*footprint.assumptions, cut))
 
 
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
@@ -83,24 +110,52 @@ def techniques(job: Job, base: Recipe | None = None) -> tuple[Rung, ...]:
     return tuple(_climb(job, starting_recipe(job, base or Recipe()), Estimator(job), stop=False))
 
 
-def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> list[Rung]:
-    """Rungs in order; with `stop` no further than the first that fits."""
-    wanted = dict(job.wanted)
-    method = "auto" if job.method == "auto" and "method" not in wanted else wanted.get("method", job.method)
-    recipe, rungs = start, [_rung(Step("plain", _plain_title(job, start), lambda r, j: r, ""), start, None, estimator)]
+def left_out(job: Job, base: Recipe | None = None) -> tuple[str, ...]:
+    """Rungs this kind of card cannot take, each with the reason."""
+    start, wanted = starting_recipe(job, base or Recipe()), dict(job.wanted)
+    why: dict[str, list[str]] = {}
     for step in steps_for(job):
-        if stop and rungs[-1].judgement.verdict == "fits" and not _only_a_start(job, rungs[-1]):
+        if _applies(step, start, _method(job), wanted):
+            missing = absent(_taken(step, start, job), job.gpu)
+            if missing is not None and absent(start, job.gpu) is None:
+                why.setdefault(missing.why, []).append(step.title.removeprefix("+ "))
+    return tuple(f"left out: {', '.join(titles)} ({reason})" for reason, titles in why.items())
+
+
+def _method(job: Job) -> str:
+    return str(dict(job.wanted).get("method", job.method))
+
+
+def _taken(step: Step, recipe: Recipe, job: Job) -> Recipe:
+    """The recipe after a rung; what the user named stays."""
+    return step.change(recipe, job).but(**{k: v for k, v in job.wanted if k != "method"})
+
+
+def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> list[Rung]:
+    """Rungs in order; with `stop` no further than the first that fits.
+
+    A start that is impossible as it is (flash attention in fp32) is left out where a rung makes it possible; a file's
+    recipe is where the ladder starts or nowhere.
+    """
+    plain = Step("plain", _plain_title(job, start), lambda r, j: r, "")
+    rungs = [_rung(plain, start, (), estimator)] if estimator.possible(start) else []
+    recipe, wanted, method = start, dict(job.wanted), _method(job)
+    for step in steps_for(job) if rungs or not job.stated else ():
+        if stop and rungs and rungs[-1].judgement.verdict == "fits" and not _only_a_start(job, rungs[-1]):
             break
-        if not _applies(step, recipe, method, wanted):
+        changed = _taken(step, recipe, job) if _applies(step, recipe, method, wanted) else recipe
+        if changed == recipe or backwards(recipe, changed):
             continue
-        changed = step.change(recipe, job).but(**{k: v for k, v in wanted.items() if k not in ("method",)})
-        if changed == recipe or not estimator.possible(changed):
+        if not estimator.possible(changed):
+            recipe = recipe if rungs else changed
             continue
-        rung = _rung(step, changed, rungs[-1], estimator, rungs[0])
-        if rung.saved <= 0 and stop and changed.method == recipe.method and step.key not in PAYS_LATER:
+        rung = _rung(step, changed, rungs, estimator)
+        if rungs and rung.saved <= 0 and stop and changed.method == recipe.method and step.key not in PAYS_LATER:
             continue  # it buys nothing here
         rungs.append(rung)
         recipe = changed
+    if not rungs:
+        check(start, job.architecture, job.gpu)
     return rungs
 
 
@@ -133,26 +188,35 @@ def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object])
 
 
 def _already(step: Step, recipe: Recipe) -> bool:
-    """The recipe does at least as much as the rung would."""
-    shards = ("none", "optimizer", "gradients", "parameters")
+    """The recipe does at least as much as the rung would, in a way `backwards` does not see."""
     if step.key == "mixed":
         return recipe.precision != "fp32"
-    if step.sets == ("shard",):
-        return shards.index(recipe.shard) >= shards.index(step.key.removeprefix("shard-"))
     if step.key == "accumulation":
         return recipe.micro_batch == 1
     return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
 
 
-def _rung(step: Step, recipe: Recipe, before: Rung | None, estimator: Estimator, first: Rung | None = None) -> Rung:
-    footprint, judgement = estimator.shown(recipe)
-    seconds = estimator.seconds(recipe)
-    reference = estimator.seconds(first.recipe) if first else seconds
-    saved = before.judgement.need - judgement.need if before else 0
+def _rung(step: Step, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
+    """What a step makes of the rungs before it; a file's own recipe is always replayed, as `memfit estimate` does."""
+    footprint, judgement = estimator.shown(recipe, exact=bool(estimator.job.stated and not before))
+    saved = before[-1].judgement.need - judgement.need if before else 0
+    relative = _relative(estimator.seconds(recipe), estimator.seconds(before[0].recipe)) if before else 1.0
     return Rung(
-        step.key, step.title, recipe, footprint, judgement, saved, seconds / reference if reference else 1.0, step.caveat,
-        _why(judgement), dict(step.flags),
-    )  # fmt: skip
+        step.key,
+        step.title,
+        recipe,
+        footprint,
+        judgement,
+        saved,
+        relative,
+        step.caveat,
+        _why(judgement),
+        dict(step.flags),
+    )
+
+
+def _relative(seconds: float, reference: float) -> float:
+    return seconds / reference if reference else 1.0
 
 
 def _why(judgement: Judgement) -> str:
@@ -228,58 +292,11 @@ def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
     return (f"host RAM: about {gib(need)} GiB for what is offloaded",) if need else ()
 
 
-def _nothing_fits(job: Job, closest: Rung, rungs: list[Rung], estimator: Estimator, cards: tuple[Gpu, ...]) -> Plan:
-    plan = Plan(
-        job, closest.recipe, closest.footprint, closest.judgement, tuple(rungs),
-        seconds_per_step=estimator.seconds(closest.recipe),
-        notes=(f"nothing fits: the closest recipe is {gib(-closest.judgement.headroom)} GiB over",),
+def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tuple[str, ...]) -> Plan:
+    """The recipe that needs least."""
+    closest = min(rungs, key=lambda r: r.judgement.need)
+    return Plan(
+        job, closest.recipe, _said(job, closest.footprint), closest.judgement, tuple(rungs),
+        seconds_per_step=estimator.seconds(closest.recipe), step_time=closest.step_time,
+        notes=(f"nothing fits: the closest recipe is {gib(-closest.judgement.headroom)} GiB over", *notes),
     )  # fmt: skip
-    return replace(plan, alternatives=smallest_change(plan, cards))
-
-
-def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """More of the same card, then larger cards: the smallest change of hardware that would do."""
-    job, found = plan.job, []
-    for count in (2, 4, 8):
-        if count > job.num_gpus:
-            several = replace(job, num_gpus=count)
-            sharded = plan.recipe.but(num_gpus=count, shard="parameters", accumulation=max(job.effective_batch // count, 1),
-                                      micro_batch=1, offload="none")  # fmt: skip
-            if (option := _alternative(several, sharded, job.gpu)) is not None:
-                found.append(option)
-                break
-    larger = sorted(
-        (g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor), key=_size_and_price
-    )
-    for gpu in larger:
-        if (option := _alternative(replace(job, gpu=gpu), plan.recipe, gpu)) is not None:
-            found.append(option)
-            break
-    return tuple(found)
-
-
-def cheaper(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """Other cards that run the job, cheapest per step first; unpriced ones come last, smallest first."""
-    found = []
-    for gpu in cards:
-        if gpu.short != plan.job.gpu.short and gpu.vendor in ("NVIDIA", "AMD"):
-            option = _alternative(replace(plan.job, gpu=gpu), plan.recipe, gpu)
-            if option is not None:
-                found.append(option)
-    return tuple(
-        sorted(found, key=lambda x: (x.price_per_hour is None, x.price_per_hour or 0.0, x.judgement.usable))[:6]
-    )
-
-
-def _size_and_price(gpu: Gpu) -> tuple[int, float]:
-    return gpu.total_bytes, gpu.price_per_hour or float("inf")
-
-
-def _alternative(job: Job, recipe: Recipe, gpu: Gpu) -> Alternative | None:
-    estimator = Estimator(job)
-    if not estimator.possible(recipe):
-        return None
-    candidate = estimator.quick(recipe)
-    if candidate.judgement.verdict != "fits":
-        return None
-    return Alternative(gpu.name, recipe.num_gpus, recipe, candidate.judgement, gpu.price_per_hour, candidate.seconds)

@@ -54,11 +54,11 @@ class Estimator:
             self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
         return self._full[key]
 
-    def shown(self, recipe: Recipe) -> tuple[Footprint, Judgement]:
-        """What is printed for a recipe: replayed when the answer could depend on it."""
+    def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
+        """What is printed for a recipe: replayed when the answer could depend on it, or where it must be `exact`."""
         quick = self.footprint(recipe, replay=False)
         found = judge(quick, self.job.gpu, self.job.reserve)
-        if found.need <= NEAR * found.usable:
+        if exact or found.need <= NEAR * found.usable:
             quick = self.footprint(recipe, replay=True)
             found = judge(quick, self.job.gpu, self.job.reserve)
         return quick, found

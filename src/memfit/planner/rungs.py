@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
+from memfit.optimizers import optimizer
 
 Change = Callable[[Recipe, Job], Recipe]
 
@@ -26,7 +27,7 @@ class Step:
 
 def sixteen_bit(gpu: Gpu) -> str:
     """The mixed precision a card can run."""
-    return "fp16-mixed" if gpu.compute_capability and gpu.compute_capability < (8, 0) else "bf16-mixed"
+    return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
 
 
 def _smallest_batch(r: Recipe, job: Job) -> Recipe:
@@ -40,20 +41,39 @@ def half_precision(gpu: Gpu) -> str:
 
 
 def _lora(r: Recipe, job: Job) -> Recipe:
-    return r.but(method="lora", precision=half_precision(job.gpu), quantization="none", optimizer="adamw")
+    """Adapters need no small optimizer, so plain AdamW comes back, unless a file chose another that works on them."""
+    precision = "fp16-mixed" if r.precision == "fp16-mixed" else half_precision(job.gpu)
+    kept = "optimizer" in job.stated and not optimizer(r.optimizer).rank_of
+    return r.but(method="lora", precision=precision, quantization="none", optimizer=r.optimizer if kept else "adamw")
 
 
 def _qlora(r: Recipe, job: Job) -> Recipe:
     return _lora(r, job).but(method="qlora", quantization="nf4-double")
 
 
+EIGHT_BIT = {
+    "adamw": "adamw-8bit", "adamw-foreach": "adamw-8bit", "adamw-forloop": "adamw-8bit", "adamw-32bit": "adamw-8bit",
+    "paged-adamw-32bit": "paged-adamw-8bit", "lion": "lion-8bit",
+}  # fmt: skip
+
+
+def _eight_bit(r: Recipe, job: Job) -> Recipe:
+    """The same rule with 8-bit states; an optimizer without such a twin stays."""
+    return r.but(optimizer=EIGHT_BIT.get(r.optimizer, r.optimizer))
+
+
 def _fused(r: Recipe, job: Job) -> Recipe:
     return r.but(loss="fused")
 
 
-def _offloaded(r: Recipe, what: str) -> Recipe:
-    """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host."""
-    precision = "fp16-mixed" if r.precision == "fp16-mixed" else "bf16-master"
+def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
+    """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host.
+
+    It steps with AdamW, so a file that chose another rule is not changed.
+    """
+    if "optimizer" in job.stated and "adamw" not in r.optimizer:
+        return r
+    precision = "bf16-master" if job.gpu.bf16 and r.precision != "fp16-mixed" else "fp16-mixed"
     return r.but(offload=what, optimizer="adamw", precision=precision if r.method == "full" else r.precision)
 
 
@@ -70,7 +90,7 @@ LADDER: tuple[Step, ...] = (
          {"trl": "gradient_checkpointing=True", "transformers": "activation_checkpointing=True",
           "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false",
           "accelerate": "fsdp_activation_checkpointing: true"}, sets=("checkpointing",)),
-    Step("8-bit-optimizer", "+ 8-bit optimizer", lambda r, j: r.but(optimizer="adamw-8bit"),
+    Step("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
          "negligible in most fine-tunes; embeddings keep 32-bit states",
          {"trl": 'optim="adamw_bnb_8bit"', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
           "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
@@ -95,9 +115,9 @@ LADDER: tuple[Step, ...] = (
          "none; PCIe traffic every step",
          {"trl": "activation_offloading=True", "transformers": 'activation_checkpointing_kwargs={"offload": True}',
           "axolotl": "gradient_checkpointing: offload"}, learns="", sets=("checkpointing",)),
-    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, "optimizer"),
+    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, j, "optimizer"),
          "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full", sets=("offload",)),
-    Step("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, "parameters"),
+    Step("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, j, "parameters"),
          "none; every block crosses PCIe twice a step",
          {"deepspeed": '"offload_param": {"device": "cpu"}', "accelerate": "fsdp_offload_params: true"}, learns="full",
          sets=("offload",)),
@@ -112,6 +132,22 @@ SHARDING: tuple[Step, ...] = (
          "none; weights cross the links in every pass",
          {"deepspeed": '"zero_optimization": {"stage": 3}', "accelerate": "fsdp_reshard_after_forward: true"}, sets=("shard",)),
 )  # fmt: skip
+
+# what a climb never takes back, each from the most memory to the least
+ORDER: dict[str, tuple[str, ...]] = {
+    "method": ("full", "lora", "qlora"),
+    "checkpointing": ("none", "selective", "full", "offload"),
+    "loss": ("full", "chunked", "fused"),
+    "offload": ("none", "optimizer", "parameters"),
+    "shard": ("none", "optimizer", "gradients", "parameters"),
+}
+
+
+def backwards(before: Recipe, after: Recipe) -> bool:
+    """A step would undo something the recipe already does."""
+    return any(
+        values.index(getattr(after, name)) < values.index(getattr(before, name)) for name, values in ORDER.items()
+    )
 
 
 def steps_for(job: Job) -> tuple[Step, ...]:

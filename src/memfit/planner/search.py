@@ -7,6 +7,7 @@ from itertools import product
 from math import log
 
 from memfit.job import Job, Recipe
+from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator
 
 
@@ -25,7 +26,9 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
         return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
 
     checkpointing = options("checkpointing", ("none", "full"))
-    optimizers = options("optimizer", ("adamw",))
+    # another AdamW takes the same steps, another rule does not
+    same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
+    optimizers = options("optimizer", ("adamw",) if same else ())
     losses = options("loss", ("fused", "full"))
     attention = options("attention", ("sdpa",))
     shards = options("shard", ("none", "optimizer", "gradients", "parameters")) if rung.num_gpus > 1 else [rung.shard]

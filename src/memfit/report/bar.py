@@ -66,7 +66,8 @@ class StackedBar:
         elif self.rows_in_pipes:
             for part in self.parts:
                 yield Text(f"{part.word.title:<17} {gib(part.bytes):>7} GiB {part.bytes / self.need:>4.0%}")
-            yield Text(f"{'reserved peak':<17} {gib(self.need):>7} GiB of {gib(self.usable)} GiB usable")
+            title = "reserved + NCCL" if any(p.word is NCCL for p in self.parts) else "reserved peak"
+            yield Text(f"{title:<17} {gib(self.need):>7} GiB of {gib(self.usable)} GiB usable")
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""

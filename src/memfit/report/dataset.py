@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from memfit.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
-from memfit.report.layout import paragraphs, table, text
+from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, tokens
 
 BAR = 30  # columns of the longest bar
@@ -40,8 +40,10 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
         f"mean {found.tokens / found.count:,.0f}",
     ]
     about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
+    cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
+        text(f"--sequence-length {cut.length} keeps {1 - cut.truncated:.1%} of the samples whole"),
         text(DOT.join(about)),
         "",
         Histogram(found),
@@ -82,21 +84,13 @@ class Histogram:
 
 def _choices(lengths: Lengths, micro_batch: int) -> RenderableType:
     """What each sequence length would cut, pad and save."""
-    made = table(
-        "--sequence-length",
-        ">samples cut",
-        ">tokens lost",
-        f">padding at micro-batch {micro_batch}",
-        ">packed sequences",
-    )
+    columns = (
+        Column("sequence\nlength"), Column("samples\ncut", right=True), Column("tokens\nlost", right=True),
+        Column(f"padding at\nmicro-batch {micro_batch}", right=True), Column("packed\nsequences", right=True, spare=1),
+    )  # fmt: skip
     cuts = {c.length: c for c in (choose_sequence_length(lengths, p) for p in (90, 95, 99, 100))}
+    rows = []
     for cut in cuts.values():
         waste = padding_waste(lengths, micro_batch, cut.length)
-        made.add_row(
-            tokens(cut.length),
-            f"{cut.truncated:.1%}",
-            f"{cut.lost:.1%}",
-            f"{waste.share:.0%}",
-            tokens(packed(lengths, cut.length)),
-        )
-    return made
+        rows.append((tokens(cut.length), f"{cut.truncated:.1%}", f"{cut.lost:.1%}", f"{waste.share:.0%}", tokens(packed(lengths, cut.length))))  # fmt: skip
+    return Grid(columns, rows)

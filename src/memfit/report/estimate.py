@@ -21,6 +21,7 @@ from memfit.report.words import (
     card_room,
     card_title,
     instant,
+    peak_words,
     phase_title,
     recipe_facts,
     room,
@@ -37,7 +38,7 @@ def estimate_view(
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
-    said = (f"peak {gib(judgement.need)} GiB reserved{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
+    said = (f"{peak_words(peak, judgement)}{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
         hanging(Text(words, style), said), "",

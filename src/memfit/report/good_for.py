@@ -77,8 +77,7 @@ def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Arch
 
 def recipe_for(method: str, gpu: Gpu) -> Recipe:
     """The stated setting on a card."""
-    old = gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
-    return RECIPES[method].but(precision="fp16-mixed") if old else RECIPES[method]
+    return RECIPES[method] if gpu.bf16 else RECIPES[method].but(precision="fp16-mixed")
 
 
 class _Search(Generic[E]):

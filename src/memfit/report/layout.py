@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +37,54 @@ class Ends:
         else:
             yield self.left
             yield self.right
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a Grid. `title` may hold a line break, which is a space in pipes."""
+
+    title: str
+    right: bool = False
+    wraps: int = 0  # columns below which it is not squeezed; 0: it never wraps
+    spare: int = 0  # left out where the width is short, highest first; 0: never
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table without lines that leaves out its spare columns where the terminal is narrow."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Text | str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = self._shown(options.max_width)
+        made = table()
+        for i in shown:
+            c = self.columns[i]
+            title = c.title if options.is_terminal else c.title.replace("\n", " ")
+            made.add_column(
+                title,
+                justify="right" if c.right else "left",
+                no_wrap=not c.wraps,
+                overflow="fold",
+                min_width=c.wraps or None,
+            )
+        for row in self.rows:
+            made.add_row(*(row[i] for i in shown))
+        yield made
+
+    def _shown(self, width: int) -> list[int]:
+        """Indices of the columns there is room for."""
+        kept = list(range(len(self.columns)))
+        while sum(map(self._width, kept)) + GAP * len(kept) > width and any(self.columns[i].spare for i in kept):
+            kept.remove(max(kept, key=lambda i: self.columns[i].spare))
+        return kept
+
+    def _width(self, i: int) -> int:
+        """Columns it cannot do without."""
+        column = self.columns[i]
+        lines = [*column.title.split("\n"), *([] if column.wraps else [str(row[i]) for row in self.rows])]
+        return max(column.wraps, *map(cell_len, lines))
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], style: str = "") -> Table:

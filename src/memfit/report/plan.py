@@ -10,19 +10,20 @@ from rich.text import Text
 from memfit.plan import Plan
 from memfit.report.bar import StackedBar, shares
 from memfit.report.ladder import Ladder, costs
-from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
+from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import (
     DOT,
     VERDICT_WORDS,
     batch_title,
     card_room,
     card_title,
-    changes,
     clock,
     instant,
     method_title,
+    peak_words,
     recipe_facts,
     room,
+    short_recipe,
     tokens,
 )
 from memfit.units import gib
@@ -55,13 +56,15 @@ def _asked(plan: Plan) -> str:
     job = plan.job
     method = "method chosen by the ladder" if job.method == "auto" else method_title(plan.recipe)
     parts = [
-        f"sequence {job.sequence_length}",
-        f"effective batch {job.effective_batch}",
+        f"sequence {tokens(job.sequence_length)}",
+        f"effective batch {tokens(job.effective_batch)}",
         method,
         f"trainer {job.trainer}",
     ]
     if job.longest_sample:
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
+    if job.truncated is not None:
+        parts.append(f"{job.truncated:.1%} of the samples cut")
     return DOT.join(parts)
 
 
@@ -75,7 +78,7 @@ def verdict(plan: Plan) -> RenderableType:
         Text(words, style),
         (
             f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
-            f"peak {gib(plan.judgement.need)} GiB reserved{DOT}{room(plan.judgement)}{DOT}worst instant: {instant(peak)}",
+            f"{peak_words(peak, plan.judgement)}{DOT}{room(plan.judgement)}{DOT}worst instant: {instant(peak)}",
         ),
     )
 
@@ -84,13 +87,11 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
     found += [("quality:", line) for line in costs(plan.ladder, plan.recipe)]
     found += [("note:", line) for line in plan.notes]
-    if plan.seconds_per_step:
-        found.append(
-            (
-                "time:",
-                f"about {clock(plan.seconds_per_step)} per optimizer step (roofline, see memfit glossary roofline)",
-            )
-        )
+    if not plan.job.gpu.half_flops:
+        found.append(("time:", f"only relative: how fast the {plan.job.gpu.name} is in 16 bits is not known"))
+    elif plan.seconds_per_step:
+        about = f"about {clock(plan.seconds_per_step)} per optimizer step"
+        found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
     limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
     if limits:
         found.append(("largest:", f"{' or '.join(limits)} would still fit, with the rest as it is"))
@@ -101,11 +102,18 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _alternatives(plan: Plan) -> RenderableType:
-    made = table("other cards", ">GPUs", ">peak GiB", ">headroom", ">$ per hour", "recipe")
-    for a in plan.alternatives:
-        price = "-" if a.price_per_hour is None else f"{a.price_per_hour * a.num_gpus:.2f}"
-        recipe = ", ".join(changes(plan.recipe, a.recipe)) or "the same"
-        made.add_row(
-            text(a.gpu), str(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom), price, text(recipe)
-        )
-    return made
+    columns = (
+        Column("other cards"), Column("GPUs", right=True, spare=3), Column("peak\nGiB", right=True, spare=2),
+        Column("headroom\nGiB", right=True, spare=4), Column("$ per\nhour", right=True), Column("$ per\n1,000 steps", right=True, spare=1),
+        Column("with the recipe", wraps=24),
+    )  # fmt: skip
+    rows = [
+        (text(a.gpu), tokens(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom), _usd(a.price_per_hour, a.num_gpus),
+         _usd(a.price_per_step, 1000), text(short_recipe(a.recipe)))
+        for a in plan.alternatives
+    ]  # fmt: skip
+    return Grid(columns, rows)
+
+
+def _usd(price: float | None, times: int) -> str:
+    return "-" if price is None else f"{price * times:,.2f}"

@@ -9,23 +9,41 @@ from rich.text import Text
 
 from memfit.job import Job
 from memfit.plan import Rung, Verdict
-from memfit.report.layout import Ends, paragraphs, table, text
-from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, visible
+from memfit.report.layout import Ends, hanging, paragraphs, table, text
+from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, room, tokens, visible
 from memfit.units import gib
 
 _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
 
 
-def techniques_view(job: Job, rungs: Sequence[Rung]) -> Group:
-    """All rungs in order, each on top of those before it, then what they cost and their switches."""
+def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
+    """Which rung fits first, all rungs in order, each on top of those before it, then their costs and switches."""
     usable = job.gpu.usable_bytes(job.reserve)
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
-    asked = f"sequence {job.sequence_length}{DOT}effective batch {job.effective_batch}{DOT}each technique on top of those above it"
+    asked = f"sequence {tokens(job.sequence_length)}{DOT}effective batch {tokens(job.effective_batch)}{DOT}each technique on top of those above it"
     parts: list[RenderableType] = [
-        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _table(rungs), "",
-        _details(rungs),
+        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "", _table(rungs), "",
+        *_notes(notes), _details(rungs),
     ]  # fmt: skip
     return Group(*parts)
+
+
+def _notes(notes: Sequence[str]) -> list[RenderableType]:
+    return [paragraphs([("note:", line) for line in notes]), ""] if notes else []
+
+
+def _verdict(rungs: Sequence[Rung]) -> RenderableType:
+    """The best verdict of the ladder, and the first rung that has it."""
+    for verdict in ("fits", "tight", "misfit"):
+        some = [r for r in rungs if r.judgement.verdict == verdict]
+        if some:
+            words, style = VERDICT_WORDS[verdict]
+            first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
+            said = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
+            return hanging(
+                Text(words, style), (f"{said}{DOT}peak {gib(first.judgement.need)} GiB{DOT}{room(first.judgement)}",)
+            )
+    return Text("no technique applies")
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:

@@ -56,13 +56,13 @@ def method_title(recipe: Recipe) -> str:
 
 def batch_title(recipe: Recipe) -> str:
     """'micro-batch 4 x 4', with the cards where there are several."""
-    cards = f" on {recipe.num_gpus} GPUs" if recipe.num_gpus > 1 else ""
-    return f"micro-batch {recipe.micro_batch} x {recipe.accumulation}{cards}"
+    cards = f" on {tokens(recipe.num_gpus)} GPUs" if recipe.num_gpus > 1 else ""
+    return f"micro-batch {tokens(recipe.micro_batch)} x {tokens(recipe.accumulation)}{cards}"
 
 
 def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     """Everything about a recipe that moves memory, in the order people say it."""
-    facts = [method_title(recipe), batch_title(recipe), f"sequence {recipe.sequence_length}"]
+    facts = [method_title(recipe), batch_title(recipe), f"sequence {tokens(recipe.sequence_length)}"]
     if recipe.quantization != "none":
         facts.append(f"base in {recipe.quantization}")
     facts += [recipe.precision, optimizer(recipe.optimizer).title]
@@ -80,6 +80,7 @@ _CHANGED: dict[str, Callable[[Recipe], str]] = {
     "method": method_title, "micro_batch": batch_title, "accumulation": batch_title,
     "optimizer": lambda r: optimizer(r.optimizer).title,
     "checkpointing": lambda r: "no checkpointing" if r.checkpointing == "none" else f"checkpointing {r.checkpointing}",
+    "sequence_length": lambda r: f"sequence {tokens(r.sequence_length)}",
     "loss": lambda r: f"{r.loss} loss", "precision": lambda r: r.precision,
     "quantization": lambda r: f"base in {r.quantization}" if r.quantization != "none" else "base not quantised",
 }  # fmt: skip
@@ -94,7 +95,7 @@ def changes(before: Recipe, after: Recipe) -> tuple[str, ...]:
 
 def card_title(gpu: Gpu, count: int) -> str:
     """'one GeForce RTX 4090' or '8 x H100 SXM'."""
-    return f"one {gpu.name}" if count == 1 else f"{count} x {gpu.name}"
+    return f"one {gpu.name}" if count == 1 else f"{tokens(count)} x {gpu.name}"
 
 
 def card_room(gpu: Gpu, usable: int, count: int) -> str:
@@ -107,6 +108,22 @@ def room(judgement: Judgement) -> str:
     return (
         f"{gib(judgement.headroom)} GiB headroom" if judgement.headroom >= 0 else f"{gib(-judgement.headroom)} GiB over"
     )
+
+
+def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
+    """'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'."""
+    nccl = judgement.need - peak.levels.reserved
+    if nccl <= 0:
+        return f"peak {gib(judgement.need)} GiB reserved"
+    return f"peak {gib(judgement.need)} GiB: {gib(peak.levels.reserved)} reserved + {gib(nccl)} NCCL buffers"
+
+
+def short_recipe(recipe: Recipe) -> str:
+    """Everything a recipe does that a plain one does not, in a line: 'LoRA r16, micro-batch 4 x 4, checkpointing full'."""
+    plain = Recipe(method=recipe.method, quantization=recipe.quantization, lora_rank=recipe.lora_rank,
+                   micro_batch=recipe.micro_batch, accumulation=recipe.accumulation, num_gpus=recipe.num_gpus,
+                   sequence_length=recipe.sequence_length, trainer=recipe.trainer)  # fmt: skip
+    return ", ".join((method_title(recipe), batch_title(recipe), *changes(plain, recipe)))
 
 
 def instant(peak: PhasePeak) -> str:

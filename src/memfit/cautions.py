@@ -1,0 +1,54 @@
+"""What does not forbid a recipe on a card but must be said with its answer; a new caution is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.architecture import Architecture
+from memfit.gpu import Gpu, Platform
+from memfit.job import Recipe
+
+PLATFORMS: dict[Platform, str] = {
+    "cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel's XPU", "hpu": "Gaudi's HPU", "mps": "Apple's Metal",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """A sentence, and when it holds."""
+
+    when: Callable[[Architecture, Recipe, Gpu], bool]
+    says: Callable[[Architecture, Recipe, Gpu], str]
+
+
+CAUTIONS: tuple[Caution, ...] = (
+    Caution(
+        lambda a, r, g: bool(a.max_positions) and r.sequence_length > (a.max_positions or 0),
+        lambda a, r, g: (
+            f"sequence {r.sequence_length:,} is beyond the {a.max_positions:,} positions of the model's config"
+        ),
+    ),
+    Caution(
+        lambda a, r, g: not g.bf16 and r.precision == "fp16-mixed",
+        lambda a, r, g: f"fp16 because {g.name} has no bf16 units",
+    ),
+    # the pages of ROCm's allocator are CUDA's, renamed; the other devices have allocators and kernels of their own
+    Caution(
+        lambda a, r, g: g.platform not in ("cuda", "rocm"),
+        lambda a, r, g: f"allocator and kernels as on CUDA, those of {PLATFORMS[g.platform]} are not modelled",
+    ),
+    Caution(
+        lambda a, r, g: g.platform == "rocm",
+        lambda a, r, g: "kernel workspaces as on CUDA, ROCm's are not modelled",
+    ),
+    Caution(
+        lambda a, r, g: g.platform == "hpu" and r.quantization != "none",
+        lambda a, r, g: "bitsandbytes calls its 4-bit support on Gaudi partial",
+    ),
+)
+
+
+def cautions(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
+    """Everything to be said about this recipe on this card."""
+    return tuple(c.says(architecture, recipe, gpu) for c in CAUTIONS if c.when(architecture, recipe, gpu))
