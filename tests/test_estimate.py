@@ -114,7 +114,7 @@ LEAN = Recipe(checkpointing="full", loss="fused", micro_batch=1)  # the optimize
     [
         (BATCH8, {"checkpointing": "full"}),
         (LEAN.but(method="lora", micro_batch=8), {"checkpointing": "offload"}),
-        (BATCH8, {"loss": "fused"}),
+        (BATCH8.but(trainer="transformers"), {"loss": "fused"}),
         (BATCH8.but(attention="eager"), {"attention": "sdpa"}),
         (BATCH8.but(precision="fp32"), {"precision": "bf16-mixed"}),
         (BATCH8, {"micro_batch": 1, "accumulation": 8}),

@@ -47,6 +47,11 @@ def _qlora(r: Recipe, job: Job) -> Recipe:
     return _lora(r, job).but(method="qlora", quantization="nf4-double")
 
 
+def _eight_bit(r: Recipe, job: Job) -> Recipe:
+    """bitsandbytes' optimizer, or torchao's where FSDP2 cuts the weights."""
+    return r.but(optimizer="adamw-8bit-torchao" if r.shard == "parameters" else "adamw-8bit")
+
+
 def _fused(r: Recipe, job: Job) -> Recipe:
     return r.but(loss="fused")
 
@@ -70,7 +75,7 @@ LADDER: tuple[Step, ...] = (
          {"trl": "gradient_checkpointing=True", "transformers": "activation_checkpointing=True",
           "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false",
           "accelerate": "fsdp_activation_checkpointing: true"}, sets=("checkpointing",)),
-    Step("8-bit-optimizer", "+ 8-bit optimizer", lambda r, j: r.but(optimizer="adamw-8bit"),
+    Step("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
          "negligible in most fine-tunes; embeddings keep 32-bit states",
          {"trl": 'optim="adamw_bnb_8bit"', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
           "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
