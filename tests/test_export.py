@@ -77,7 +77,7 @@ REFUSED = [
     ("trl", Recipe(optimizer="muon"), "--optimizer"),
     ("trl", Recipe(optimizer="adamw-forloop"), "--optimizer adamw"),
     ("trl", Recipe(trainer="trl==1.3"), "--trainer trl"),
-    ("trl", Recipe(method="lora", lora_targets=("q_proj", "lm_head")), "--export transformers"),
+    ("trl", Recipe(method="lora", lora_targets=("q_proj", "lm_head")), "--target transformers"),
     ("trl", Recipe(precision="bf16", offload="optimizer"), "--precision bf16-master"),
     ("trl", Recipe(precision="bf16-master", offload="optimizer", optimizer="adafactor"), "--optimizer adamw"),
     ("trl", Recipe(optimizer="adamw-8bit", shard="parameters", num_gpus=2), "--optimizer adamw-8bit-torchao"),

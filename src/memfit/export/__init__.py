@@ -19,7 +19,7 @@ RECIPE_FILE = "recipe.toml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: what --export takes, what it writes, and the line that starts it."""
+    """One row: what --target takes, what it writes, and the line that starts it."""
 
     key: str
     title: str
@@ -46,7 +46,7 @@ def _script(plan: Plan) -> str:
 TARGETS: dict[str, Target] = {
     row.key: row
     for row in (
-        Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script, "trl"),
+        Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script),
         Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script, "transformers"),
         Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command, "transformers"),
         Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command, "transformers"),

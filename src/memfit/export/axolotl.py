@@ -137,14 +137,14 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
         return {"bf16": False, "fp16": False}
     if recipe.precision == "bf16-mixed" and kind != "deepspeed" and not (trains_all and kind == "fsdp"):
         raise Unsupported(
-            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --export trl"
+            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --target trl"
         )
     if recipe.precision == "bf16" and trains_all and kind == "fsdp":
-        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --export trl")
+        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --target trl")
     if recipe.precision == "fp16-mixed":
         if trains_all and kind != "deepspeed":
             raise Unsupported(
-                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --export trl"
+                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --target trl"
             )
         return {"bf16": False, "fp16": True}
     return {"bf16": True}

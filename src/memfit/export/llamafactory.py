@@ -57,9 +57,9 @@ def check(recipe: Recipe) -> None:
                 "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
             )
     if recipe.loss == "chunked":
-        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --export trl")
+        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --target trl")
     if recipe.checkpointing == "selective":
-        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --export trl")
+        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
     if recipe.quantization == "int8" and recipe.shard == "parameters":
         raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
     if recipe.precision == "bf16" and recipe.method == "full" and launch.zero_stage(recipe) == 3:
@@ -135,7 +135,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
     if recipe.precision == "fp16-mixed":
         return {"fp16": True}
     if recipe.precision in ("fp32", "bf16-mixed") and not trains_all:
-        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --export trl")
+        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --target trl")
     if recipe.precision == "bf16" and trains_all:
         return {"pure_bf16": True, **({"bf16": True} if _spread(recipe) else {})}
     return {"bf16": True}

@@ -56,12 +56,12 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
     names.check_method(recipe)
     launch.check(recipe, kind)
     if recipe.loss == "chunked":
-        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --export trl")
+        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
     if recipe.padding == "packing":
-        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --export trl")
+        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --target trl")
     if recipe.checkpointing == "selective":
         raise Unsupported(
-            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --export trl"
+            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --target trl"
         )
 
 

@@ -34,7 +34,7 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
         raise Unsupported(f"memfit writes scripts for TRL 1.15 and newer, not {recipe.trainer}", hint="--trainer trl")
     if recipe.method != "full" and "lm_head" in recipe.lora_targets:
         raise Unsupported(
-            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--export transformers"
+            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--target transformers"
         )
 
 
