@@ -76,7 +76,7 @@ LADDER: tuple[Step, ...] = (
           "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false"}, sets=("checkpointing",)),
     Step("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
          "negligible in most fine-tunes; embeddings keep 32-bit states",
-         {"trl": 'optim="adamw_bnb_8bit"', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
+         {"trl": 'optim="adamw_bnb_8bit" (FSDP2: "adamw_torch_8bit")', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
           "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
     Step("accumulation", "+ micro-batch 1, accumulated", _smallest_batch, "none at the same tokens per step",
          {"trl": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
