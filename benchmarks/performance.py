@@ -257,9 +257,7 @@ def _parts(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, f
         ("the table of cards", plan["card"]),
         ("planning: tracing blocks, ladder, search, replays", plan["plan"]),
     ]
-    known.append(
-        ("the rest: command line (click), rendering (rich), exit", min(whole.wall) - sum(t for _, t in known))
-    )
+    known.append(("the rest: command line (click), rendering (rich), exit", min(whole.wall) - sum(t for _, t in known)))
     rows = ["| part | seconds |", "|---|---:|", *(f"| {name} | {taken:.3f} |" for name, taken in known)]
     return "\n".join(rows) + f"\n\nThe same plan again in the same process: {plan['again']:.3f} s."
 

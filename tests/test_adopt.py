@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memfit.adopt import FORMATS, adopt
 from memfit.errors import BadInput, Unsupported
-from memfit.export import export, write
+from memfit.export import export, launch, write
 from memfit.job import RECIPE_FIELDS, Recipe
 from memfit.recipe_file import SIZE_LIMIT
 from plans import CHOICES, GRID, SINGLES, make_plan
@@ -217,6 +217,9 @@ def expected(recipe: Recipe, format_name: str) -> Recipe:
     """What can come back of a recipe written as axolotl or LLaMA-Factory YAML."""
     plain = Recipe()
     back = recipe.but(trainer="transformers", alloc_conf="", num_gpus=1)
+    zero = launch.backend(recipe) == "deepspeed" or (format_name == "llamafactory" and recipe.shard == "parameters")
+    if zero and recipe.precision == "bf16-mixed":  # what DeepSpeed makes of it
+        back = back.but(precision="bf16-master" if recipe.method == "full" else "bf16")
     if recipe.method == "full":
         back = back.but(**{f: getattr(plain, f) for f in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")})
         if (

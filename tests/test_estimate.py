@@ -114,7 +114,7 @@ LEAN = Recipe(checkpointing="full", loss="fused", micro_batch=1)  # the optimize
     [
         (BATCH8, {"checkpointing": "full"}),
         (LEAN.but(method="lora", micro_batch=8), {"checkpointing": "offload"}),
-        (BATCH8, {"loss": "fused"}),
+        (BATCH8.but(trainer="transformers"), {"loss": "fused"}),
         (BATCH8.but(attention="eager"), {"attention": "sdpa"}),
         (BATCH8.but(precision="fp32"), {"precision": "bf16-mixed"}),
         (BATCH8, {"micro_batch": 1, "accumulation": 8}),
@@ -168,3 +168,32 @@ def test_the_step_peak_is_not_in_the_first_step() -> None:
     footprint = estimate(resolve_model("llama-2-7b"), Recipe(checkpointing="full", precision="bf16"), GPU, replay=False)
     by_phase = {p.phase: p.levels.requested for p in footprint.phases}
     assert by_phase["step"] >= by_phase["first_step"]
+
+
+# bytes per trained element: (adapter, gradient, fp32 master, AdamW's states)
+TRAINED = [
+    ({"method": "lora"}, (4, 4, 0, 8)),
+    ({"method": "lora", "shard": "gradients"}, (2, 2, 4, 8)),  # DeepSpeed casts adapters too, and keeps a master copy
+    ({"method": "lora", "offload": "optimizer", "precision": "bf16-mixed"}, (2, 2, 4, 8)),
+    ({"method": "lora", "shard": "parameters"}, (4, 4, 0, 8)),
+    ({"method": "qlora", "quantization": "nf4"}, (2, 2, 0, 4)),  # TRL's cast
+    ({"method": "qlora", "quantization": "nf4", "precision": "fp16-mixed"}, (4, 4, 0, 8)),  # the loss scaler's need
+    ({"method": "qlora", "quantization": "nf4", "shard": "parameters"}, (4, 4, 0, 8)),  # accelerate's under FSDP2
+    ({"method": "lora", "precision": "fp32", "shard": "gradients"}, (4, 4, 0, 8)),
+]
+
+
+@pytest.mark.parametrize(("changes", "widths"), TRAINED, ids=str)
+def test_what_trained_adapters_are_stored_in(changes: dict[str, Any], widths: tuple[int, ...]) -> None:
+    s = Account(resolve_model("llama-3.1-8b"), Recipe(num_gpus=2, **changes), GPU).static
+    counters = 4 * len(s.state_tensors)  # AdamW's step, per tensor
+    found = (s.adapter, s.gradients, s.master, s.states - counters)
+    assert found == tuple(width * s.trained for width in widths)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_trl_computes_every_loss_through_its_fused_head(loss: str) -> None:
+    fused = Recipe(micro_batch=4, loss="fused")
+    assert requested(resolve_model("llama-3.1-8b"), fused.but(loss=loss)) == requested(
+        resolve_model("llama-3.1-8b"), fused
+    )

@@ -23,11 +23,15 @@ from hypothesis import strategies as st
 from memfit import export
 from memfit import framework_names as names
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
-from memfit.export import launch
+from memfit.export import launch, templates
+from memfit.export.dataset import layout_of
+from memfit.formula.account import Account
+from memfit.formula.estimate import closed_form
+from memfit.hub import resolve_model
 from memfit.job import Recipe
 from memfit.plan import Judgement
 from memfit.recipe_file import loads
-from memfit.units import GIB
+from memfit.units import GIB, human
 from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan
 
 
@@ -73,9 +77,7 @@ REFUSED = [
     ("trl", Recipe(optimizer="muon"), "--optimizer"),
     ("trl", Recipe(optimizer="adamw-forloop"), "--optimizer adamw"),
     ("trl", Recipe(trainer="trl==1.3"), "--trainer trl"),
-    ("trl", Recipe(method="lora", lora_targets=("q_proj", "lm_head")), "--export transformers"),
-    ("trl", Recipe(method="qlora", quantization="nf4", precision="fp16-mixed"), "--precision bf16"),
-    ("trl", Recipe(precision="bf16-mixed", shard="gradients", num_gpus=2), "--precision bf16-master"),
+    ("trl", Recipe(method="lora", lora_targets=("q_proj", "lm_head")), "--target transformers"),
     ("trl", Recipe(precision="bf16", offload="optimizer"), "--precision bf16-master"),
     ("trl", Recipe(precision="bf16-master", offload="optimizer", optimizer="adafactor"), "--optimizer adamw"),
     ("trl", Recipe(optimizer="adamw-8bit", shard="parameters", num_gpus=2), "--optimizer adamw-8bit-torchao"),
@@ -86,7 +88,9 @@ REFUSED = [
     ("transformers", Recipe(checkpointing="selective"), "--checkpointing full"),
     ("axolotl", Recipe(precision="bf16-mixed"), "--precision bf16"),
     ("axolotl", Recipe(precision="bf16", shard="parameters", num_gpus=2), "--precision bf16-mixed"),
-    ("axolotl", Recipe(method="lora", precision="fp16-mixed"), "--precision bf16"),
+    ("axolotl", Recipe(precision="fp16-mixed"), "--precision bf16"),
+    ("axolotl", Recipe(optimizer="muon", precision="bf16-master"), "--optimizer adamw"),
+    ("llamafactory", Recipe(optimizer="galore", precision="bf16-master"), "--optimizer adamw-8bit"),
     ("llamafactory", Recipe(loss="chunked"), "--loss fused"),
     ("llamafactory", Recipe(method="lora", precision="fp32"), "--precision bf16"),
     ("llamafactory", Recipe(precision="bf16", shard="parameters", num_gpus=2), "--precision bf16-master"),
@@ -138,12 +142,12 @@ PRECISIONS = [
     ({"precision": "bf16"}, "bfloat16", {"bf16": True}),
     ({"precision": "bf16-mixed"}, "float32", {"bf16": True}),
     ({"precision": "bf16-master"}, "bfloat16", {"bf16": True}),
-    ({"precision": "fp16-mixed"}, "float32", {"fp16": True}),
+    ({"precision": "fp16-mixed"}, "float32", {"bf16": False, "fp16": True}),
     ({"precision": "fp32"}, "float32", {"bf16": False}),
     # accelerate would keep FSDP2 weights in fp32 if autocast were on
     ({"precision": "bf16", "shard": "parameters", "num_gpus": 2}, "bfloat16", {"bf16": False}),
     ({"precision": "bf16", "shard": "parameters", "num_gpus": 2, "method": "lora"}, "bfloat16", {"bf16": True}),
-    ({"precision": "fp16-mixed", "shard": "gradients", "num_gpus": 2}, "float16", {"fp16": True}),
+    ({"precision": "fp16-mixed", "shard": "gradients", "num_gpus": 2}, "float16", {"bf16": False, "fp16": True}),
 ]  # fmt: skip
 
 
@@ -151,7 +155,8 @@ PRECISIONS = [
 def test_trl_precision(recipe: dict[str, Any], dtype: str, autocast: dict[str, bool]) -> None:
     config = trl_calls(**recipe)["SFTConfig"]
     assert config["model_init_kwargs"] == {"dtype": dtype, "attn_implementation": "sdpa"}
-    assert {k: v for k, v in config.items() if k in ("bf16", "fp16")} == autocast
+    found = {k: {"not args.cpu": True}.get(v, v) for k, v in config.items() if k in ("bf16", "fp16")}
+    assert found == autocast
 
 
 def test_trl_carries_the_recipe() -> None:
@@ -201,6 +206,8 @@ def test_the_launcher_files_match_the_backend(recipe: Recipe, kind: str, distrib
     assert (launch.DEEPSPEED_FILE in files) == (kind == "deepspeed")
     start = "accelerate launch --config_file accelerate.yaml train.py" if distributed else "python train.py"
     assert f"    {start} --data data.jsonl\n" in files["train.py"]
+    named = make_plan(recipe, dataset="/data/named.jsonl")
+    assert f"    {start}\n" in export.export(named, "trl")["train.py"]  # the file knows its data
     if distributed:
         config = yaml.safe_load(files[launch.ACCELERATE_FILE])
         assert (config["distributed_type"], config["num_processes"]) == (distributed, recipe.num_gpus)
@@ -220,7 +227,7 @@ def test_deepspeed_stage_and_offload(changes: dict[str, Any], expected: dict[str
     recipe = Recipe(precision="bf16-master", micro_batch=2, accumulation=3, **changes)
     config = json.loads(export.export(make_plan(recipe), "deepspeed")[launch.DEEPSPEED_FILE])
     assert expected.items() <= config["zero_optimization"].items()
-    assert config["train_batch_size"] == recipe.effective_batch
+    assert config["train_batch_size"] == "auto"  # the Trainer fills it in
     assert config["bf16"] == {"enabled": True}
 
 
@@ -252,26 +259,36 @@ def test_requirements_name_what_the_script_needs(recipe: Recipe, needed: set[str
 # ---- what is told: savings, predictions
 
 
-def test_each_choice_is_commented_with_what_it_saved() -> None:
-    start = Recipe()
-    checkpointed = start.but(checkpointing="full")
-    smaller = checkpointed.but(micro_batch=2)
-    lora = smaller.but(method="lora", optimizer="paged-adamw-8bit")
-    final = lora.but(micro_batch=1, alloc_conf="expandable_segments:True")
-    steps = (
-        ("bf16", start.but(micro_batch=4), 0), ("+ activation checkpointing", checkpointed.but(micro_batch=4), 14 * GIB),
-        ("+ micro-batch 2", smaller, GIB), ("LoRA r16", lora, 43 * GIB), ("+ micro-batch 1", final, GIB // 2),
+def test_each_choice_is_commented_with_what_it_saves_in_this_run() -> None:
+    model = resolve_model("llama-3.1-8b")
+    recipe = Recipe(
+        method="qlora", quantization="nf4-double", checkpointing="full", optimizer="paged-adamw-8bit", micro_batch=2,
+        accumulation=8, sequence_length=1024,
     )  # fmt: skip
-    script = export.export(make_plan(final, steps), "trl")["train.py"]
-    assert "gradient_checkpointing=True,  # saves 14.0 GiB: activation checkpointing\n" in script
-    assert "MICRO_BATCH = 1  # saves 1.50 GiB: micro-batch 1\n" in script  # both rungs that moved it
-    assert re.search(r"LORA = LoraConfig\(.*# saves 43.0 GiB: LoRA r16\n", script)
-    assert script.count("GiB: ") == 3  # no byte is claimed twice
+    plan = make_plan(recipe)
+    plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, architecture=model))
+    script = export.export(plan, "trl")["train.py"]
+
+    def peak(r: Recipe) -> int:
+        return closed_form(Account(model, r, plan.job.gpu)).requested
+
+    for line, without, against in (
+        ("LORA = ", recipe.but(method="full", quantization="none"), "training every weight"),
+        ("QUANTIZATION = ", recipe.but(method="lora", quantization="none"), "a 16-bit base"),
+        ("MICRO_BATCH = 2", recipe.but(micro_batch=16, accumulation=1), "the whole batch at once"),
+        ("gradient_checkpointing=True", recipe.but(checkpointing="none"), "keeping all activations"),
+        ('optim="paged_adamw_8bit"', recipe.but(optimizer="adamw"), "AdamW (fused)"),
+        ("model_init_kwargs=", recipe.but(precision="fp32"), "fp32"),
+    ):
+        note = f"saves {human(peak(without) - peak(recipe))} against {against}\n"
+        assert re.search(re.escape(note) + rf"\s*{re.escape(line)}|{re.escape(line)}.*{re.escape(note)}", script), line
+    assert script.count(" against ") == 6
 
 
-def test_a_rung_that_was_taken_back_saves_nothing() -> None:
-    steps = (("a", Recipe(), 0), ("+ checkpointing", Recipe(checkpointing="full"), GIB), ("- again", Recipe(), -GIB))
-    assert "GiB: " not in export.export(make_plan(Recipe(), steps), "trl")["train.py"]
+@pytest.mark.parametrize("key", ["trl", "transformers", "axolotl", "accelerate", "deepspeed"])
+def test_a_choice_that_saves_nothing_says_nothing(key: str) -> None:
+    files = export.export(make_plan(Recipe(sequence_length=16, precision="fp32")), key)
+    assert not any("saves" in text for text in files.values())
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
@@ -371,6 +388,105 @@ def test_optimizer_names_go_both_ways() -> None:
         assert back == recipe.optimizer or (back, recipe.optimizer) == ("sgd", "sgd-momentum")
 
 
+# ---- the data, as each framework is told about it
+
+AXOLOTL = {
+    "text.jsonl": {"type": "completion"}, "lines.txt": {"type": "completion", "ds_type": "text"},
+    "messages.jsonl": {"field_messages": "messages", "message_property_mappings": {"role": "role", "content": "content"}},
+    "conversations.jsonl": {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}},
+    "questions.csv": {"ds_type": "csv", "type": {"field_instruction": "question", "field_output": "answer",
+                                                 "format": "{instruction}", "no_input_format": "{instruction}"}},
+    "instructions.jsonl": {"type": "alpaca", "ds_type": "json"}, "ids.jsonl": None, "instructions.tsv": None, "chat-pairs.jsonl": None,
+}  # fmt: skip
+FACTORY = {
+    "text.jsonl": {"formatting": "alpaca", "columns": {"prompt": "text"}},
+    "messages.jsonl": {"formatting": "sharegpt", "columns": {"messages": "messages"}},
+    "conversations.jsonl": {"formatting": "sharegpt", "columns": {"messages": "conversations"}},
+    "questions.csv": {"columns": {"prompt": "question", "response": "answer"}},
+    "instructions.jsonl": {"columns": {"prompt": "instruction", "query": "input", "response": "output"}},
+    "ids.jsonl": None, "instructions.tsv": None, "chat-pairs.jsonl": None,
+}  # fmt: skip
+TOLD = [("axolotl", *row) for row in AXOLOTL.items()] + [("llamafactory", *row) for row in FACTORY.items()]
+
+
+@pytest.mark.parametrize(("key", "name", "expected"), TOLD, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_layout_is_told_or_refused(tmp_path: Path, key: str, name: str, expected: dict[str, Any] | None) -> None:
+    (tmp_path / name).write_text(DATA[name])
+    plan = make_plan(Recipe(), dataset=str(tmp_path / name))
+    if expected is None:
+        with pytest.raises(Unsupported) as caught:
+            export.export(plan, key)
+        assert caught.value.hint.endswith("--target trl")
+        return
+    files = export.export(plan, key)
+    if key == "axolotl":
+        (found,) = yaml.safe_load(files["axolotl.yaml"])["datasets"]
+        assert found["path"] == str(tmp_path / name)
+        if found["type"] == "chat_template":
+            assert found["chat_template"] == "tokenizer_default_fallback_chatml"  # base models have none
+    else:
+        found = json.loads(files["dataset_info.json"])["train"]
+        assert found["file_name"] == str(tmp_path / name)
+        config = yaml.safe_load(files["llamafactory.yaml"])
+        assert config["stage"] == ("pt" if name == "text.jsonl" else "sft") and config["template"] == "default"
+        tags = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
+        assert (tags.items() <= found.get("tags", {}).items()) == (name == "conversations.jsonl")
+    assert expected.items() <= found.items()
+
+
+def test_files_name_the_model_and_the_data_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(DATA["text.jsonl"])
+    for model in ("model", "model/config.json"):
+        files = export.export(make_plan(Recipe(), model=model, dataset="rows.jsonl"), "trl")
+        assert f'MODEL = "{tmp_path / "model"}"' in files["train.py"]
+        assert f'DATA = "{tmp_path / "rows.jsonl"}"' in files["train.py"]
+        assert loads(files["recipe.toml"]).data == str(tmp_path / "rows.jsonl")
+    files = export.export(make_plan(Recipe(), model="org/hub", dataset="org/set"), "trl")
+    assert 'MODEL = "org/hub"' in files["train.py"] and 'DATA = "org/set"' in files["train.py"]
+
+
+def test_a_dataset_on_the_hub_has_no_file_type() -> None:
+    plan = make_plan(Recipe(), dataset="org/set")
+    (entry,) = yaml.safe_load(export.export(plan, "axolotl")["axolotl.yaml"])["datasets"]
+    assert entry["path"] == "org/set" and "ds_type" not in entry
+    assert json.loads(export.export(plan, "llamafactory")["dataset_info.json"])["train"]["hf_hub_url"] == "org/set"
+
+
+@pytest.mark.parametrize(("model", "data", "warned"), [
+    ("org/llama-8b", "messages.jsonl", True), ("org/llama-8b", "instructions.jsonl", True), ("org/llama-8b", "text.jsonl", False),
+    ("org/llama-8b-instruct", "messages.jsonl", False), ("org/llama-8b", "", False),
+])  # fmt: skip
+def test_chats_on_a_base_model_are_warned_of(tmp_path: Path, model: str, data: str, warned: bool) -> None:
+    if data:
+        (tmp_path / data).write_text(DATA[data])
+    plan = make_plan(Recipe(), model=model, dataset=str(tmp_path / data) if data else "")
+    assert any("base model" in line for line in export.notes(plan)) == warned
+
+
+@pytest.mark.parametrize("path", ["", "nowhere.jsonl", "nul\0", "x" * 5000])
+def test_data_that_cannot_be_looked_at_is_taken_for_chats(path: str) -> None:
+    assert layout_of(path).fields == ("messages",)
+
+
+TEMPLATES = [
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama3"), ("meta-llama/Llama-3.1-8B", "default"), ("Qwen/Qwen2.5-7B-Instruct", "qwen"),
+    ("Qwen/Qwen3-8B", "qwen3"), ("Qwen/Qwen3-8B-Base", "default"), ("google/gemma-2-9b-it", "gemma2"), ("google/gemma-2-9b", "default"),
+    ("meta-llama/Llama-2-7b-chat-hf", "llama2"), ("microsoft/phi-4", "phi4"), ("mistralai/Mistral-7B-Instruct-v0.3", "mistral"),
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseekr1"), ("openai/gpt-oss-20b", "gpt_oss"), ("org/own-instruct", None),
+    ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_nothink"), ("google/gemma-7b-it", "gemma"), ("google/gemma-3-4b-it", "gemma3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "expected"), TEMPLATES)
+def test_llamafactory_gets_the_template_a_model_was_trained_with(model: str, expected: str | None) -> None:
+    assert templates.template(model) == expected
+    config = yaml.safe_load(export.export(make_plan(Recipe(), model=model), "llamafactory")["llamafactory.yaml"])
+    assert config.get("template") == expected
+
+
 # ---- nothing in a name is executed
 
 
@@ -393,7 +509,10 @@ def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
 
 KNOWN_CALLS = {
     "os.environ.setdefault", "LoraConfig", "argparse.ArgumentParser", "parser.add_argument", "parser.parse_args", "Path(data).exists",
-    "Path", "load_dataset", "arguments", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main",
+    "Path", "load_dataset", "arguments", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main", "load_tokenizer",
+    "chat", "sample", "message.get", "row.get", "part.get", "roles.get", "READERS.get", "json.loads", "found.append", "isinstance", "len",
+    "set", "any", "next", "print", "SystemExit", "data.endswith", "rows.filter", "usable.map", "samples[0].values", "' and '.join",
+    "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained",
 }  # fmt: skip
 
 
@@ -464,35 +583,59 @@ def test_scripts_are_clean(tmp_path: Path, key: str) -> None:
 # ---- the scripts run
 
 
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+_TURNS = [{"role": "user", "content": "is it 1?"}, {"role": "assistant", "content": "yes"}]
+_SHARED = [{"from": "human", "value": "is it 1?"}, {"from": "gpt", "value": "yes"}]
+# one file per layout and file type that `memfit data` reads, each of twelve samples
+DATA = {
+    "text.jsonl": _lines([{"text": f"the number {i}"} for i in range(12)]),
+    "list.json": json.dumps([{"text": f"the number {i}", "prompt": "ignored"} for i in range(12)]),
+    "lines.txt": "".join(f"the number {i}\n" for i in range(12)),
+    "messages.jsonl": _lines([{"messages": _TURNS, "id": i} for i in range(12)]),
+    "parts.jsonl": _lines([{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, _TURNS[1]]}] * 12),
+    "conversations.jsonl": _lines([{"conversations": _SHARED}] * 12),
+    "conversations-roles.jsonl": _lines([{"conversations": _TURNS}] * 12),
+    "pairs.jsonl": _lines([{"prompt": f"is it {i}?", "completion": " it is"} for i in range(12)]),
+    "chat-pairs.jsonl": _lines([{"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 12),
+    "responses.jsonl": _lines([{"prompt": "is it?", "response": " it is"}] * 12),
+    "questions.csv": "question,answer\n" + "is it?, it is\n" * 12,
+    "instructions.jsonl": _lines([{"instruction": "add", "input": f"{i} and 1", "output": f"{i + 1}"} for i in range(12)]),
+    "instructions.tsv": "instruction\toutput\n" + "say it\tit\n" * 12,
+    "ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256]}] * 12),
+    "broken.jsonl": _lines([{"text": None}, {"other": 1}, *({"text": f"the number {i}"} for i in range(12))]),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a 2-layer Llama, a byte-level tokenizer and one small dataset per row format."""
+    """A folder with a 2-layer Llama, a byte-level tokenizer that begins with BOS, and DATA."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("trl")
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("tiny")
-    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<eos>": 256}
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
+        "<eos>": 256,
+        "<bos>": 257,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    fast.save_pretrained(folder / "model")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>")
+    fast.save_pretrained(folder / "model")  # a base model's: without a chat template
     torch.manual_seed(0)
     config = LlamaConfig(
-        **{k: v for k, v in LLAMA.items() if k not in ("model_type", "architectures")},
+        **{k: v for k, v in LLAMA.items() if k not in ("model_type", "architectures")} | {"vocab_size": 258},
         eos_token_id=256,
-        bos_token_id=None,
+        bos_token_id=257,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    rows = {
-        "text": [{"text": f"the number {i}"} for i in range(12)],
-        "messages": [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]} for i in range(12)],
-        "pairs": [{"prompt": f"is it {i}?", "completion": " it is"} for i in range(12)],
-    }  # fmt: skip
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    for name, text in DATA.items():
+        (folder / name).write_text(text)
     return folder
 
 
@@ -539,20 +682,78 @@ def check_run(output: Path, stdout: str, method: str) -> None:
 
 
 RUNS = [
-    ("trl", Recipe(method="lora", padding="packing", optimizer="sgd-momentum"), "messages"),
-    ("trl", Recipe(method="qlora", quantization="nf4-double", checkpointing="full"), "pairs"),
-    ("transformers", Recipe(method="qlora", quantization="nf4", checkpointing="full", optimizer="adafactor"), "pairs"),
-]
+    ("trl", Recipe(method="lora", padding="packing", optimizer="sgd-momentum"), "messages.jsonl"),
+    ("trl", Recipe(method="qlora", quantization="nf4-double", precision="fp16-mixed", checkpointing="full"), "instructions.tsv"),
+    ("transformers", Recipe(method="qlora", quantization="nf4", checkpointing="full", optimizer="adafactor"), "pairs.jsonl"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "recipe", "data"), RUNS, ids=lambda value: getattr(value, "method", value))
 def test_train_py_trains_and_resumes(tiny: Path, tmp_path: Path, key: str, recipe: Recipe, data: str) -> None:
     if recipe.method == "qlora":
         pytest.importorskip("bitsandbytes")
-    recipe = recipe.but(micro_batch=2, accumulation=2, sequence_length=64, trainer=key)
-    plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / f"{data}.jsonl"))
+    recipe = recipe.but(micro_batch=2, accumulation=2, sequence_length=64)
+    plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / data))
     export.write(export.export(plan, key), tmp_path)
     check_run(tmp_path / "output", run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path), recipe.method)
+
+
+# what scripts hand to their trainer, without the training: one interpreter for all, to pay for the imports once
+_HANDED = """\
+import json, runpy, sys
+import transformers, trl
+handed = []
+def record(self, **_):
+    trained = {str(p.dtype) for p in self.model.parameters() if p.requires_grad}
+    rows = [{k: row[k] for k in ("input_ids", "labels")} for row in self.train_dataset]
+    handed.append({"trained": sorted(trained), "rows": rows})
+transformers.Trainer.train = record
+transformers.Trainer.save_model = trl.SFTTrainer.save_model = lambda self: None
+for script, data in json.loads(sys.argv[1]):
+    sys.argv = [script, "--cpu", "--data", data]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        handed.append(str(error))
+print("HANDED", json.dumps(handed))
+"""
+NO_SAMPLES = "odd.jsonl"
+QLORA = Recipe(method="qlora", quantization="nf4", sequence_length=48)
+HANDED = [
+    *(("trl", Recipe(sequence_length=48, precision="fp32"), name) for name in (*DATA, NO_SAMPLES)),
+    *(("transformers", Recipe(sequence_length=48, precision="fp32"), name) for name in DATA),
+    ("trl", QLORA, "text.jsonl"), ("trl", QLORA.but(precision="fp16-mixed"), "text.jsonl"),
+]  # fmt: skip
+
+
+def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    (tiny / NO_SAMPLES).write_text(_lines([{"body": "x"}]))
+    work = []
+    for key, recipe, name in HANDED:
+        place = tmp_path / f"{key}-{recipe.method}-{recipe.precision}"
+        export.write(export.export(make_plan(recipe, model=str(tiny / "model")), key), place, force=True)
+        work.append((str(place / "train.py"), str(tiny / name)))
+    printed, answer = run([sys.executable, "-c", _HANDED, json.dumps(work)], tmp_path).split("HANDED ", 1)
+    keys = [(key, recipe.precision, name) for key, recipe, name in HANDED]
+    handed = dict(zip(keys, json.loads(answer), strict=True))
+
+    for name in DATA:
+        rows = handed["trl", "fp32", name]["rows"]
+        assert rows == handed["transformers", "fp32", name]["rows"], name  # TRL tokenises by itself
+        assert len(rows) == 12, name
+        for row in rows:
+            assert row["input_ids"].count(257) == (name != "ids.jsonl"), name  # BOS, once
+            assert 0 < len(row["input_ids"]) == len(row["labels"]) <= 48, name
+            assert row["labels"][-1] != -100, name  # the answer is learned
+
+    chats = sum(word in name for name in DATA for word in ("messages", "parts", "conv", "chat", "instructions"))
+    assert printed.count("has no chat template; CHAT_TEMPLATE is used") == 2 * chats
+    assert "broken.jsonl: 2 of 14 rows without text are left out" in printed
+    assert "odd.jsonl has the columns ['body'], but needs" in handed["trl", "fp32", NO_SAMPLES]
+    # TRL makes the adapters of QLoRA bf16, which the loss scaler of fp16 cannot take: the script widens them
+    assert handed["trl", "bf16", "text.jsonl"]["trained"] == ["torch.bfloat16"]
+    assert handed["trl", "fp16-mixed", "text.jsonl"]["trained"] == ["torch.float32"]
 
 
 def test_train_py_as_a_user_types_it(tiny: Path, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
-from memfit.cards import list_gpus
+from memfit.cards import list_gpus, parse_gpu
 from memfit.combinations import absent
 from memfit.errors import BadInput
+from memfit.export import export
+from memfit.optimizers import optimizer
 from memfit.planner import left_out, techniques
 from memfit.planner.engine import Estimator
 from memfit.planner.rungs import LADDER, SHARDING
@@ -230,3 +232,15 @@ def test_a_file_is_where_the_ladder_starts_and_stays_free_to_change() -> None:
     first = plan.ladder[0].recipe
     assert (first.precision, first.micro_batch, first.optimizer) == ("bf16", 16, "adamw-foreach")
     assert plan.ladder[-1].recipe != first
+
+
+@pytest.mark.parametrize("method", ["auto", "full", "qlora"])
+@pytest.mark.parametrize("gpu", ["t4", "8xt4", "rtx-4090", "8xrtx-4090"])
+def test_what_is_chosen_can_be_written_as_a_script(gpu: str, method: Any) -> None:
+    card, count = parse_gpu(gpu)
+    model = resolve_model("llama-3.1-8b")
+    plan = make_plan(Job(architecture=model, gpu=card, num_gpus=count, sequence_length=512, method=method))
+    assert "train.py" in export(plan, "trl")
+    for rung in plan.ladder:  # FSDP2's weights take no bitsandbytes optimizer, and TRL has one loss
+        assert not (rung.recipe.shard == "parameters" and optimizer(rung.recipe.optimizer).package == "bitsandbytes")
+        assert rung.recipe.loss == "fused"

@@ -106,7 +106,9 @@ BROKEN = [
     Recipe(method="qlora", quantization="nf4", offload="parameters"), Recipe(offload="optimizer", optimizer="adamw-8bit"),
     Recipe(optimizer="adamw-in-backward", trainer="torch", accumulation=2), Recipe(optimizer="adamw-in-backward"),
     Recipe(method="lora", optimizer="galore"), Recipe(method="lora", precision="bf16-master"),
-    Recipe(method="qlora", quantization="int8", precision="bf16-mixed"),
+    Recipe(method="qlora", quantization="int8", precision="bf16-mixed"), Recipe(offload="optimizer"),
+    Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit"), Recipe(shard="gradients", num_gpus=2, optimizer="galore"),
+    Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
 ]  # fmt: skip
 
 

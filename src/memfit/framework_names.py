@@ -68,7 +68,7 @@ _SPECIAL = {"trl": _HF, "transformers": _HF, "axolotl": _AXOLOTL, "llamafactory"
 _NO_SWITCH = {
     "adamw-forloop": "--optimizer adamw: the fused step needs no temporaries either",
     "adamw-in-backward": "--optimizer adamw-8bit or adafactor, or write the training loop yourself",
-    "muon": "--optimizer adamw-8bit, or --export axolotl",
+    "muon": "--optimizer adamw-8bit, or --target axolotl",
 }
 
 

@@ -47,8 +47,13 @@ class Trainer:
         """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.losses.LOSSES."""
         return dict(self.heads)[loss]
 
+    @property
+    def one_loss(self) -> bool:
+        """Whatever --loss says, the trainer computes it in one way."""
+        return len({code for _, code in self.heads}) == 1
 
-_TRL_HEADS = (("full", "full"), ("chunked", "chunked"), ("fused", "fused"))
+
+_TRL_HEADS = (("full", "fused"), ("chunked", "fused"), ("fused", "fused"))  # add_fused_lm_head() for every loss_type
 _SHIFTED_HEADS = (("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted"))
 _TORCHTUNE_HEADS = (("full", "full"), ("chunked", "torchtune"), ("fused", "torchtune"))
 _LITGPT_HEADS = (("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt"))

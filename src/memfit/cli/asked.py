@@ -144,6 +144,11 @@ def _notes(found: Asked) -> None:
     useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
     if useless and found.wanted.get("method") == "full":
         found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters")
+    loop, loss = trainer(found.recipe.trainer), found.wanted.get("loss")
+    if loss and loop.one_loss and loss != loop.default_loss:
+        found.notes.append(
+            f"--loss {loss} without effect: {found.recipe.trainer} always computes it {loop.default_loss}"
+        )
 
 
 # ---- estimate ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", 
 @takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as another framework's files."""
-    from memfit.export import export, target, write
+    from memfit.export import export, notes, target, write
 
     if not flags.get("out"):
         raise BadInput("--out is missing", hint=f"memfit export {file} --target trl --out run/")
@@ -33,6 +33,8 @@ def run(file: str, **flags: Any) -> int:
         terminal.note(
             f"this recipe is {plan.judgement.verdict} on the {plan.job.gpu.name}: see memfit estimate --from {file}"
         )
+    for line in notes(plan):
+        terminal.note(line)
     if flags["json"]:
         terminal.show_json(
             {

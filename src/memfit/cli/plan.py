@@ -13,6 +13,7 @@ from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
+    from memfit.export import Target
     from memfit.plan import Plan
 
 EXAMPLES = (
@@ -37,6 +38,8 @@ def run(
     from memfit.planner import make_plan
 
     target = _target(flags)
+    if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
+        flags["trainer"] = target.trainer
     found = with_data(asked(model, flags), flags)
     job, base = job_of(found, flags)
     with terminal.progress() as tell:
@@ -45,19 +48,21 @@ def run(
         terminal.note(line)
     _show(plan, found, flags)
     if flags.get("out"):
-        _write(plan, target, Path(flags["out"]), flags["force"])
+        assert target is not None
+        _write(plan, target.key, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
 
 
-def _target(flags: dict[str, Any]) -> str:
-    """The export target, checked before anything is computed."""
+def _target(flags: dict[str, Any]) -> Target | None:
+    """The export target, checked before anything is computed; None without --out."""
     if not flags.get("out"):
         if flags.get("target") or flags.get("force"):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
-        return ""
+        return None
     from memfit.export import target
 
-    return target(flags.get("target") or "trl").key
+    own = "transformers" if str(flags.get("trainer")).startswith("transformers") else "trl"
+    return target(flags.get("target") or own)
 
 
 def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
@@ -88,9 +93,11 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
 
 
 def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.export import export, write
+    from memfit.export import export, notes, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
     for path in write(export(plan, target), folder, force):
         terminal.note(f"wrote {path}")
+    for line in notes(plan):
+        terminal.note(line)

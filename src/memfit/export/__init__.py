@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from memfit import recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
-from memfit.export import accelerate, axolotl, deepspeed, launch, llamafactory, transformers, trl
+from memfit.export import axolotl, launch, llamafactory, templates, transformers, trl
+from memfit.export.dataset import layout_of
 from memfit.plan import Plan
 
 RECIPE_FILE = "recipe.toml"
@@ -18,27 +19,39 @@ RECIPE_FILE = "recipe.toml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: what --export takes, what it writes, and the line that starts it."""
+    """One row: what --target takes, what it writes, and the line that starts it."""
 
     key: str
     title: str
     export: Callable[[Plan], dict[str, str]]
     command: Callable[[Plan], str]
+    trainer: str = ""  # whose memory a run of it needs: a row of trainers.py; "": the plan's own
+
+
+def _with_launcher(key: str) -> Target:
+    """The training script of the plan's own trainer, started by accelerate, with ZeRO for "deepspeed"."""
+
+    def export(plan: Plan) -> dict[str, str]:
+        writer = transformers.export if plan.recipe.trainer.startswith("transformers") else trl.export
+        return writer(plan, launch.launch_of(plan.recipe, key))
+
+    titles = {"accelerate": "a train.py with accelerate.yaml", "deepspeed": "a train.py with ds_config.json"}
+    return Target(key, titles[key], export, lambda plan: launch.launch_of(plan.recipe, key).command)
 
 
 def _script(plan: Plan) -> str:
-    return launch.command(plan.recipe)
+    return launch.launch_of(plan.recipe).command
 
 
 TARGETS: dict[str, Target] = {
     row.key: row
     for row in (
         Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script),
-        Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script),
-        Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command),
-        Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command),
-        Target("accelerate", "accelerate.yaml for a script of your own", accelerate.export, _script),
-        Target("deepspeed", "ds_config.json", deepspeed.export, _script),
+        Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script, "transformers"),
+        Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command, "transformers"),
+        Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command, "transformers"),
+        _with_launcher("accelerate"),
+        _with_launcher("deepspeed"),
     )
 }
 
@@ -53,7 +66,36 @@ def target(key: str) -> Target:
 
 def export(plan: Plan, key: str = "trl") -> dict[str, str]:
     """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported."""
+    plan = _placed(plan)
     return target(key).export(plan) | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """What the user should know about the files: a base model has no chat template of its own."""
+    layout = layout_of(plan.job.dataset)
+    chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
+    if not chats or templates.template(plan.job.architecture.name) != "default":
+        return ()
+    return ("chats on what looks like a base model: the files set a plain chat template, needed again to talk to it",)
+
+
+def _placed(plan: Plan) -> Plan:
+    """The plan with model folder and data as absolute paths where they exist: its files are run from anywhere."""
+    model, data = plan.job.architecture.name, plan.job.dataset
+    folder = model.removesuffix("config.json") or "."
+    if _absolute(f"{folder}/config.json"):
+        model = _absolute(folder) or model
+    architecture = replace(plan.job.architecture, name=model)
+    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=(data and _absolute(data)) or data))
+
+
+def _absolute(path: str) -> str | None:
+    """The absolute path of something that exists."""
+    try:
+        found = Path(path).expanduser()
+        return str(found.resolve()) if found.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a zero byte
+        return None
 
 
 def recipe_of(plan: Plan) -> recipe_file.RecipeFile:

@@ -1,4 +1,4 @@
-"""Export target accelerate: accelerate.yaml, which starts one process per card under DDP, FSDP2 or DeepSpeed."""
+"""accelerate.yaml, which starts one process per card under DDP, FSDP2 or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ from typing import Any
 
 import memfit.export.deepspeed as deepspeed
 import memfit.export.launch as launch
-import memfit.framework_names as names
-from memfit.export.text import savings, yaml_text
+from memfit.export.text import yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
 
 
-def export(plan: Plan) -> dict[str, str]:
-    """accelerate.yaml, with ds_config.json where the recipe needs DeepSpeed. Raises Unsupported."""
-    names.check_method(plan.recipe)
-    launch.check(plan.recipe)
-    return files(plan)
-
-
-def files(plan: Plan) -> dict[str, str]:
-    """The launcher files of a plan."""
-    recipe, saved = plan.recipe, savings(plan)
-    told = saved.get("shard", "") or saved.get("offload", "")
+def files(plan: Plan, kind: launch.Backend) -> dict[str, str]:
+    """accelerate.yaml, with ds_config.json where the backend is DeepSpeed."""
+    recipe = plan.recipe
     head = ["# accelerate launch --config_file accelerate.yaml train.py"]
-    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe), {"fsdp_config": told, "deepspeed_config": told}, head)}
-    if launch.backend(recipe) == "deepspeed":
-        found[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe, auto=True))
+    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe, kind), head=head)}
+    if kind == "deepspeed":
+        found[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe))
     return found
 
 
-def config(recipe: Recipe) -> dict[str, Any]:
+def config(recipe: Recipe, kind: launch.Backend) -> dict[str, Any]:
     """accelerate's ClusterConfig as a dictionary."""
-    kind = launch.backend(recipe)
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": {"plain": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}[kind],
@@ -44,7 +34,7 @@ def config(recipe: Recipe) -> dict[str, Any]:
         return settings | {
             "deepspeed_config": {"deepspeed_config_file": launch.DEEPSPEED_FILE, "zero3_init_flag": stage3}
         }
-    settings["mixed_precision"] = launch.numbers(recipe).mixed
+    settings["mixed_precision"] = launch.numbers(recipe, kind).mixed
     return settings | ({"fsdp_config": _fsdp(recipe)} if kind == "fsdp" else {})
 
 

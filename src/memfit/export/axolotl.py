@@ -8,8 +8,10 @@ import memfit.export.deepspeed as deepspeed
 import memfit.export.launch as launch
 import memfit.framework_names as names
 from memfit.errors import Unsupported
+from memfit.export.dataset import Layout, layout_for
+from memfit.export.savings import savings
 from memfit.export.script import learning_rate
-from memfit.export.text import savings, stamp, summary, with_environment, yaml_text
+from memfit.export.text import stamp, summary, with_environment, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
 
@@ -34,8 +36,8 @@ _LOSS: dict[str, dict[str, Any]] = {
 # recipe field -> the key that its saving is told at
 _TOLD = {
     "quantization": "load_in_4bit", "method": "adapter", "checkpointing": "gradient_checkpointing",
-    "optimizer": "optimizer", "micro_batch": "micro_batch_size", "loss": "plugins", "padding": "sample_packing",
-    "attention": "attn_implementation", "shard": "fsdp_config", "offload": "deepspeed", "precision": "bf16",
+    "optimizer": "optimizer", "micro_batch": "micro_batch_size", "loss": "plugins",
+    "attention": "attn_implementation", "offload": "deepspeed", "precision": "bf16",
 }  # fmt: skip
 
 
@@ -47,12 +49,20 @@ def command(plan: Plan) -> str:
 def export(plan: Plan) -> dict[str, str]:
     """axolotl.yaml (+ ds_config.json). Raises Unsupported for what axolotl cannot be told."""
     names.check_method(plan.recipe)
-    launch.check(plan.recipe)
-    notes = {_TOLD[field]: note for field, note in savings(plan).items() if field in _TOLD}
+    launch.check(plan.recipe, launch.backend(plan.recipe))
+    if plan.recipe.optimizer == "muon" and launch.backend(plan.recipe) == "deepspeed":
+        raise Unsupported(
+            "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
+        )
+    saved = savings(plan)
+    notes = {key: saved[field] for field, key in _TOLD.items() if field in saved}
+    notes |= {
+        spread: saved["shard"] for spread in ("fsdp_config", "deepspeed") if "shard" in saved and spread not in notes
+    }
     head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan), notes, head)}
     if launch.backend(plan.recipe) == "deepspeed":
-        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(plan.recipe, auto=True))
+        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(plan.recipe))
     return files
 
 
@@ -61,7 +71,7 @@ def config(plan: Plan) -> dict[str, Any]:
     r = plan.recipe
     spelled = names.optim(r, "axolotl")
     settings: dict[str, Any] = {"base_model": plan.job.architecture.name, **_LOSS[r.loss], **_adapter(plan)}
-    settings["datasets"] = [{"path": plan.job.dataset or "data.jsonl", "ds_type": "json", "type": "chat_template"}]
+    settings["datasets"] = [_dataset(layout_for(plan.job.dataset, "axolotl"))]
     settings |= {
         "sequence_len": r.sequence_length,
         "excess_length_strategy": "truncate",
@@ -80,6 +90,31 @@ def config(plan: Plan) -> dict[str, Any]:
     if r.checkpointing != "none":
         settings |= {"gradient_checkpointing_kwargs": {"use_reentrant": False}, **_CHECKPOINTING[r.checkpointing]}
     return settings | {"attn_implementation": names.ATTENTION[r.attention], "output_dir": "output", **_spread(r)}
+
+
+def _dataset(layout: Layout) -> dict[str, Any]:
+    """One entry of `datasets`. Raises Unsupported for samples axolotl has no type for."""
+    source: dict[str, Any] = {"path": layout.path} | ({"ds_type": layout.kind} if layout.kind else {})
+    if layout.chat and len(layout.fields) == 1:  # a base model has no template of its own
+        source |= {"type": "chat_template", "chat_template": "tokenizer_default_fallback_chatml"}
+        source |= {"field_messages": layout.fields[0]}
+        return source | {"message_property_mappings": {"role": layout.role, "content": layout.content}}
+    if layout.fields == ("text",):
+        return source | {"type": "completion"}
+    if layout.fields[0] == "instruction":
+        return source | {"type": "alpaca"}
+    if layout.chat or len(layout.fields) != 2:
+        raise Unsupported(
+            f"axolotl has no type for {'messages in ' * layout.chat}{' and '.join(layout.fields)}", hint="--target trl"
+        )
+    asked, answer = layout.fields
+    plain = {
+        "field_instruction": asked,
+        "field_output": answer,
+        "format": "{instruction}",
+        "no_input_format": "{instruction}",
+    }
+    return source | {"type": plain}
 
 
 def _adapter(plan: Plan) -> dict[str, Any]:
@@ -101,16 +136,16 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
     trains_all = recipe.method == "full"
     if recipe.precision == "fp32":
         return {"bf16": False, "fp16": False}
-    if recipe.precision == "bf16-mixed" and not (trains_all and kind == "fsdp"):
+    if recipe.precision == "bf16-mixed" and kind != "deepspeed" and not (trains_all and kind == "fsdp"):
         raise Unsupported(
-            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --export trl"
+            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --target trl"
         )
     if recipe.precision == "bf16" and trains_all and kind == "fsdp":
-        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --export trl")
+        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --target trl")
     if recipe.precision == "fp16-mixed":
-        if recipe.quantization == "none" and kind != "deepspeed":
+        if trains_all and kind != "deepspeed":
             raise Unsupported(
-                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --export trl"
+                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --target trl"
             )
         return {"bf16": False, "fp16": True}
     return {"bf16": True}

@@ -1,4 +1,4 @@
-"""Export target deepspeed: ds_config.json, the ZeRO stage, buckets, offload and precision of a recipe."""
+"""ds_config.json: the ZeRO stage, buckets, offload and precision of a recipe."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import json
 from typing import Any
 
 import memfit.export.launch as launch
-import memfit.framework_names as names
 from memfit.job import Recipe
-from memfit.plan import Plan
 
 # DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
 BUCKET = 50_000_000
-
-
-def export(plan: Plan) -> dict[str, str]:
-    """ds_config.json with every number written out, for any launcher. Raises Unsupported."""
-    names.check_method(plan.recipe)
-    launch.check_deepspeed(plan.recipe)
-    return {launch.DEEPSPEED_FILE: to_json(config(plan.recipe))}
 
 
 def to_json(settings: dict[str, Any]) -> str:
@@ -26,15 +17,10 @@ def to_json(settings: dict[str, Any]) -> str:
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
-def config(recipe: Recipe, *, auto: bool = False) -> dict[str, Any]:
-    """DeepSpeed's settings. auto: batch sizes are left to the Trainer, which knows them and refuses a mismatch."""
-    batch = {
-        "train_batch_size": "auto" if auto else recipe.effective_batch,
-        "train_micro_batch_size_per_gpu": "auto" if auto else recipe.micro_batch,
-        "gradient_accumulation_steps": "auto" if auto else recipe.accumulation,
-        "gradient_clipping": "auto" if auto else 1.0,
-    }
-    return batch | _precision(recipe) | {"zero_optimization": _zero(recipe)}
+def config(recipe: Recipe) -> dict[str, Any]:
+    """DeepSpeed's settings; batch sizes and clipping are left to the Trainer, which knows them and refuses a mismatch."""
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return dict.fromkeys(auto, "auto") | _precision(recipe) | {"zero_optimization": _zero(recipe)}
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:

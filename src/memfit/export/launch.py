@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import memfit.framework_names as names
@@ -33,10 +34,18 @@ def zero_stage(recipe: Recipe) -> int:
     return 2 if recipe.offload == "optimizer" and stage == 0 else stage
 
 
-def command(recipe: Recipe, script: str = "train.py") -> str:
-    """The line that starts training."""
-    plain = backend(recipe) == "plain"
-    return f"python {script}" if plain else f"accelerate launch --config_file {ACCELERATE_FILE} {script}"
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How train.py is started: the backend, and whether accelerate.yaml says so."""
+
+    backend: Backend
+    by_accelerate: bool
+
+    @property
+    def command(self) -> str:
+        """The line that starts training."""
+        by = f"accelerate launch --config_file {ACCELERATE_FILE}" if self.by_accelerate else "python"
+        return f"{by} train.py"
 
 
 def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
@@ -46,21 +55,27 @@ def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
     return {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 
 
-def numbers(recipe: Recipe) -> names.Numbers:
-    """Weights and autocast dtype under the recipe's backend."""
+def launch_of(recipe: Recipe, target: str = "") -> Launch:
+    """The launch of a recipe. The targets "accelerate" and "deepspeed" always get the launcher's file."""
+    kind = "deepspeed" if target == "deepspeed" else backend(recipe)
+    return Launch(kind, kind != "plain" or target == "accelerate")
+
+
+def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
+    """Weights and autocast dtype under a backend."""
     found = names.NUMBERS[recipe.precision]
-    if backend(recipe) == "fsdp" and recipe.precision == "bf16" and recipe.method == "full":
+    if kind == "fsdp" and recipe.precision == "bf16" and recipe.method == "full":
         # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
         return names.Numbers(weights="bfloat16", mixed="no")
-    if found.mixed == "fp16" and (backend(recipe) == "deepspeed" or recipe.method != "full"):
-        # DeepSpeed holds fp16 weights and an fp32 master copy; a frozen base needs no fp32 weights at all
+    if kind == "deepspeed" and found.mixed != "no":  # 16-bit weights, and an fp32 master copy where it is needed
+        return names.Numbers(weights="float16" if found.mixed == "fp16" else "bfloat16", mixed=found.mixed)
+    if found.mixed == "fp16" and recipe.method != "full":  # a frozen base needs no fp32 weights
         return names.Numbers(weights="float16", mixed="fp16")
     return found
 
 
-def check(recipe: Recipe) -> None:
-    """Refuse combinations that the recipe's backend cannot run."""
-    kind = backend(recipe)
+def check(recipe: Recipe, kind: Backend) -> None:
+    """Refuse combinations that a backend cannot run."""
     if kind == "fsdp":
         _check_fsdp(recipe)
     if kind == "deepspeed":
@@ -77,14 +92,9 @@ def _check_fsdp(recipe: Recipe) -> None:
 
 
 def check_deepspeed(recipe: Recipe) -> None:
-    """Refuse what DeepSpeed 0.19 cannot do: autocast over fp32 weights, bf16 states on the CPU, and more."""
+    """Refuse what DeepSpeed 0.19 cannot do: a pure bf16 run without ZeRO, bf16 states on the CPU, and more."""
     row = names.row(recipe)
     pure = recipe.precision == "bf16" and recipe.method == "full"
-    if recipe.precision == "bf16-mixed":
-        raise Unsupported(
-            "DeepSpeed turns fp32 weights into bf16 ones with an fp32 master copy",
-            hint="--precision bf16-master: the same 16 bytes per parameter",
-        )
     if pure and zero_stage(recipe) == 0:
         raise Unsupported(
             "DeepSpeed trains without a master copy from ZeRO-1 on",

@@ -9,8 +9,11 @@ import memfit.export.deepspeed as deepspeed
 import memfit.export.launch as launch
 import memfit.framework_names as names
 from memfit.errors import Unsupported
+from memfit.export.dataset import Layout, layout_for
+from memfit.export.savings import savings
 from memfit.export.script import learning_rate
-from memfit.export.text import savings, stamp, summary, with_environment, yaml_text
+from memfit.export.templates import template
+from memfit.export.text import stamp, summary, with_environment, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
 
@@ -19,8 +22,7 @@ _ATTENTION = {"eager": "disabled", "sdpa": "sdpa", "flash": "fa2"}
 _TOLD = {
     "quantization": "quantization_bit", "method": "finetuning_type", "checkpointing": "disable_gradient_checkpointing",
     "optimizer": "optim", "micro_batch": "per_device_train_batch_size", "loss": "enable_liger_kernel",
-    "padding": "packing", "attention": "flash_attn", "shard": "deepspeed", "offload": "deepspeed",
-    "sequence_length": "cutoff_len",
+    "attention": "flash_attn", "shard": "deepspeed", "offload": "deepspeed",
 }  # fmt: skip
 
 
@@ -36,11 +38,12 @@ def export(plan: Plan) -> dict[str, str]:
     """llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what it cannot be told."""
     recipe = plan.recipe
     check(recipe)
-    notes = {_TOLD[field]: note for field, note in savings(plan).items() if field in _TOLD}
+    saved, layout = savings(plan), layout_for(plan.job.dataset, "LLaMA-Factory")
+    notes = {key: saved[field] for field, key in _TOLD.items() if field in saved}
     head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), notes, head), "dataset_info.json": _dataset_info(plan)}
+    files = {FILE: yaml_text(config(plan, layout), notes, head), "dataset_info.json": _dataset_info(layout)}
     if _spread(recipe):
-        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe, auto=True))
+        files[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe))
     return files
 
 
@@ -49,19 +52,25 @@ def check(recipe: Recipe) -> None:
     names.check_method(recipe)
     if _spread(recipe):  # its documented way to shard is DeepSpeed, for the weights too
         launch.check_deepspeed(recipe)
+        if names.row(recipe).rank_of:
+            raise Unsupported(
+                "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
+            )
     if recipe.loss == "chunked":
-        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --export trl")
+        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --target trl")
     if recipe.checkpointing == "selective":
-        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --export trl")
+        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
     if recipe.quantization == "int8" and recipe.shard == "parameters":
         raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
     if recipe.precision == "bf16" and recipe.method == "full" and launch.zero_stage(recipe) == 3:
         raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
 
 
-def config(plan: Plan) -> dict[str, Any]:
+def config(plan: Plan, layout: Layout) -> dict[str, Any]:
     """The settings in the order of LLaMA-Factory's own examples."""
     r = plan.recipe
+    stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
+    chats = template(plan.job.architecture.name)
     spelled = names.optim(r, "llamafactory")
     return {
         "model_name_or_path": plan.job.architecture.name,
@@ -69,13 +78,15 @@ def config(plan: Plan) -> dict[str, Any]:
         "flash_attn": _ATTENTION[r.attention],
         **({"enable_liger_kernel": True} if r.loss == "fused" else {}),
         **_checkpointing(r),
-        "stage": "sft",
+        "stage": stage,
         "do_train": True,
         **_method(plan),
         "dataset": DATASET,
         "dataset_dir": ".",
+        **({"template": chats} if chats else {}),  # unset: parsed from the tokenizer
         "cutoff_len": r.sequence_length,
-        **({"packing": True, "neat_packing": True} if r.padding == "packing" else {"packing": False}),
+        "packing": r.padding == "packing",
+        **({"neat_packing": True} if r.padding == "packing" and stage == "sft" else {}),
         "output_dir": "output",
         "per_device_train_batch_size": r.micro_batch,
         "gradient_accumulation_steps": r.accumulation,
@@ -122,10 +133,10 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
     trains_all = recipe.method == "full"
     if recipe.precision == "fp32" and trains_all:
         return {"bf16": False, "fp16": False}
-    if recipe.precision == "fp16-mixed" and (trains_all or recipe.quantization != "none"):
+    if recipe.precision == "fp16-mixed":
         return {"fp16": True}
-    if recipe.precision in ("fp32", "fp16-mixed", "bf16-mixed") and not trains_all:
-        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --export trl")
+    if recipe.precision in ("fp32", "bf16-mixed") and not trains_all:
+        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --target trl")
     if recipe.precision == "bf16" and trains_all:
         return {"pure_bf16": True, **({"bf16": True} if _spread(recipe) else {})}
     return {"bf16": True}
@@ -135,14 +146,21 @@ def _spread(recipe: Recipe) -> dict[str, Any]:
     return {"deepspeed": launch.DEEPSPEED_FILE} if launch.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
-def _dataset_info(plan: Plan) -> str:
-    chat = {"messages": "messages"}
-    tags = {
-        "role_tag": "role",
-        "content_tag": "content",
-        "user_tag": "user",
-        "assistant_tag": "assistant",
-        "system_tag": "system",
-    }
-    entry = {"file_name": plan.job.dataset or "data.jsonl", "formatting": "sharegpt", "columns": chat, "tags": tags}
+def _dataset_info(layout: Layout) -> str:
+    """dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
+    entry: dict[str, Any] = {"file_name" if layout.kind else "hf_hub_url": layout.path}
+    if layout.chat and len(layout.fields) == 1:
+        tags = {
+            "role_tag": layout.role, "content_tag": layout.content, "user_tag": layout.user,
+            "assistant_tag": layout.assistant, "system_tag": "system",
+        }  # fmt: skip
+        entry |= {"formatting": "sharegpt", "columns": {"messages": layout.fields[0]}, "tags": tags}
+    elif layout.chat or layout.fields == ("input_ids",):
+        raise Unsupported(
+            f"LLaMA-Factory has no format for {'messages in ' * layout.chat}{' and '.join(layout.fields)}",
+            hint="--target trl",
+        )
+    else:
+        names = ("prompt", "response") if len(layout.fields) == 2 else ("prompt", "query", "response")
+        entry |= {"formatting": "alpaca", "columns": dict(zip(names, layout.fields, strict=False))}
     return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"

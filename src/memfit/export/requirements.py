@@ -23,13 +23,13 @@ PINS = {
 }
 
 
-def requirements(recipe: Recipe, framework: str) -> str:
+def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
     """The text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
     needed = ["torch", "transformers", "accelerate", "datasets"]
     needed += ["trl"] if framework == "trl" else []
     needed += ["peft"] if recipe.method != "full" else []
     needed += ["bitsandbytes"] if recipe.quantization != "none" else []
-    needed += ["deepspeed"] if launch.backend(recipe) == "deepspeed" else []
+    needed += ["deepspeed"] if kind == "deepspeed" else []
     needed += ["kernels"] if recipe.attention == "flash" else []
     needed += ["liger-kernel"] if framework == "transformers" and recipe.loss == "fused" else []
     package = names.row(recipe).package

@@ -6,43 +6,61 @@ from collections.abc import Iterable, Sequence
 
 import memfit.export.launch as launch
 import memfit.framework_names as names
-from memfit.export.text import WIDTH, comment, literal, stamp, summary
+from memfit import __version__
+from memfit.export.script_data import DATA
+from memfit.export.text import WIDTH, comment, literal, summary
 from memfit.job import Recipe
 from memfit.plan import Plan
 
 Setting = tuple[str, str, str]  # name, value as source text, comment
 
 NO_DATA = "data.jsonl"
-DATA_HELP = "JSON Lines file, or dataset on the Hub"
-ROWS = 'Each line of the data holds {"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}.'
+DATA_HELP = "a file, or a dataset on the Hub"
+ROWS = (
+    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,",
+    "text, a prompt and its completion, an instruction and its output, or input_ids.",
+)
 
 
-def head(plan: Plan, what: str, versions: str) -> list[str]:
-    """The docstring of the script, with the prediction and the two commands to type."""
+def opening(
+    plan: Plan, how: launch.Launch, what: str, versions: str, others: Sequence[str], saved: dict[str, str]
+) -> list[str]:
+    """Everything above the functions of a framework: docstring, imports, constants, the command line."""
     return [
-        f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}: {summary(plan)}.',
+        *_head(plan, what, versions, how),
+        *_imports(plan, others),
+        *_constants(_batch(plan, saved)),
+        *_adapters(plan, saved, how.backend),
+        *("", ""),
+        *_ARGUMENTS.splitlines(),
+    ]
+
+
+def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]:
+    """The docstring of the script, with the prediction and the two commands to type."""
+    told = summary(plan)
+    return [
+        f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}.',
         "",
-        f"The recipe is in recipe.toml; {stamp(versions)}.",
+        f"{told[:1].upper()}{told[1:]}; the recipe is in recipe.toml.",
+        f"Written by memfit {__version__} for {versions}.",
         "",
         "    pip install -r requirements.txt",
-        f"    {launch.command(plan.recipe)} --data {NO_DATA}",
+        f"    {how.command}{'' if plan.job.dataset else f' --data {NO_DATA}'}",
         "",
-        ROWS,
+        *ROWS,
         '"""',
         "",
     ]
 
 
-def imports(plan: Plan, standard: Sequence[str], others: Sequence[str], saved: dict[str, str]) -> list[str]:
+def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
     """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
-    lines = [f"import {name}" for name in standard if not name.startswith("from")]
-    if plan.recipe.alloc_conf:
-        lines = sorted({*lines, "import os"})
-    lines += [name for name in standard if name.startswith("from")]
-    lines.append("")
+    lines = ["import argparse", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
+    lines += ["from pathlib import Path", ""]
     if not plan.recipe.alloc_conf:
         return [*lines, *others, ""]
-    why = also("before torch is imported, which reads it once", saved, "alloc_conf")
+    why = "before torch is imported, which reads it once"
     setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
     return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *others, ""]
 
@@ -56,7 +74,7 @@ def with_comment(code: str, note: str, indent: str = "") -> list[str]:
     return [together] if len(together) <= WIDTH else [f"{indent}# {note}", line]
 
 
-def constants(settings: Iterable[Setting]) -> list[str]:
+def _constants(settings: Iterable[Setting]) -> list[str]:
     """NAME = value  # comment."""
     return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)]
 
@@ -81,7 +99,7 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
     ]
 
 
-def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
+def _batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     """The constants every script has: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
@@ -89,9 +107,9 @@ def batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     return [
         ("MODEL", literal(plan.job.architecture.name), ""),
         ("DATA", literal(plan.job.dataset or NO_DATA), ""),
-        ("MAX_LENGTH", str(r.sequence_length), also("tokens; longer samples are cut", saved, "sequence_length")),
+        ("MAX_LENGTH", str(r.sequence_length), "tokens; longer samples are cut"),
         ("MICRO_BATCH", str(r.micro_batch), saved.get("micro_batch", "")),
-        ("ACCUMULATION", str(r.accumulation), also(step, saved, "accumulation")),
+        ("ACCUMULATION", str(r.accumulation), step),
         ("LEARNING_RATE", learning_rate(r), "this and EPOCHS do not change memory"),
         ("EPOCHS", "1", ""),
     ]
@@ -102,19 +120,19 @@ def also(note: str, saved: dict[str, str], field: str) -> str:
     return f"{note}; {saved[field]}" if field in saved else note
 
 
-def adapters(plan: Plan, saved: dict[str, str]) -> list[str]:
+def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[str]:
     """The constants QUANTIZATION and LORA, where the recipe has them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
         settings = names.four_bit(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
-            settings["bnb_4bit_quant_storage"] = launch.numbers(recipe).weights
+            settings["bnb_4bit_quant_storage"] = launch.numbers(recipe, kind).weights
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
     if recipe.method != "full":
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
         lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
         lora |= {"target_modules": names.targets(recipe, plan.job.architecture), "task_type": "CAUSAL_LM"}
-        lines += assign("LORA", "LoraConfig", lora, saved.get("method", "") or saved.get("lora_rank", ""))
+        lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
     return lines
 
 
@@ -123,12 +141,7 @@ def learning_rate(recipe: Recipe) -> str:
     return "2e-5" if recipe.method == "full" else "2e-4"
 
 
-def pieces() -> list[str]:
-    """The functions every script has: its command line, and the loading of the data."""
-    return _PIECES.splitlines()
-
-
-_PIECES = f'''\
+_ARGUMENTS = f'''\
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
@@ -140,15 +153,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(data: str) -> Dataset:
-    if Path(data).exists():
-        return load_dataset("json", data_files=data, split="train")
-    return load_dataset(data, split="train")
-
-
 '''
 
 
 def ending() -> list[str]:
-    """Run main() when started as a script."""
-    return ["", "", 'if __name__ == "__main__":', "    main()", ""]
+    """The functions that read the data, and the start of main()."""
+    return ["", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]

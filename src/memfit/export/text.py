@@ -1,4 +1,4 @@
-"""Text shared by the exports: literals, comments, YAML with comments, and what each rung of the ladder saved."""
+"""Text shared by the exports: literals, comments, YAML with comments, and the line that sums up a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from memfit import __version__
-from memfit.job import RECIPE_FIELDS, Recipe
+from memfit.job import Recipe
 from memfit.plan import Plan
 from memfit.units import human
 
@@ -44,30 +44,6 @@ def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = Non
         note = (notes or {}).get(key, "")
         lines += [f"{first}  # {note}" if note else first, *rest]
     return "\n".join(lines) + "\n"
-
-
-def savings(plan: Plan) -> dict[str, str]:
-    """Recipe field -> "saves 13.4 GiB: + activation checkpointing", for every rung the chosen recipe still stands on.
-
-    A rung that moved several fields is told at the one that names it, so that no byte is claimed twice.
-    """
-    if not plan.ladder:
-        return {}
-    before = plan.ladder[0].recipe
-    saved: dict[str, int] = {}
-    titles: dict[str, str] = {}
-    for rung in plan.ladder[1:]:
-        moved = [f for f in _TELLING if getattr(rung.recipe, f) != getattr(before, f)]
-        kept = [f for f in moved if getattr(plan.recipe, f) != getattr(plan.ladder[0].recipe, f)]
-        if kept:
-            saved[kept[0]] = saved.get(kept[0], 0) + rung.saved
-            titles[kept[0]] = comment(rung.title.removeprefix("+ "))
-        before = rung.recipe
-    return {f: f"saves {human(size)}: {titles[f]}" for f, size in saved.items() if size > 0}
-
-
-# the field that names a rung comes first
-_TELLING = ("quantization", "method", *(f for f in RECIPE_FIELDS if f not in ("quantization", "method")))
 
 
 def summary(plan: Plan) -> str:

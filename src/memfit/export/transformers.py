@@ -8,61 +8,68 @@ import memfit.export.script as script
 import memfit.framework_names as names
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
-from memfit.export.text import literal, savings
+from memfit.export.savings import savings
+from memfit.export.text import literal
 from memfit.job import Recipe
 from memfit.plan import Plan
 
 VERSIONS = "transformers 5.23, peft 0.21, torch 2.13"
 
 _TOKENIZE = '''\
-def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Token ids and labels; the prompt of a prompt/completion pair is read but not learned."""
+def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Token ids and labels, cut to MAX_LENGTH; the prompt of a completion is read but not learned."""
+
+    def ids_of(text: list | str, prompt: bool = False, tools: list | None = None) -> list[int]:
+        if isinstance(text, list):  # the template writes the special tokens itself
+            chat = tokenizer.apply_chat_template(text, tools=tools, add_generation_prompt=prompt, return_dict=True)
+            return chat["input_ids"]
+        ids = tokenizer(text).input_ids
+        return ids if prompt else [*ids, tokenizer.eos_token_id]
 
     def encode(row: dict) -> dict:
-        if row.get("messages"):
-            prompt, answer = "", tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        read = 0
+        if "completion" in row:
+            read = len(ids_of(row["prompt"], prompt=True))
+            ids = ids_of(row["prompt"] + row["completion"])
+        elif "input_ids" in row:
+            ids = row["input_ids"]
         else:
-            prompt, answer = row.get("prompt") or "", (row.get("text") or row["completion"]) + tokenizer.eos_token
-        ids = tokenizer(prompt + answer, truncation=True, max_length=MAX_LENGTH).input_ids
-        learned_from = min(len(tokenizer(prompt).input_ids), len(ids)) if prompt else 0
-        return {"input_ids": ids, "labels": [-100] * learned_from + ids[learned_from:]}
+            ids = ids_of(row.get("text") or row["messages"], tools=row.get("tools"))
+        labels = row.get("labels") or [-100] * read + ids[read:]
+        return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
 
-    return rows.map(encode, remove_columns=rows.column_names)
-
-
+    rows = samples.map(encode, remove_columns=samples.column_names)
+    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # a cut prompt teaches nothing
 '''
 
 
-def export(plan: Plan) -> dict[str, str]:
-    """train.py, requirements.txt and, where the recipe needs them, accelerate.yaml and ds_config.json."""
-    check(plan.recipe)
-    files = {"train.py": train(plan), "requirements.txt": requirements(plan.recipe, "transformers")}
-    if launch.backend(plan.recipe) != "plain":
-        files |= accelerate.files(plan)
-    return files
+def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
+    """train.py, requirements.txt and, where the launch needs them, accelerate.yaml and ds_config.json."""
+    how = how or launch.launch_of(plan.recipe)
+    check(plan.recipe, how.backend)
+    files = {"train.py": train(plan, how), "requirements.txt": requirements(plan.recipe, "transformers", how.backend)}
+    return files | (accelerate.files(plan, how.backend) if how.by_accelerate else {})
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, kind: launch.Backend) -> None:
     """Refuse what transformers.Trainer cannot be told. Raises Unsupported."""
     names.check_method(recipe)
-    launch.check(recipe)
+    launch.check(recipe, kind)
     if recipe.loss == "chunked":
-        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --export trl")
+        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
     if recipe.padding == "packing":
-        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --export trl")
+        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --target trl")
     if recipe.checkpointing == "selective":
         raise Unsupported(
-            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --export trl"
+            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --target trl"
         )
 
 
-def train(plan: Plan) -> str:
+def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
     saved, recipe = savings(plan), plan.recipe
-    lines = script.head(plan, "transformers", VERSIONS)
-    lines += script.imports(plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved)
-    lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
-    lines += [*script.pieces(), *_TOKENIZE.splitlines(), *_load(recipe, saved), *_main(recipe, saved)]
+    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
+    lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
     return "\n".join([*lines, *script.ending()])
 
 
@@ -92,11 +99,10 @@ def _prepares(recipe: Recipe) -> bool:
     return recipe.quantization != "none" and recipe.shard != "parameters"
 
 
-def _load(recipe: Recipe, saved: dict[str, str]) -> list[str]:
-    note = saved.get("precision", "") or saved.get("attention", "")
+def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
     settings: list[script.Setting] = [
-        ("dtype", literal(launch.numbers(recipe).weights), note),
-        ("attn_implementation", literal(names.ATTENTION[recipe.attention]), ""),
+        ("dtype", literal(launch.numbers(recipe, kind).weights), saved.get("precision", "")),
+        ("attn_implementation", literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
     ]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     opening = "return" if recipe.method == "full" else "model ="
@@ -107,19 +113,20 @@ def _load(recipe: Recipe, saved: dict[str, str]) -> list[str]:
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(recipe: Recipe, saved: dict[str, str]) -> list[str]:
+def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
     return [
         "def main() -> None:",
         "    args = arguments()",
-        *script.call("config = TrainingArguments(", _config(recipe, saved)),
-        "    tokenizer = AutoTokenizer.from_pretrained(args.model)",
+        *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
+        "    samples = load(args.data)",
+        "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         *script.call(
             "trainer = Trainer(",
             [
                 ("model", "build(args.model)", "after TrainingArguments, so that ZeRO-3 can shard it while loading"),
                 ("args", "config", ""),
-                ("train_dataset", "tokenize(load(args.data), tokenizer)", ""),
+                ("train_dataset", "tokenize(samples, tokenizer)", ""),
                 ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
                 ("processing_class", "tokenizer", ""),
             ],
@@ -129,10 +136,12 @@ def _main(recipe: Recipe, saved: dict[str, str]) -> list[str]:
     ]
 
 
-def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
-    numbers = launch.numbers(recipe)
+def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
+    numbers = launch.numbers(recipe, kind)
     spelled = names.optim(recipe, "transformers")
-    autocast: script.Setting = (numbers.mixed if numbers.mixed != "no" else "bf16", literal(numbers.mixed != "no"), "")
+    # accelerate knows no fp16 on a CPU
+    on = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}[numbers.mixed]
+    autocast: script.Setting = (numbers.mixed if numbers.mixed != "no" else "bf16", on, "")
     return [
         ("output_dir", "args.output", ""),
         ("max_steps", "args.max_steps", ""),

@@ -8,7 +8,8 @@ import memfit.export.script as script
 import memfit.framework_names as names
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
-from memfit.export.text import literal, savings
+from memfit.export.savings import savings
+from memfit.export.text import literal
 from memfit.job import Recipe
 from memfit.plan import Plan
 from memfit.trainers import trainer
@@ -17,55 +18,59 @@ VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"
 _FUSED_SINCE = (1, 15)  # the first TRL whose loss memfit's scripts count on
 
 
-def export(plan: Plan) -> dict[str, str]:
-    """train.py, requirements.txt and, where the recipe needs them, accelerate.yaml and ds_config.json."""
-    check(plan.recipe)
-    files = {"train.py": train(plan), "requirements.txt": requirements(plan.recipe, "trl")}
-    if launch.backend(plan.recipe) != "plain":
-        files |= accelerate.files(plan)
-    return files
+def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
+    """train.py, requirements.txt and, where the launch needs them, accelerate.yaml and ds_config.json."""
+    how = how or launch.launch_of(plan.recipe)
+    check(plan.recipe, how.backend)
+    files = {"train.py": train(plan, how), "requirements.txt": requirements(plan.recipe, "trl", how.backend)}
+    return files | (accelerate.files(plan, how.backend) if how.by_accelerate else {})
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, kind: launch.Backend) -> None:
     """Refuse what SFTTrainer cannot be told. Raises Unsupported."""
     names.check_method(recipe)
-    launch.check(recipe)
+    launch.check(recipe, kind)
     if recipe.trainer.startswith("trl==") and trainer(recipe.trainer).since < _FUSED_SINCE:
         raise Unsupported(f"memfit writes scripts for TRL 1.15 and newer, not {recipe.trainer}", hint="--trainer trl")
     if recipe.method != "full" and "lm_head" in recipe.lora_targets:
         raise Unsupported(
-            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--export transformers"
-        )
-    if recipe.quantization != "none" and recipe.precision == "fp16-mixed":
-        # the scaler cannot unscale bf16 gradients (trl#4901)
-        raise Unsupported(
-            "TRL holds QLoRA adapters in bf16, which fp16 training cannot scale",
-            hint="--precision bf16, or --export transformers",
+            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--target transformers"
         )
 
 
-def train(plan: Plan) -> str:
+def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
-    saved = savings(plan)
-    recipe = plan.recipe
-    lines = script.head(plan, "TRL", VERSIONS)
-    lines += script.imports(plan, ("argparse", "from pathlib import Path"), _imports(recipe), saved)
-    lines += [*script.constants(script.batch(plan, saved)), *script.adapters(plan, saved), "", ""]
-    lines += [*script.pieces(), "def main() -> None:", "    args = arguments()"]
-    lines += script.call("config = SFTConfig(", _config(recipe, saved))
-    lines += script.call("trainer = SFTTrainer(", _trainer(recipe))
+    saved, recipe = savings(plan), plan.recipe
+    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
+    lines += ["def main() -> None:", "    args = arguments()"]
+    lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
+    lines += ["    samples = load(args.data)", *script.call("trainer = SFTTrainer(", _trainer(recipe))]
+    lines += _WIDEN.splitlines() if _scales_bf16(recipe, how.backend) else []
     lines += ["    trainer.train(resume_from_checkpoint=args.resume)", "    trainer.save_model()", *script.ending()]
     return "\n".join(lines)
+
+
+_WIDEN = """\
+    for weight in trainer.model.parameters():
+        if weight.requires_grad:  # TRL makes QLoRA adapters bf16, whose gradients fp16's loss scaler cannot take
+            weight.data = weight.data.float()
+"""
+
+
+def _scales_bf16(recipe: Recipe, kind: launch.Backend) -> bool:
+    # trl#4901; DeepSpeed and FSDP2 cast what is trained themselves
+    return recipe.quantization != "none" and recipe.precision == "fp16-mixed" and kind in ("plain", "ddp")
 
 
 def _imports(recipe: Recipe) -> list[str]:
     lines = ["from datasets import Dataset, load_dataset"]
     lines += ["from peft import LoraConfig"] if recipe.method != "full" else []
-    lines += ["from transformers import BitsAndBytesConfig"] if recipe.quantization != "none" else []
+    quantised = ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
+    lines += [f"from transformers import {', '.join(['AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 
-def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
+def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
     settings: list[script.Setting] = [
         ("output_dir", "args.output", ""),
         ("max_steps", "args.max_steps", ""),
@@ -74,7 +79,7 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
         ("max_length", "MAX_LENGTH", ""),
     ]
     if recipe.padding == "packing":
-        settings.append(("packing", "True", saved.get("padding", "")))
+        settings.append(("packing", "True", ""))
     settings += [
         ("per_device_train_batch_size", "MICRO_BATCH", ""),
         ("gradient_accumulation_steps", "ACCUMULATION", ""),
@@ -84,8 +89,8 @@ def _config(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
         ),
         *_checkpointing(recipe, saved),
         *_optimizer(recipe, saved),
-        *_precision(recipe, saved),
-        ("loss_type", literal("nll"), saved.get("loss", "through TRL's fused LM head, which never holds the logits")),
+        *_precision(recipe, saved, kind),
+        ("loss_type", literal("nll"), "through TRL's fused LM head, which never holds the logits"),
         ("save_total_limit", "2", ""),
         ("use_cpu", "args.cpu", ""),
     ]
@@ -108,19 +113,22 @@ def _optimizer(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
     return [("optim", literal(spelled.optim), saved.get("optimizer", "")), *extra]
 
 
-def _precision(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
-    numbers = launch.numbers(recipe)
+def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
+    numbers = launch.numbers(recipe, kind)
     model = {"dtype": numbers.weights, "attn_implementation": names.ATTENTION[recipe.attention]}
-    autocast = {"bf16": ("bf16", "True"), "fp16": ("fp16", "True"), "no": ("bf16", "False")}[numbers.mixed]
-    loads = saved.get("precision", "") or saved.get("attention", "") or "TRL loads float32 unless told"
-    return [(*autocast, ""), ("model_init_kwargs", literal(model), loads)]
+    autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
+    if numbers.mixed == "fp16":  # accelerate knows no fp16 on a CPU
+        autocast.append(("fp16", "not args.cpu", ""))
+    loads = script.also("TRL loads float32 unless told", saved, "precision")
+    return [*autocast, ("model_init_kwargs", literal(model), loads)]
 
 
 def _trainer(recipe: Recipe) -> list[script.Setting]:
     settings: list[script.Setting] = [
         ("model", "args.model", ""),
         ("args", "config", ""),
-        ("train_dataset", "load(args.data)", ""),
+        ("train_dataset", "samples", ""),
+        ("processing_class", "load_tokenizer(args.model, samples)", ""),
     ]
     if recipe.quantization != "none":
         settings.append(("quantization_config", "QUANTIZATION", ""))

@@ -120,7 +120,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     embedding = EmbeddingStyle(
         vocabulary=rows["tokens"], width=tables["tokens"].shape[1], rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
-        tied=a.tied, tied_in_place=r.loss != "full" or (n.autocast not in (0, n.other)),
+        tied=a.tied, tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=Norm("layer") if any(w.kind == "norm" for w in a.embedding) else None, dropout=a.embedding_dropout,
         module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,

@@ -14,6 +14,7 @@ from memfit.plan import Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
+from memfit.trainers import trainer
 from memfit.units import gib
 
 Progress = Callable[[str, float], None]
@@ -88,7 +89,7 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
     plain: dict[str, object] = {
-        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": "full", "offload": "none", "shard": "none",
+        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss, "offload": "none", "shard": "none",
         "quantization": "none", "method": "full", "micro_batch": batch, "accumulation": per_gpu // batch,
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
         "attention": "sdpa" if all(x.attention.sdpa for x in job.architecture.kinds) else "eager",

@@ -58,8 +58,9 @@ EIGHT_BIT = {
 
 
 def _eight_bit(r: Recipe, job: Job) -> Recipe:
-    """The same rule with 8-bit states; an optimizer without such a twin stays."""
-    return r.but(optimizer=EIGHT_BIT.get(r.optimizer, r.optimizer))
+    """The same rule with 8-bit states, torchao's where FSDP2 cuts the weights; without such a twin nothing changes."""
+    twin = EIGHT_BIT.get(r.optimizer, r.optimizer)
+    return r.but(optimizer="adamw-8bit-torchao" if twin == "adamw-8bit" and r.shard == "parameters" else twin)
 
 
 def _fused(r: Recipe, job: Job) -> Recipe:
@@ -88,11 +89,10 @@ LADDER: tuple[Step, ...] = (
     Step("checkpointing", "+ activation checkpointing", lambda r, j: r.but(checkpointing="full"),
          "none: the same values are computed twice",
          {"trl": "gradient_checkpointing=True", "transformers": "activation_checkpointing=True",
-          "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false",
-          "accelerate": "fsdp_activation_checkpointing: true"}, sets=("checkpointing",)),
+          "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false"}, sets=("checkpointing",)),
     Step("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
          "negligible in most fine-tunes; embeddings keep 32-bit states",
-         {"trl": 'optim="adamw_bnb_8bit"', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
+         {"trl": 'optim="adamw_bnb_8bit" (FSDP2: "adamw_torch_8bit")', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
           "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
     Step("accumulation", "+ micro-batch 1, accumulated", _smallest_batch, "none at the same tokens per step",
          {"trl": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
@@ -113,13 +113,14 @@ LADDER: tuple[Step, ...] = (
           "llamafactory": "quantization_bit: 4"}, learns="qlora", sets=("method", "quantization")),
     Step("offload-checkpoints", "+ checkpoints kept in host RAM", lambda r, j: r.but(checkpointing="offload"),
          "none; PCIe traffic every step",
-         {"trl": "activation_offloading=True", "transformers": 'activation_checkpointing_kwargs={"offload": True}',
-          "axolotl": "gradient_checkpointing: offload"}, learns="", sets=("checkpointing",)),
+         {"trl": 'gradient_checkpointing_kwargs={"offload": True}',
+          "transformers": 'activation_checkpointing_kwargs={"offload": True}',
+          "axolotl": "activation_offloading: hidden_states", "llamafactory": "use_unsloth_gc: true"}, learns="", sets=("checkpointing",)),
     Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, j, "optimizer"),
          "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full", sets=("offload",)),
     Step("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, j, "parameters"),
          "none; every block crosses PCIe twice a step",
-         {"deepspeed": '"offload_param": {"device": "cpu"}', "accelerate": "fsdp_offload_params: true"}, learns="full",
+         {"deepspeed": '"offload_param": {"device": "cpu"}'}, learns="full",
          sets=("offload",)),
 )  # fmt: skip
 

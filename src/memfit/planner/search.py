@@ -9,6 +9,7 @@ from math import log
 from memfit.job import Job, Recipe
 from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator
+from memfit.trainers import trainer
 
 
 def splits(per_gpu: int) -> list[int]:
@@ -29,7 +30,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
     # another AdamW takes the same steps, another rule does not
     same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
     optimizers = options("optimizer", ("adamw",) if same else ())
-    losses = options("loss", ("fused", "full"))
+    losses = [rung.loss] if trainer(rung.trainer).one_loss else options("loss", ("fused", "full"))
     attention = options("attention", ("sdpa",))
     shards = options("shard", ("none", "optimizer", "gradients", "parameters")) if rung.num_gpus > 1 else [rung.shard]
     for batch, c, o, loss, at, shard in product(batches, checkpointing, optimizers, losses, attention, shards):

@@ -1,0 +1,79 @@
+"""How the samples of a training file are laid out, for targets that must be told: read from its first usable record."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.data.files import Broken, Record, reader_for
+from memfit.data.samples import KNOWN_FIELDS, UnusableError, sample_of
+from memfit.errors import MemfitError, Unsupported
+from memfit.export.script import NO_DATA
+
+LOOKED_AT = 100  # records; a file whose first hundred are broken is not looked at further
+
+
+_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The columns of a sample and, where they hold messages, what the keys of a message are called."""
+
+    path: str
+    fields: tuple[str, ...]  # ("messages",), ("prompt", "completion"), ("instruction", "input", "output") ...
+    chat: bool = False  # the first field holds messages
+    role: str = "role"
+    content: str = "content"
+    user: str = "user"
+    assistant: str = "assistant"
+
+    @property
+    def kind(self) -> str:
+        """The file's type in the words of Hugging Face datasets; "" for a dataset on the Hub."""
+        return _KINDS.get(Path(self.path).suffix.lower(), "")
+
+
+def layout_for(path: str, framework: str) -> Layout:
+    """`layout_of`; raises Unsupported, naming the framework, for a file type that only memfit's own scripts can read."""
+    if Path(path).suffix.lower() in (".tsv", ".ndjson"):
+        raise Unsupported(
+            f"{framework} reads no {Path(path).suffix} files", hint="save it as .jsonl, or take --target trl"
+        )
+    return layout_of(path)
+
+
+def layout_of(path: str) -> Layout:
+    """The layout of a file; that of chats where there is no file to look at."""
+    with suppress(MemfitError, OSError, ValueError):
+        value = _first(Path(path))
+        if value is not None:
+            return _layout(path, value)
+    return Layout(path=path or NO_DATA, fields=("messages",), chat=True)
+
+
+def _first(path: Path) -> dict[str, Any] | None:
+    """The first record that memfit can use, as an object."""
+    read = reader_for(path)
+    with path.open("rb") as file, closing(read(file, KNOWN_FIELDS)) as records:
+        for _, record in zip(range(LOOKED_AT), records, strict=False):
+            with suppress(UnusableError):
+                if not isinstance(record, Broken):
+                    sample_of(record)
+                    return record.value if isinstance(record.value, dict) else {"text": record.value}
+    return None
+
+
+def _layout(path: str, value: dict[str, Any]) -> Layout:
+    fields = tuple(name for name in sample_of(Record(1, value)).layout.split("+") if name in value)
+    messages = value[fields[0]]
+    if not (isinstance(messages, list) and messages and isinstance(messages[0], dict)):
+        return Layout(path=path, fields=fields)
+    role, content = ("from", "value") if "from" in messages[0] else ("role", "content")
+    roles = {message.get(role) for message in messages}
+    return Layout(
+        path=path, fields=fields, chat=True, role=role, content=content,
+        user="human" if "human" in roles else "user", assistant="gpt" if "gpt" in roles else "assistant",
+    )  # fmt: skip
