@@ -11,7 +11,7 @@ from memfit.allocator import OutOfMemory
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.replay import Peaks, alive_at, replay, run, smallest_capacity, smallest_capacity_of, to_ops
-from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc
+from memfit.tape import Alloc, Event, Free, Mark, SegmentAlloc, SegmentFree
 from memfit.units import KIB, MIB
 
 TAPE: tuple[Event, ...] = (
@@ -93,7 +93,7 @@ def test_a_card_that_is_tight_costs_retries() -> None:
 
 
 def test_what_a_tape_says_of_segments_is_not_read() -> None:
-    noise: list[Event] = [SegmentAlloc(0, 2 * MIB), Oom(5 * MIB)]
+    noise: list[Event] = [SegmentAlloc(0, 2 * MIB), SegmentFree(0, 2 * MIB)]
     assert replay([*TAPE[:5], *noise, *TAPE[5:]]).peak == replay(TAPE).peak
 
 

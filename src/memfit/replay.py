@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
-from memfit.tape import Alloc, Event, Free, Mark, Phase
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Segment, SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 
 DEFAULTS = AllocSettings()
 ONE_STREAM: Mapping[int, int] = {}
+EMPTY_CACHE = -(1 << 62)  # among the integers that `run` takes: empty_cache(), which frees no allocation
+BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
 _START = Mark("load", "start")  # where events before the first mark belong
 
 
@@ -51,6 +54,16 @@ class Timeline:
         """The span that reserves most, of equals the one that allocates most; None for an empty tape."""
         return max(self.spans, key=lambda span: (span.peak.reserved, span.peak.allocated), default=None)
 
+    @property
+    def oom_span(self) -> Span | None:
+        """Where memory ran out."""
+        return self.spans[-1] if self.oom is not None and self.spans else None
+
+    def worst_of(self, phase: Phase) -> Span:
+        """The same within one phase that there is."""
+        spans = (span for span in self.spans if span.phase == phase)
+        return max(spans, key=lambda span: (span.peak.reserved, span.peak.allocated))
+
     def by_phase(self) -> dict[Phase, Levels]:
         """Each level's maximum within each phase, in the order the phases first came."""
         peaks: dict[Phase, Levels] = {}
@@ -70,31 +83,41 @@ class Peaks(NamedTuple):
 class _Walk:
     """A replay under way: the allocator, what is alive, and the span being filled."""
 
-    def __init__(self, allocator: Allocator, context: int) -> None:
+    def __init__(self, allocator: Allocator, context: int, live: dict[int, Block | None]) -> None:
         self.allocator = allocator
         self.context = context
+        self.live = live
         self.spans: list[Span] = []
         self.mark, self.first, self.at, self.top = _START, 0, 0, -1
 
-    def through(self, events: Iterable[Event]) -> tuple[OutOfMemory | None, int]:
-        """Play the events; the out-of-memory that ended it, if any, and the index of the last event played."""
-        allocator, live, index = self.allocator, dict[int, Block | None](), -1
+    def through(self, events: Iterable[Event], *, go_on: bool = False) -> tuple[OutOfMemory | None, int]:
+        """Play the events; the out-of-memory that ended it, if any, and the index of the last event played.
+
+        go_on: an out-of-memory that the tape has too does not end it: the program caught it.
+        """
+        allocator, live, index = self.allocator, self.live, -1
+        malloc, free = allocator.malloc, allocator.free
         for index, event in enumerate(events):
-            if isinstance(event, Alloc):
-                if event.id in live or event.size < 0:
-                    raise _bad_event(index, event)
-                try:
-                    live[event.id] = allocator.malloc(event.size, event.stream)
-                except OutOfMemory as error:
+            try:
+                if isinstance(event, Alloc):
+                    if event.id in live or event.size < 0:
+                        raise _bad_event(index, event)
+                    live[event.id] = malloc(event.size, event.stream)
+                    if allocator.allocated > self.top:
+                        self.top, self.at = allocator.allocated, index
+                elif isinstance(event, Free):
+                    if event.id not in live:
+                        raise _bad_event(index, event)
+                    free(live.pop(event.id))
+                elif isinstance(event, Mark):
+                    self.begin(event, index)
+                elif isinstance(event, EmptyCache):
+                    allocator.empty_cache()
+                elif isinstance(event, Oom):
+                    free(malloc(event.size))
+            except OutOfMemory as error:
+                if not (go_on and isinstance(event, Oom)):
                     return error, index
-                if allocator.allocated > self.top:
-                    self.top, self.at = allocator.allocated, index
-            elif isinstance(event, Free):
-                if event.id not in live:
-                    raise _bad_event(index, event)
-                allocator.free(live.pop(event.id))
-            elif isinstance(event, Mark):
-                self.begin(event, index)
         return None, index
 
     def begin(self, mark: Mark, index: int) -> None:
@@ -120,27 +143,90 @@ def replay(
     settings: AllocSettings = DEFAULTS,
     torch: Torch = LATEST_TORCH,
     context: int = 0,
+    total_memory: int | None = None,
+    start: Sequence[Segment] = (),
 ) -> Timeline:
-    """Run a tape's Alloc and Free events on a card whose driver can hand out `capacity` bytes (None: any number).
+    """Run a tape's events on a card whose driver can hand out `capacity` bytes (None: any number).
 
-    `context` bytes are added to `reserved` to give the level `device`; they are not taken from the capacity. What the
-    tape says of segments and out-of-memory is not read: the allocator finds it again. Raises BadInput for a Free of an
-    unknown id, an id born twice, or a negative size.
+    `context` bytes are added to `reserved` to give the level `device`; they are not taken from the capacity.
+    `total_memory` is what the card is said to have where it runs out, `start` what the tape began with (`begun`). What
+    the tape says of segments is not read, the allocator finds it again; of an Oom the request is made, and given back
+    at once where it succeeds. Raises BadInput for a Free of an unknown id, an id born twice, or a negative size.
     """
-    walk = _Walk(Allocator(capacity, settings, torch), context)
-    oom, last = walk.through(events)
+    allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
+    try:
+        walk = _Walk(allocator, context, begun(allocator, start))
+        oom, last = walk.through(events)
+    except OutOfMemory as error:  # what was there at the start does not fit
+        walk, oom, last = _Walk(allocator, context, {}), error, 0
     if last >= walk.first:
         walk.end()
     peak = Levels(0, 0, 0, context)
     for span in walk.spans:
         peak = _higher(peak, span.peak)
-    retries = walk.allocator.num_alloc_retries
-    return Timeline(tuple(walk.spans), peak, retries, oom, None if oom is None else last)
+    return Timeline(tuple(walk.spans), peak, allocator.num_alloc_retries, oom, None if oom is None else last)
 
 
-def alive_at(events: Iterable[Event], index: int) -> tuple[Alloc, ...]:
+def begun(allocator: Allocator, start: Sequence[Segment]) -> dict[int, Block | None]:
+    """Bring an empty allocator to the start of a tape; returns the blocks in use by id.
+
+    With the setting it was recorded under the segments lie as they lay; if the card is too small for them, cached ones
+    are given back. With or without expandable segments where the recording was the other way, what was alive is
+    allocated anew, in the order it lay. Raises OutOfMemory.
+    """
+    if all(segment.expandable == allocator.settings.expandable_segments for segment in start):
+        live: dict[int, Block | None] = dict(restore(allocator, start))
+        if allocator.reserved > allocator.capacity:
+            allocator.least_refused = allocator.reserved
+            allocator.empty_cache()
+            allocator.reset_peak_stats()
+        if allocator.reserved <= allocator.capacity:
+            return live
+        raise allocator.out_of_memory(0, 0)
+    return {alloc.id: allocator.malloc(alloc.size, alloc.stream) for alloc in alive_at_start(start)}
+
+
+def alive_at_start(start: Sequence[Segment]) -> list[Alloc]:
+    """The allocations a tape began with, in the order they lay."""
+    return [piece.alloc for segment in start for piece in segment.pieces if piece.alloc is not None]
+
+
+def retrace(tape: Tape, settings: AllocSettings = DEFAULTS, torch: Torch = LATEST_TORCH) -> tuple[str, Allocator]:
+    """Do to the allocator what a recorded run did to PyTorch's own, on a card of the recorded capacity.
+
+    Returns what differs first ("" when every segment was taken and given back as recorded) and the allocator at the
+    end. Raises BadInput as `replay` does.
+    """
+    allocator = allocator_of(tape, settings, torch)
+    recorded = [event for event in tape.events if isinstance(event, SegmentAlloc | SegmentFree)]
+    oom, last = _Walk(allocator, 0, begun(allocator, tape.start)).through(tape.events, go_on=True)
+    if oom is not None:
+        return f"event {last} runs out of memory, the recorded run did not", allocator
+    for number, (there, here) in enumerate(zip_longest(recorded, allocator.driver_calls)):
+        if there is None or here is None or (type(there), there.size) != (type(here), here.size):
+            return f"segment call {number}: recorded {there}, here {here}", allocator
+    return "", allocator
+
+
+def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator:
+    """An empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
+
+    What the card had in all sets the length of expandable segments; where it is not known they never end.
+    """
+    capacity, total = (tape.about.get(key, "") for key in ("capacity", "total_memory"))
+    allocator = Allocator(
+        int(capacity) if capacity.isdecimal() else None, settings, torch,
+        total_memory=int(total) if total.isdecimal() else None if settings.per_process_memory_fraction else UNLIMITED,
+    )  # fmt: skip
+    if torch <= BY_ADDRESS:
+        held = [SegmentAlloc(s.address, sum(p.size for p in s.pieces)) for s in tape.start]
+        allocator.use_addresses([*held, *(event for event in tape.events if isinstance(event, SegmentAlloc))])
+    return allocator
+
+
+def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ()) -> tuple[Alloc, ...]:
     """The allocations alive after event `index` (a span's `at`, say), oldest first; their sizes sum to `requested`."""
-    live: dict[int, Alloc] = {}
+    live = {alloc.id: alloc for alloc in alive_at_start(start)}
     for position, event in enumerate(events):
         if position > index:
             break
@@ -151,15 +237,15 @@ def alive_at(events: Iterable[Event], index: int) -> tuple[Alloc, ...]:
     return tuple(live.values())
 
 
-def to_ops(events: Iterable[Event]) -> tuple[list[int], dict[int, int]]:
+def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
     """Events -> what `run` takes: sizes and frees, and the streams of the allocations that are not on stream 0.
 
-    Raises BadInput as `replay` does.
+    What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does.
     """
     ops: list[int] = []
     streams: dict[int, int] = {}
-    number_of: dict[int, int] = {}
-    born = 0
+    number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
+    born = len(number_of)
     for index, event in enumerate(events):
         if isinstance(event, Alloc):
             if event.id in number_of or event.size < 0:
@@ -173,6 +259,11 @@ def to_ops(events: Iterable[Event]) -> tuple[list[int], dict[int, int]]:
             if event.id not in number_of:
                 raise _bad_event(index, event)
             ops.append(~number_of.pop(event.id))
+        elif isinstance(event, Oom):
+            ops += (event.size, ~born)
+            born += 1
+        elif isinstance(event, EmptyCache):
+            ops.append(EMPTY_CACHE)
     return ops, streams
 
 
@@ -186,30 +277,35 @@ def run(
 ) -> Peaks:
     """The fast road for planners: `op >= 0` allocates that many bytes, `op < 0` frees allocation number `~op`.
 
-    Allocations are numbered from 0 in their order, so -1 frees the first; `streams` names those not on stream 0.
+    Allocations are numbered from 0 in their order, so -1 frees the first; `streams` names those not on stream 0;
+    EMPTY_CACHE stands for empty_cache().
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
     allocator = Allocator(capacity, settings, torch)
-    _play(allocator, ops, streams)
+    _play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int]) -> None:
+def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:
+    """`blocks` are those of the first allocations, which are there already."""
     malloc, free = allocator.malloc, allocator.free
-    blocks: list[Block | None] = []
     born = blocks.append
     if not streams:
         for op in ops:
             if op >= 0:
                 born(malloc(op))
-            else:
+            elif op != EMPTY_CACHE:
                 free(blocks[~op])
+            else:
+                allocator.empty_cache()
         return
     for op in ops:
         if op >= 0:
             born(malloc(op, streams.get(len(blocks), 0)))
-        else:
+        elif op != EMPTY_CACHE:
             free(blocks[~op])
+        else:
+            allocator.empty_cache()
 
 
 def smallest_capacity(
@@ -217,10 +313,11 @@ def smallest_capacity(
     settings: AllocSettings = DEFAULTS,
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
+    start: Sequence[Segment] = (),
 ) -> int:
     """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
-    ops, streams = to_ops(events)
-    return smallest_capacity_of(ops, streams, settings, granularity, torch)
+    ops, streams = to_ops(events, start)
+    return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
 
 
 def smallest_capacity_of(
@@ -229,6 +326,7 @@ def smallest_capacity_of(
     settings: AllocSettings = DEFAULTS,
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
+    start: Sequence[Segment] = (),
 ) -> int:
     """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
 
@@ -239,7 +337,7 @@ def smallest_capacity_of(
     def attempt(capacity: int | None) -> tuple[bool, Allocator]:
         allocator = Allocator(capacity, settings, torch)
         try:
-            _play(allocator, ops, streams)
+            _play(allocator, ops, streams, list(begun(allocator, start).values()))
         except OutOfMemory:
             return False, allocator
         return True, allocator

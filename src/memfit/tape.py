@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAlloc:
-    """The allocator took `size` bytes at `address` from the driver."""
+    """The allocator took `size` bytes at `address` from the driver (or mapped them into an expandable segment)."""
 
     address: int
     size: int
@@ -51,7 +51,7 @@ class SegmentAlloc:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFree:
-    """The allocator gave `size` bytes at `address` back to the driver."""
+    """The allocator gave `size` bytes at `address` back to the driver (or unmapped them)."""
 
     address: int
     size: int
@@ -65,13 +65,44 @@ class Oom:
     free: int = 0  # bytes the driver still had
 
 
-Event = Alloc | Free | Mark | SegmentAlloc | SegmentFree | Oom
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """The program called torch.cuda.empty_cache(): every segment that is wholly free goes back to the driver."""
+
+
+Event = Alloc | Free | Mark | SegmentAlloc | SegmentFree | Oom | EmptyCache
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a segment at the start of a tape: `size` bytes held by `alloc`, or free; or addresses without memory."""
+
+    size: int
+    alloc: Alloc | None = None
+    mapped: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What the allocator held when the recording began: `pieces` lie one after the other from `address` on."""
+
+    address: int
+    stream: int
+    small: bool  # of the small pool: for requests of up to 1 MiB
+    expandable: bool
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """A run's events in order, with what is known of the card and the stack that made them."""
+    """A run's events in order, with what is known of the card and the stack that made them.
+
+    `start` is empty where the recording began with an empty allocator. `about` may say `torch` ("2.13"), `alloc_conf`
+    (the PYTORCH_ALLOC_CONF the run had), `capacity` (bytes the allocator is known to have had at its disposal),
+    `total_memory` (bytes of the card), `model` and whatever else the recorder knew; a missing key is not known.
+    """
 
     events: tuple[Event, ...]
     source: Literal["formula", "traced", "measured"]
     about: dict[str, str] = field(default_factory=dict)
+    start: tuple[Segment, ...] = ()

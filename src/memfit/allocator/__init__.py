@@ -27,8 +27,8 @@ streams their bytes still count as requested, and as active instead of allocated
 Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend, PYTORCH_NO_CUDA_MEMORY_CACHING,
 free-memory callbacks, settings changed half-way, several devices, IPC, malloc hints. The driver is a counter: it hands
 out `capacity` bytes without fragments of its own, at addresses that only grow, which decides ties for torch up to
-2.11, where real addresses may be reused. Other streams have always caught up by the next malloc. Statistics are those
-over both pools; what changed between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the keys
+2.11, where real addresses may be reused; a recording's own addresses can be given. Other streams have always caught up
+by the next malloc. Statistics are those over both pools; what changed between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the keys
 of the settings is not known to matter and not looked at.
 """
 
@@ -36,9 +36,10 @@ from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import Block
 from memfit.allocator.machine import Allocator
 from memfit.allocator.plain import PlainAllocator
-from memfit.allocator.reserve import OutOfMemory, Stats
+from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
+from memfit.allocator.start import restore
 
-__all__ = ["Allocator", "Block", "OutOfMemory", "PlainAllocator", "Stats", "allocator_for"]
+__all__ = ["UNLIMITED", "Allocator", "Block", "OutOfMemory", "PlainAllocator", "Stats", "allocator_for", "restore"]
 
 
 def allocator_for(settings: AllocSettings) -> Allocator | PlainAllocator:

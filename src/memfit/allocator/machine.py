@@ -73,6 +73,20 @@ class Allocator(Reserve):
             self.allocated_peak = allocated
         return block
 
+    def free_blocks(self, stream: int = 0, *, small: bool) -> list[Block]:
+        """The free blocks of a pool, smallest first."""
+        pools = self._pools.get(stream) or self._new_pools(stream)
+        return pools[0 if small else 1].in_order()
+
+    def is_cached(self, size: int, stream: int = 0) -> bool:
+        """Would malloc serve this without asking the driver? Changes nothing."""
+        rounded = round_size(size, self.settings.roundup_power2_divisions)
+        pool = (self._pools.get(stream) or self._new_pools(stream))[rounded > K_SMALL_SIZE]
+        age = self._age
+        found = self._find(pool, rounded) < len(pool.keys)
+        self._age = age
+        return found
+
     def _split(self, rest: Block, rounded: int) -> Block:
         """alloc_found_block: the front becomes a new Block of `rounded` bytes, the free rest stays the old one."""
         before = rest.prev
@@ -101,17 +115,13 @@ class Allocator(Reserve):
             return
         if block.state != ALLOCATED:
             raise ValueError(f"{block} is not allocated")
-        self.allocated -= block.size
+        size = block.size
+        self.allocated -= size
         if self._stream_uses and block in self._stream_uses:
             self._insert_events(block)
             return
-        self._free_block(block)
-
-    def _free_block(self, block: Block) -> None:
-        """free_block: merge with free neighbours of the segment, then into the pool."""
-        pool = block.pool
+        pool = block.pool  # from here on free_block: merge with free neighbours of the segment, then into the pool
         self.requested -= block.requested
-        size = block.size
         split = self.inactive_split
         before, after = block.prev, block.next
         if before is not None and before.state == FREE:
@@ -176,7 +186,9 @@ class Allocator(Reserve):
                 if not uses:
                     del self._stream_uses[block]
                     self.pending -= block.size
-                    self._free_block(block)
+                    self.allocated += block.size  # as if it was freed only now
+                    block.state = ALLOCATED
+                    self.free(block)
 
     def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
         """The two pools of a stream; should_split's two rules become `slack` and `split_below`."""
@@ -225,7 +237,7 @@ class Allocator(Reserve):
             block = self._alloc_block(pool, rounded, size, requested)
         if block is None:
             self.num_ooms += 1
-            raise self._out_of_memory(size, requested)
+            raise self.out_of_memory(size, requested)
         return block
 
     def _alloc_block(self, pool: Pool, rounded: int, size: int, requested: int) -> Block | None:
@@ -236,12 +248,13 @@ class Allocator(Reserve):
             fraction = self.settings.per_process_memory_fraction
             if self.reserved + size > int((1.0 if fraction is None else fraction) * self.total_memory):
                 self.num_oom_rejections += 1
-                raise self._out_of_memory(size, requested)
+                raise self.out_of_memory(size, requested)
         if self.settings.expandable_segments:
             return allocate_expandable(self, pool, rounded)
         return self._cuda_malloc(pool, size)
 
-    def _out_of_memory(self, tried: int, requested: int) -> OutOfMemory:
+    def out_of_memory(self, tried: int, requested: int) -> OutOfMemory:
+        """The error for a request of `requested` bytes, for which `tried` bytes were asked of the driver."""
         return OutOfMemory(
             requested=requested,
             tried=tried,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
@@ -118,6 +118,8 @@ class Reserve:
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> (small, large)
         self._heads: dict[int, Block] = {}  # address of a segment -> its first block, oldest segment first
         self._next_address = 0
+        self._places: dict[int, list[int]] = {}  # size -> where a recording's driver put segments, oldest first
+        self._taken: dict[int, int] = {}  # address -> size of what the driver gave
         self._next_order = 0
         self._by_order = torch == (2, 12)  # BlockComparatorRegistrationCounter; older and newer order by address
         self._collects = self.allowed is not None and settings.garbage_collection_threshold > 0.0
@@ -170,6 +172,10 @@ class Reserve:
                 block = block.next
             yield tuple(chain)
 
+    def holds(self, address: int) -> bool:
+        """Does a segment begin at this address?"""
+        return address in self._heads
+
     def new_block(
         self, size: int, addr: int, pool: Pool, prev: Block | None = None, next_: Block | None = None
     ) -> Block:
@@ -187,10 +193,24 @@ class Reserve:
         return block
 
     def reserve_address(self, size: int, alignment: int = 1) -> int:
-        """Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order."""
+        """Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order.
+
+        Up to torch 2.11 the driver's addresses decide ties; those of a recording are taken where they are known.
+        """
+        known = self._places.get(size, [])
+        for number, address in enumerate(known):
+            if not any(address < other + span and other < address + size for other, span in self._taken.items()):
+                del known[number]
+                return address
         address = -(-self._next_address // alignment) * alignment
         self._next_address = address + size
         return address
+
+    def use_addresses(self, recorded: Iterable[SegmentAlloc]) -> None:
+        """Take segments where a recording's driver put them, in its order for each size, unless one lies there."""
+        for segment in recorded:
+            self._places.setdefault(segment.size, []).append(segment.address)
+            self._next_address = max(self._next_address, segment.address + segment.size)
 
     def forget_segment(self, block: Block) -> None:
         """Strike the segment that `block` is the whole of."""
@@ -205,12 +225,14 @@ class Reserve:
         self.reserved += size
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         self.num_device_alloc += 1
+        self._taken[address] = size
         self.driver_calls.append(SegmentAlloc(address, size))
 
     def discharge(self, address: int, size: int) -> None:
         """The driver took `size` bytes back."""
         self.reserved -= size
         self.num_device_free += 1
+        self._taken.pop(address, None)
         self.driver_calls.append(SegmentFree(address, size))
 
     def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
