@@ -1,0 +1,67 @@
+"""Saved memory histories as a Tape: torch's own snapshots, memfit's tapes and recorded runs, told apart by content.
+
+A new format is one module and one row of READERS. No file is trusted: nothing in it is executed, its size is bounded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from memfit import tape_file
+from memfit.alloc_conf import Torch
+from memfit.errors import BadInput
+from memfit.snapshot import pickles, records
+from memfit.snapshot.history import tape_of
+from memfit.tape import Tape
+
+MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
+MAX_CONTENT = 2 << 30  # bytes after decompression
+GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+WANTED = "give a pickle of torch.cuda.memory._dump_snapshot, or a tape written by memfit"
+
+
+def read(path: Path, device: int | None = None, torch: Torch | None = None) -> Tape:
+    """The tape in a file; of a snapshot, that of card `device` (default: the one with the longest history).
+
+    `torch` is the version that made a snapshot, where that is known.
+    Raises BadInput for anything that cannot be read.
+    """
+    content = _content(path)
+    try:
+        if content.startswith(PICKLE):
+            return tape_of(pickles.loads(content), device, torch)
+        if device is not None:
+            raise BadInput("only a snapshot has several devices", hint="leave --device out")
+        return records.loads(content, path) if records.known(content) else tape_file.loads(content)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error.message}", hint=error.hint or WANTED) from None
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, unpacked where gzip packed them."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise BadInput(f"{path} has more than {MAX_FILE >> 20} MiB", hint="record fewer events: max_entries=100000")
+        packed = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=WANTED) from None
+    if not packed:
+        raise BadInput(f"{path} is empty", hint=WANTED)
+    return _unpacked(packed, path) if packed.startswith(GZIP) else packed
+
+
+def _unpacked(packed: bytes, path: Path) -> bytes:
+    unzip = zlib.decompressobj(wbits=31)
+    try:
+        content = unzip.decompress(packed, MAX_CONTENT)
+    except zlib.error as error:
+        raise BadInput(f"{path} is damaged: {error}", hint="copy or record it again") from None
+    if unzip.unconsumed_tail:
+        raise BadInput(f"{path} unpacks to more than {MAX_CONTENT >> 20} MiB", hint=WANTED)
+    if not unzip.eof:
+        raise BadInput(f"{path} ends too early", hint="copy or record it again")
+    return content
+
+
+__all__ = ["read"]

@@ -1,0 +1,142 @@
+"""A snapshot of torch.cuda.memory as a Tape: one card's history, from what was there at its first event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.alloc_conf import AllocSettings, Torch, parse_alloc_conf
+from memfit.errors import BadInput
+from memfit.snapshot.forward import completed
+from memfit.snapshot.rewind import State, final_state, segments_of, start_state
+from memfit.snapshot.roles import Births
+from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, torch_of
+from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
+
+GIVES = ("segment_free", "segment_unmap")
+TAKES = ("segment_alloc", "segment_map")
+Key = tuple[int, Pool]
+
+
+def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) -> Tape:
+    """Plain data of a snapshot -> the tape of card `device` (default: the one with the longest history).
+
+    `torch` is the version that made it, where that is known; otherwise its keys tell.
+    A tensor is freed where torch calls it `free_completed`: from then on its bytes can be used again. Raises BadInput
+    for what is no snapshot, for a device without history, and for a history that contradicts its final segments.
+    """
+    snapshot = shaped(data)
+    chosen, entries = _history(snapshot, device)
+    torch, conf = torch or torch_of(data), conf_of(snapshot.allocator_settings)
+    settings, conf = _settings(conf, torch)
+    segments = [segment for segment in snapshot.segments if segment.device == chosen]
+    expandable = any(segment.is_expandable for segment in segments) or any(e.action.endswith("map") for e in entries)
+    state = start_state(final_state(segments, expandable), entries, settings)
+    reading = _Reading(state, entries, settings)
+    notes = [note for note in snapshot.external_annotations if note.device in (-1, chosen)]
+    events = reading.events(notes)
+    about = {"device": str(chosen), "torch": ".".join(map(str, torch)), "capacity": str(reading.capacity)}
+    if reading.full:
+        about["total_memory"] = about["capacity"]  # the driver's own share of the card is not recorded
+    if conf:
+        about["alloc_conf"] = conf
+    named = reading.births.named(events)
+    start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
+    tape = Tape(tuple(named.get(e.id, e) if type(e) is Alloc else e for e in events), "measured", about, start)
+    return completed(tape, reading.addresses, settings, torch)
+
+
+def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry]]:
+    """(device, its history); the history is empty where only the segments were recorded."""
+    traces = dict(enumerate(snapshot.device_traces))
+    used = {number for number, trace in traces.items() if trace} | {segment.device for segment in snapshot.segments}
+    if device is None:
+        device = max(sorted(used), key=lambda number: len(traces.get(number, ())), default=0)
+    if device not in used:
+        hint = f"devices there: {', '.join(map(str, sorted(used)))}"
+        if not used:
+            hint = "call torch.cuda.memory._record_memory_history() first"
+        raise BadInput(f"the snapshot holds nothing of device {device}", hint=hint)
+    return device, traces.get(device, [])
+
+
+def _settings(conf: str, torch: Torch) -> tuple[AllocSettings, str]:
+    """The recorded settings; PyTorch took them, so what is unknown here is a key of a version not seen yet."""
+    try:
+        return parse_alloc_conf(conf, torch), conf
+    except BadInput:
+        return AllocSettings(), ""
+
+
+class _Reading:
+    """The history read forwards: events, streams by number, and what the card could hand out."""
+
+    def __init__(self, state: State, entries: list[Entry], settings: AllocSettings) -> None:
+        self.entries, self.settings = entries, settings
+        self.streams: dict[Key, int] = {(0, (0, 0)): 0}
+        for span in state.spans.values():
+            self.stream(span.key)
+        self.reserved = state.reserved
+        self.capacity, self.full = self._capacity()
+        self.births = Births()
+        self.alive: dict[int, int] = {}  # address -> id
+        self.addresses: dict[int, int] = {}  # id -> address, of those born during the recording
+        for number, address in enumerate(sorted(state.held)):
+            held = state.held[address]
+            self.alive[address] = number
+            self.births.add(number, held.requested, self.stream(held.key), held.frames, at_start=True)
+        self.first = dict(self.alive)
+
+    def stream(self, key: Key) -> int:
+        """A small number for a stream of a pool: private pools share no memory, as streams do not."""
+        return self.streams.setdefault(key, len(self.streams))
+
+    def at_start(self, named: dict[int, Alloc]) -> dict[int, Alloc]:
+        """Address -> the allocation that was alive there at the start."""
+        return {address: named[number] for address, number in self.first.items()}
+
+    def _capacity(self) -> tuple[int, bool]:
+        """Bytes the allocator could have, and is that all: from an out-of-memory, else the most it ever held.
+
+        A card with exactly that makes the allocator give back cached segments just where it did.
+        """
+        reserved = most = self.reserved
+        for entry in self.entries:
+            reserved += entry.size * ((entry.action in TAKES) - (entry.action in GIVES))
+            most = max(most, reserved)
+            if entry.action == "oom":
+                return max(reserved + entry.device_free, most), True
+        return most, False
+
+    def events(self, notes: list[Note]) -> list[Event]:
+        """The events in order, marks of the profiler among them."""
+        marks = _marks(notes)
+        events: list[Event] = [Mark("step", "recording")]
+        for entry in self.entries:
+            while marks and entry.time_us and marks[-1][0] <= entry.time_us:
+                events.append(marks.pop()[1])
+            action, address, size = entry.action, entry.addr, entry.size
+            if action == "alloc":
+                number = self.births.count
+                self.births.add(
+                    number, size, self.stream((entry.stream, entry.pool_id)), entry.frames, entry.user_metadata
+                )
+                self.alive[address] = number
+                self.addresses[number] = address
+                events.append(self.births.allocs[number])
+            elif action == "free_completed":
+                number = self.alive.pop(address)
+                self.births.died(number)
+                events.append(Free(number))
+            elif action in TAKES:
+                events.append(SegmentAlloc(address, size))
+            elif action in GIVES:
+                events.append(SegmentFree(address, size))
+            elif action == "oom":
+                events.append(Oom(size, entry.device_free))
+        return events
+
+
+def _marks(notes: list[Note]) -> list[tuple[int, Mark]]:
+    """(time, mark), latest first. What comes after an annotation ends is named after it."""
+    named = [(n.time_us, Mark("step", n.name if n.stage != "END" else f"after {n.name}")) for n in notes]
+    return sorted(named, key=lambda pair: pair[0], reverse=True)

@@ -1,0 +1,225 @@
+"""What a history began with: walked backwards from the final segments to what was alive, and where, at its first event.
+
+A history is a ring: when it is full, its oldest events are gone. The final segments are always complete, so undoing
+every event that is left gives the segments and blocks at the start. One thing is not recorded: how large the block of
+a tensor was that was born before the first event and died before the last. In the large pool up to 1 MiB may lie
+between its bytes and the next block; `_slack` finds it where a neighbour tells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+
+from memfit.alloc_conf import AllocSettings
+from memfit.allocator.blocks import K_SMALL_BUFFER, K_SMALL_SIZE, round_size
+from memfit.errors import BadInput
+from memfit.snapshot.shape import Entry, Pool, Range
+from memfit.tape import Alloc, Piece, Segment
+
+LOST = "the history does not lead to its final segments"
+HINT = "one device's events may be missing; record it again"
+
+
+@dataclass(slots=True)
+class Held:
+    """A block in use; `size` is None where only the bytes asked for are known. `key` tells stream and private pool."""
+
+    requested: int
+    key: tuple[int, Pool]
+    size: int | None = None
+    frames: object = ()
+
+
+@dataclass(slots=True)
+class Span:
+    """Addresses backed by memory: a segment, or a mapped part of an expandable one."""
+
+    size: int
+    key: tuple[int, Pool]
+    small: bool
+
+
+@dataclass(slots=True)
+class State:
+    """Segments and blocks in use by address."""
+
+    expandable: bool
+    spans: dict[int, Span] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> int:
+        return sum(span.size for span in self.spans.values())
+
+
+def final_state(segments: list[Range], expandable: bool) -> State:
+    """The segments as the snapshot has them."""
+    state = State(expandable)
+    for segment in segments:
+        key = (segment.stream, segment.segment_pool_id)
+        state.spans[segment.address] = Span(segment.total_size, key, segment.segment_type == "small")
+        address = segment.address
+        for block in segment.blocks:
+            if block.state != "inactive":
+                state.held[address] = Held(block.requested, key, block.size, block.frames)
+            address += block.size
+    return state
+
+
+def start_state(state: State, entries: list[Entry], settings: AllocSettings) -> State:
+    """The state before the first of `entries`, from the one after the last. Changes and returns `state`."""
+    tensors = sorted((e.addr, e.size) for e in entries if e.action in ("alloc", "free_completed"))
+    for entry in reversed(entries):
+        key, address = (entry.stream, entry.pool_id), entry.addr
+        match entry.action:
+            case "alloc":
+                if state.held.pop(address, None) is None:
+                    raise BadInput(f"{LOST}: nothing is alive at {address:#x}", hint=HINT)
+            case "free_completed":
+                if address in state.held:
+                    raise BadInput(f"{LOST}: {address:#x} dies twice", hint=HINT)
+                state.held[address] = Held(entry.size, key, frames=entry.frames)
+            case "segment_alloc" | "segment_map":
+                _take_away(state, address, entry.size)
+            case "segment_free" | "segment_unmap":
+                _give_back(state, address, Span(entry.size, key, _is_small(entry, tensors, settings)))
+    return state
+
+
+def _is_small(entry: Entry, tensors: list[tuple[int, int]], settings: AllocSettings) -> bool:
+    """Did memory that the driver took back belong to the small pool?
+
+    The pools grow by granules of 2 MiB and 20 MiB (large_segment_size); where the size says nothing, a tensor that
+    lay there does. `tensors` are the (address, requested bytes) of all births and deaths, sorted.
+    """
+    if entry.action == "segment_free":
+        return entry.size == K_SMALL_BUFFER
+    if entry.size % settings.large_segment_size:
+        return True
+    position = bisect_left(tensors, (entry.addr, 0))
+    inside = position < len(tensors) and tensors[position][0] < entry.addr + entry.size
+    return inside and tensors[position][1] <= K_SMALL_SIZE
+
+
+def _take_away(state: State, address: int, size: int) -> None:
+    """Undo that the driver gave memory: a whole segment, or a part of a mapped range."""
+    inside = (b for b, s in state.spans.items() if b <= address and address + size <= b + s.size)
+    begin = next(inside, None) if state.expandable else address
+    span = None if begin is None else state.spans.get(begin)
+    if begin is None or span is None or size > span.size:
+        raise BadInput(f"{LOST}: no segment of {size} bytes at {address:#x}", hint=HINT)
+    del state.spans[begin]
+    if address > begin:
+        state.spans[begin] = Span(address - begin, span.key, span.small)
+    if rest := begin + span.size - address - size:
+        state.spans[address + size] = Span(rest, span.key, span.small)
+
+
+def _give_back(state: State, address: int, span: Span) -> None:
+    """Undo that the driver took memory; mapped ranges that touch become one."""
+    if state.expandable:
+        after = state.spans.get(address + span.size)
+        if after is not None and after.small == span.small and after.key == span.key:
+            span.size += state.spans.pop(address + span.size).size
+        for begin, before in state.spans.items():
+            if begin + before.size == address and before.small == span.small and before.key == span.key:
+                before.size += span.size
+                return
+    state.spans[address] = span
+
+
+# ---- from the state to the tape's noun -------------------------------------------------------------------------------
+
+
+def segments_of(
+    state: State, entries: list[Entry], settings: AllocSettings, born: dict[int, Alloc], streams: dict[tuple[int, Pool], int]
+) -> tuple[Segment, ...]:  # fmt: skip
+    """The start as Segments; `born` names the allocation at each address, `streams` numbers streams and pools."""
+    sizes = _sizes(state, entries, settings)
+    groups: dict[object, list[int]] = {}
+    for address in sorted(state.spans):
+        span = state.spans[address]
+        groups.setdefault((span.small, span.key) if state.expandable else address, []).append(address)
+    found = []
+    addresses = sorted(state.held)
+    for members in groups.values():
+        pieces: list[Piece] = []
+        base = place = _base(members[0], state, entries, settings.large_segment_size)
+        for address in members:
+            if address > place:
+                pieces.append(Piece(address - place, mapped=False))
+            place = address + state.spans[address].size
+            pieces += _pieces(address, place, addresses, sizes, born)
+        span = state.spans[members[0]]
+        found.append(Segment(base, streams[span.key], span.small, state.expandable, tuple(pieces)))
+    if sum(piece.alloc is not None for segment in found for piece in segment.pieces) != len(state.held):
+        raise BadInput(f"{LOST}: a tensor lies in no segment", hint=HINT)
+    return tuple(found)
+
+
+def _base(lowest: int, state: State, entries: list[Entry], granule: int) -> int:
+    """Where an expandable segment begins: the lowest address mapped in it that the history knows."""
+    if not state.expandable:
+        return lowest
+    room = state.reserved * 9 // 8  # at least: it has addresses for 9/8 of the card
+    small = state.spans[lowest].small
+    moved = (e.addr for e in entries if e.action.endswith("map") and (e.size % granule > 0) == small)
+    return min((a for a in moved if lowest - room < a <= lowest), default=lowest)
+
+
+def _pieces(begin: int, end: int, addresses: list[int], sizes: dict[int, int], born: dict[int, Alloc]) -> list[Piece]:
+    """One mapped range, from address `begin` to `end`."""
+    pieces, place = [], begin
+    for address in addresses[bisect_left(addresses, begin) : bisect_left(addresses, end)]:
+        if address > place:
+            pieces.append(Piece(address - place))
+        if address < place or address + sizes[address] > end:
+            raise BadInput(f"{LOST}: blocks overlap at {address:#x}", hint=HINT)
+        pieces.append(Piece(sizes[address], born[address]))
+        place = address + sizes[address]
+    return [*pieces, Piece(end - place)] if place < end else pieces
+
+
+def _sizes(state: State, entries: list[Entry], settings: AllocSettings) -> dict[int, int]:
+    """Address -> size of the block there."""
+    starts = sorted(state.held)
+    edges = sorted({*starts, *state.spans, *(a + s.size for a, s in state.spans.items())})
+    births: dict[int, int] = {}  # address -> index of the first birth there
+    deaths: dict[int, int] = {}
+    for index, entry in enumerate(entries):
+        if entry.action == "alloc":
+            births.setdefault(entry.addr, index)
+        elif entry.action == "free_completed":
+            deaths.setdefault(entry.addr, index)
+    later = sorted(births)
+    sizes = {}
+    for address in starts:
+        held = state.held[address]
+        rounded = round_size(held.requested, settings.roundup_power2_divisions)
+        if held.size is None and rounded > K_SMALL_SIZE and not state.expandable:
+            end = address + rounded
+            edge = edges[bisect_left(edges, end)] if edges and edges[-1] >= end else end
+            fresh = later[bisect_right(later, end) : bisect_right(later, end + K_SMALL_SIZE)]
+            seen = next((a for a in fresh if births[a] < deaths.get(address, len(entries))), None)
+            whole = state.spans.get(address)
+            never_split = (
+                whole is not None and settings.max_split_size is not None and whole.size >= settings.max_split_size
+            )
+            if whole is not None and never_split:
+                rounded = whole.size
+            else:
+                rounded += _slack(edge - end, None if seen is None else seen - end)
+        sizes[address] = held.size or rounded
+    return sizes
+
+
+def _slack(gap: int, seen: int | None) -> int:
+    """Bytes between a tensor and the end of its block, from the gap to the next edge and to the first new neighbour.
+
+    A free block of the large pool has more than 1 MiB, so a smaller gap is slack; and a block born right behind it
+    while it lived began where it ended.
+    """
+    if gap <= K_SMALL_SIZE:
+        return gap
+    return seen or 0

@@ -1,0 +1,132 @@
+"""The shape of a snapshot of torch.cuda.memory, from torch 2.1 to 2.13: what older ones lack has a default here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from memfit.alloc_conf import K_LARGE_BUFFER, LATEST_TORCH, Torch
+from memfit.errors import BadInput
+
+Pool = tuple[int, int]
+MAX_ADDRESS = 1 << 57  # five-level page tables; the tie-break's keys hold 56 bits of a distance between addresses
+
+
+class Entry(Struct, gc=False):
+    """One event of a device's history; sizes in bytes: requested for tensors, whole for segments."""
+
+    action: str
+    size: int = 0
+    addr: int = 0  # absent from oom
+    stream: int = 0
+    time_us: int = 0
+    device_free: int = 0  # oom only
+    pool_id: Pool = (0, 0)
+    user_metadata: Any = ""
+    frames: Any = ()
+
+
+class Part(Struct):
+    """A block of a segment; torch 2.1 gives no address: blocks lie one after the other."""
+
+    size: int
+    state: str
+    requested_size: int | None = None
+    frames: Any = ()
+
+    @property
+    def requested(self) -> int:
+        return self.size if self.requested_size is None else self.requested_size
+
+
+class Range(Struct):
+    """A segment, or one contiguous mapped range of an expandable one."""
+
+    address: int
+    total_size: int
+    blocks: list[Part]
+    segment_type: str
+    device: int = 0
+    stream: int = 0
+    segment_pool_id: Pool = (0, 0)
+    is_expandable: bool = False
+
+
+class Note(Struct):
+    """A mark of the profiler or of user code."""
+
+    name: str
+    stage: str = ""
+    device: int = -1
+    time_us: int = 0
+
+
+class Settings(Struct):
+    """What the allocator was told; sizes in bytes, -1 for none."""
+
+    text: str = msgspec.field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
+    max_split_size: int = -1
+    garbage_collection_threshold: float = 0.0
+    expandable_segments: bool = False
+    roundup_power2_divisions: dict[str, int] = {}
+
+
+class Snapshot(Struct):
+    """The whole file."""
+
+    segments: list[Range]
+    device_traces: list[list[Entry]] = []
+    allocator_settings: Settings = msgspec.field(default_factory=Settings)
+    external_annotations: list[Note] = []
+
+
+def shaped(data: Any) -> Snapshot:
+    """Plain data as a Snapshot. Raises BadInput naming the place that is wrong."""
+    try:
+        found = msgspec.convert(data, Snapshot, strict=True)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        what = f"this is no snapshot of torch.cuda.memory: {error}"
+        raise BadInput(what, hint="torch.cuda.memory._dump_snapshot writes one") from None
+    for segment in found.segments:
+        if (
+            segment.total_size != sum(block.size for block in segment.blocks)
+            or min((block.size for block in segment.blocks), default=0) <= 0
+        ):
+            raise BadInput(f"the blocks of the segment at {segment.address:#x} do not fill it", hint="record it again")
+    sizes = (n for trace in found.device_traces for e in trace for n in (e.size, e.addr))
+    if max(sizes, default=0) > MAX_ADDRESS or any(e.size < 0 or e.addr < 0 for t in found.device_traces for e in t):
+        raise BadInput("a size or address in the history is out of range", hint="record it again")
+    return found
+
+
+def torch_of(data: Any) -> Torch:
+    """The version whose tie-break and settings hold, by the keys each version brought; 2.10 to 2.12 look alike.
+
+    They are read as 2.11; a snapshot says nothing that tells 2.12, which orders free blocks in its own way.
+    """
+    traces = data.get("device_traces") or [[]]
+    keys = {key for trace in traces for entry in trace[:1] for key in entry} | set(data.get("allocator_settings") or ())
+    for key, torch in (("pool_id", LATEST_TORCH), ("max_round_threshold", LATEST_TORCH), ("user_metadata", (2, 11)),
+                       ("compile_context", (2, 9))):  # fmt: skip
+        if key in keys:
+            return torch
+    return 2, 7
+
+
+def conf_of(settings: Settings) -> str:
+    """The settings as PYTORCH_ALLOC_CONF would say them; a text that was given goes first."""
+    if settings.text:
+        return settings.text
+    said = []
+    if settings.expandable_segments:
+        said.append("expandable_segments:True")
+    if K_LARGE_BUFFER <= settings.max_split_size < MAX_ADDRESS:
+        said.append(f"max_split_size_mb:{settings.max_split_size >> 20}")
+    if settings.garbage_collection_threshold > 0:
+        said.append(f"garbage_collection_threshold:{settings.garbage_collection_threshold:g}")
+    if any(settings.roundup_power2_divisions.values()):
+        ways = ",".join(f"{size}:{n}" for size, n in settings.roundup_power2_divisions.items())
+        said.append(f"roundup_power2_divisions:[{ways}]")
+    return ",".join(said)
