@@ -42,7 +42,7 @@ def estimate(
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
     real = max(i.requested for i in instants) < MOST_REPLAYED
-    exact = _replayed(account) if replay and real and _replayable(recipe) else {}
+    exact = _replayed(account) if replay and real and replayable(recipe) else {}
     worst: dict[Phase, Instant] = {}
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
@@ -73,7 +73,8 @@ def reserved_of(account: Account, instant: Instant) -> int:
     )
 
 
-def _replayable(recipe: Recipe) -> bool:
+def replayable(recipe: Recipe) -> bool:
+    """Is the run unrolled tensor by tensor? Sharded and offloaded ones are known by their sums alone."""
     return recipe.shard == "none" and recipe.offload == "none" and recipe.num_gpus == 1
 
 

@@ -1,0 +1,91 @@
+"""The tape of a recipe: the unrolled events, every one with the name of a tensor that has its size."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from memfit import Recipe, find_gpu, resolve_model
+from memfit.errors import Unsupported
+from memfit.formula.account import Account
+from memfit.formula.estimate import estimate, tape_of
+from memfit.formula.recording import _names, recorded
+from memfit.replay import alive_at, replay
+from memfit.tape import Alloc, EmptyCache, Free, Mark, Role
+
+GPU = find_gpu("a100-80gb")
+RECIPES = {
+    "full": Recipe(precision="bf16"),
+    "master": Recipe(precision="bf16-master"),
+    "mixed": Recipe(precision="bf16-mixed", checkpointing="full", loss="fused"),
+    "accumulated": Recipe(precision="bf16", accumulation=3, optimizer="adamw-8bit"),
+    "lora": Recipe(method="lora", micro_batch=2, checkpointing="full"),
+    "qlora": Recipe(method="qlora", quantization="nf4-double", checkpointing="full"),
+    "in-backward": Recipe(precision="bf16", optimizer="adamw-in-backward"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("trainer", ["trl", "transformers", "torch"])
+def test_events_are_those_of_the_plain_tape_and_names_end_with_them(recipe: Recipe, trainer: str) -> None:
+    account = Account(resolve_model("smollm2-135m"), recipe.but(trainer=trainer), GPU)
+    tape = recorded(account)
+    plain = [op for _, ops in tape_of(account) for op in ops]
+    assert [e.size if isinstance(e, Alloc) else -e.id for e in tape.events if isinstance(e, Alloc | Free)] == plain
+    births = sum(isinstance(event, Alloc) for event in tape.events)
+    assert sum(not isinstance(name, str) for name in _names(account)) == births
+    assert all(event.label for event in tape.events if isinstance(event, Alloc))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_stays_has_the_roles_of_the_account(recipe: Recipe) -> None:
+    account = Account(resolve_model("smollm2-135m"), recipe, GPU)
+    tape = recorded(account)
+    left: Counter[Role] = Counter()
+    for alloc in alive_at(tape.events, len(tape.events)):
+        left[alloc.role] += alloc.size
+    assert left["parameters"] == account.static.weights
+    assert left["optimizer_states"] == account.static.states
+    assert set(left) <= {"parameters", "optimizer_states", "workspace", "temporaries", "activations"}
+
+
+def test_a_weight_has_its_own_name_and_size() -> None:
+    model = resolve_model("smollm2-135m")
+    tape = recorded(Account(model, RECIPES["full"], GPU))
+    sizes = {
+        event.label: event.size for event in tape.events if isinstance(event, Alloc) and event.role == "parameters"
+    }
+    layer = model.layers[6]
+    for weight in layer.weights:
+        assert sizes[f"block 7, {weight.name}"] == 2 * weight.numel
+    states = {e.label for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states"}
+    assert f"block 7, {layer.weights[0].name} state 1" in states
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["full"], RECIPES["lora"], RECIPES["qlora"]], ids=["full", "lora", "qlora"])
+def test_replaying_the_tape_gives_the_estimate_s_levels(recipe: Recipe) -> None:
+    model = resolve_model("smollm2-135m")
+    tape = recorded(Account(model, recipe, GPU))
+    levels = replay(tape.events).by_phase()
+    for phase in estimate(model, recipe, GPU).phases:
+        if phase.phase in ("first_step", "step"):
+            assert phase.levels.reserved == levels[phase.phase].reserved
+            assert phase.levels.allocated == max(levels[phase.phase].allocated, phase.levels.requested)
+    assert (EmptyCache() in tape.events) == (
+        recipe.method == "qlora" and Account(model, recipe, GPU).trainer.kbit_prepare
+    )
+
+
+def test_instants_are_named() -> None:
+    tape = recorded(Account(resolve_model("smollm2-135m"), RECIPES["accumulated"], GPU))
+    instants = [mark.instant for mark in tape.events if isinstance(mark, Mark) and mark.phase == "step"]
+    assert instants[:3] == ["start", "forward", "loss"]
+    assert Mark("first_step", "optimizer step") in tape.events
+    assert "backward of block 7" in instants and "forward, later micro-batch" in instants
+
+
+def test_what_is_not_unrolled_is_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        recorded(Account(resolve_model("smollm2-135m"), Recipe(shard="parameters", num_gpus=2), GPU))
+    assert caught.value.hint
