@@ -33,9 +33,31 @@ RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-al
           "--shard", "--num-gpus", "--trainer", "--alloc-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {
-    "plan": [*CARDS, "--any-gpu", "--effective-batch", "--data", "--tokenizer", "--from", *OUT, *RECIPE, *COMMON],
-    "estimate": [*CARDS, "--from", "--why", *RECIPE, *COMMON],
+    "plan": [
+        *CARDS,
+        "--any-gpu",
+        "--effective-batch",
+        "--data",
+        "--tokenizer",
+        "--from",
+        *OUT,
+        "--save-tape",
+        *RECIPE,
+        *COMMON,
+    ],
+    "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
+    "replay": [
+        *CARDS,
+        "--alloc-conf",
+        "--torch",
+        "--device",
+        "--save-tape",
+        "--snapshot",
+        "--html",
+        "--force",
+        *COMMON,
+    ],
     "gpus": COMMON,
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],

@@ -19,6 +19,7 @@ from memfit.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe, check_values
 from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.replay_doc import ReplayDoc
 from memfit.report.good_for import GpuRow, Largest
 from memfit.report.why import Kept, Reason, Why
 from memfit.tape import Phase, Role
@@ -158,6 +159,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.plan/1": PlanDoc,
     "memfit.techniques/1": TechniquesDoc,
     "memfit.gpus/1": GpusDoc,
+    "memfit.replay/1": ReplayDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # what a reader looks for first
 

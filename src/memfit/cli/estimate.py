@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ WHY = Flag(
 )
 
 
-@takes(*CARD, FROM, WHY, *RECIPE, *COMMON, argument=MODEL)
+FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
+
+
+@takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(
     model: str | None = None,
     **flags: Any,
@@ -32,9 +36,12 @@ def run(
     """Say what one recipe needs, as it is."""
     from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
+    from memfit.cli.files import check_free
     from memfit.formula.estimate import estimate
     from memfit.verdicts import judge
 
+    if flags["save_tape"]:
+        check_free([Path(flags["save_tape"])], flags["force"])
     found = asked(model, flags)
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
     footprint = estimate(found.architecture, recipe, found.gpu)
@@ -42,6 +49,10 @@ def run(
     for line in found.notes:
         terminal.note(line)
     _show(found, recipe, footprint, judgement, flags)
+    if flags["save_tape"]:
+        from memfit.cli.files import save_tape
+
+        save_tape(flags["save_tape"], flags["force"], found.architecture, recipe, found.gpu)
     return EXIT_OF[judgement.verdict]
 
 

@@ -113,6 +113,7 @@ OUT: tuple[Flag, ...] = (
     Flag("target", str, "What they are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
     Flag("force", bool, "Overwrite files, and write a recipe that does not fit.", default=False),
 )
+SAVE = Flag("save_tape", str, "Write the run's memory events here, for memfit replay.", "FILE")
 COMMON: tuple[Flag, ...] = (
     Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
     Flag("debug", bool, "Show tracebacks.", default=False),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, Flag, as_flags, takes, typed
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
 
@@ -24,7 +24,7 @@ EXAMPLES = (
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
 
 
-@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(
     model: str | None = None,
     **flags: Any,
@@ -35,8 +35,11 @@ def run(
     """
     from memfit.cards import list_gpus
     from memfit.cli.asked import asked, job_of, with_data
+    from memfit.cli.files import check_free
     from memfit.planner import make_plan
 
+    if flags["save_tape"]:
+        check_free([Path(flags["save_tape"])], flags["force"])
     target = _target(flags)
     if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
         flags["trainer"] = target.trainer
@@ -47,6 +50,10 @@ def run(
     for line in found.notes:
         terminal.note(line)
     _show(plan, found, flags)
+    if flags["save_tape"]:
+        from memfit.cli.files import save_tape
+
+        save_tape(flags["save_tape"], flags["force"], found.architecture, plan.recipe, job.gpu)
     if flags.get("out"):
         assert target is not None
         _write(plan, target.key, Path(flags["out"]), flags["force"])
@@ -56,7 +63,7 @@ def run(
 def _target(flags: dict[str, Any]) -> Target | None:
     """The export target, checked before anything is computed; None without --out."""
     if not flags.get("out"):
-        if flags.get("target") or flags.get("force"):
+        if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
     from memfit.export import target

@@ -1,0 +1,125 @@
+"""A tape held against a card: does it run there, what the smallest card is, and where the bytes above its tensors go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
+from memfit.errors import BadInput
+from memfit.gpu import Gpu
+from memfit.plan import Judgement, Verdict
+from memfit.replay import Timeline, replay, retrace, smallest_capacity
+from memfit.tape import SegmentAlloc, SegmentFree, Tape
+from memfit.units import MIB
+from memfit.verdicts import BAND_SHARE
+
+# What a card's CUDA context may differ from its row in the table, in bytes. Source: published values per card, which
+# spread by 60 MiB where several exist; 100 MiB where there is only one.
+CONTEXT_BAND = {False: 60 * MIB, True: 100 * MIB}  # by: is the row's value unverified
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """Bytes reserved above the tensors' own on a card without a limit; with `tensors` they add up to the peak reserved.
+
+    `rounding` is in the blocks: 512-byte steps and remainders too small to split. `fragmentation` is needed although no
+    tensor has it: free pieces too small or in the wrong place, down to the smallest card. `cache` is what the allocator
+    keeps only because nobody else asked, and gives back before it fails.
+    """
+
+    tensors: int
+    rounding: int
+    fragmentation: int
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The answer of `memfit replay`; sizes in bytes.
+
+    `free` is the run on a card without a limit, `timeline` that on the card asked about (the same where none was).
+    `smallest` is the smallest capacity it runs on with its own settings, `expandable` with expandable segments instead
+    (or without them, where they were set). `reproduced` says whether the model took and gave back every segment as the
+    recording did: None where the tape has none, "" where all agree, else the first difference.
+    """
+
+    free: Timeline
+    timeline: Timeline
+    judgement: Judgement | None
+    smallest: int
+    other: int
+    slack: Slack
+    reproduced: str | None
+
+
+def capacity(
+    tape: Tape, settings: AllocSettings, torch: Torch = LATEST_TORCH, gpu: Gpu | None = None, reserve: int = 0,
+    progress: Progress = lambda text, share: None,
+) -> Capacity:  # fmt: skip
+    """Replay a tape without a limit, on a card, and on ever smaller cards. Raises BadInput for a tape that is damaged."""
+    progress("replaying", 0.1)
+    free = replay(tape.events, settings=settings, torch=torch, start=tape.start)
+    timeline, judgement = free, None
+    if gpu is not None:
+        timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free.peak.reserved)
+    progress("looking for the smallest card", 0.3)
+    smallest = _smallest(tape, settings, torch)
+    progress("the same with the other kind of segments", 0.6)
+    other = _smallest(tape, replace(settings, expandable_segments=not settings.expandable_segments), torch)
+    return Capacity(
+        free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch)
+    )
+
+
+def _smallest(tape: Tape, settings: AllocSettings, torch: Torch) -> int:
+    """0 where no card is large enough, because a memory fraction of nothing is nothing."""
+    try:
+        return smallest_capacity(tape.events, settings, torch=torch, start=tape.start)
+    except BadInput as error:
+        if "no card is large enough" in error.message:
+            return 0
+        raise
+
+
+def _on_card(
+    tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, need: int
+) -> tuple[Timeline, Judgement]:
+    """fits: it also runs with a band less; misfit: not even with a band more; tight: anything between.
+
+    The band is what the card's context is not known to, and for a predicted tape what the prediction may be off.
+    """
+    usable = gpu.usable_bytes(reserve)
+    band = CONTEXT_BAND["context_bytes" in gpu.unverified]
+    if tape.source == "formula":
+        band = max(band, int(need * BAND_SHARE))
+
+    def on(room: int) -> Timeline:
+        return replay(
+            tape.events, capacity=max(room, 0), settings=settings, torch=torch, context=gpu.context_bytes,
+            total_memory=gpu.total_bytes, start=tape.start,
+        )  # fmt: skip
+
+    timeline = on(usable)
+    verdict: Verdict = "tight"
+    if timeline.oom is None and on(usable - band).oom is None:
+        verdict = "fits"
+    elif timeline.oom is not None and on(usable + band).oom is not None:
+        verdict = "misfit"
+    return timeline, Judgement(verdict, usable, need, band, usable - need)
+
+
+def _slack(free: Timeline, smallest: int) -> Slack:
+    peak = free.peak
+    kept = min(max(smallest, peak.allocated), peak.reserved) if smallest else peak.reserved
+    return Slack(peak.requested, peak.allocated - peak.requested, kept - peak.allocated, peak.reserved - kept)
+
+
+def _reproduced(tape: Tape, settings: AllocSettings, torch: Torch) -> str | None:
+    """Only what was recorded, under the settings it was recorded under, can be reproduced."""
+    segments = any(isinstance(event, SegmentAlloc | SegmentFree) for event in tape.events)
+    if tape.source != "measured" or not (segments or tape.start):
+        return None
+    difference, _ = retrace(tape, settings, torch)
+    return difference

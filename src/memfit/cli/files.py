@@ -1,0 +1,61 @@
+"""Files a command was asked to write: all checked first, each replaced at once, nothing overwritten without --force."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memfit.cli import terminal
+from memfit.errors import BadInput, Refused
+
+if TYPE_CHECKING:
+    from memfit.architecture import Architecture
+    from memfit.gpu import Gpu
+    from memfit.job import Recipe
+
+
+def write_files(files: Mapping[Path, bytes], force: bool) -> None:
+    """Write each file atomically. Raises Refused, before anything is written, when one exists and `force` is not set."""
+    check_free(files, force)
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, content)
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="name another file") from None
+
+
+def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
+    """Write the tape of a recipe's run as the formulas unroll it."""
+    from memfit.formula.account import Account
+    from memfit.formula.recording import recorded
+    from memfit.tape_file import dumps
+
+    write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
+    terminal.note(f"wrote {path} (see: memfit replay {path})")
+
+
+def check_free(paths: Iterable[Path], force: bool) -> None:
+    """Refuse names that are taken: before an answer is computed that could not be written."""
+    paths = list(paths)
+    for path in paths:
+        if path.is_dir():
+            raise BadInput(f"{path} is a folder", hint="name a file")
+    taken = [str(path) for path in paths if os.path.lexists(path)]
+    if taken and not force:
+        raise Refused(f"{', '.join(taken)} exists already", hint="add --force to overwrite, or name another file")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; others may want to read it
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,162 @@
+"""memfit replay: a saved tape or snapshot on another card or with another allocator setting, without tracing again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import CARD, COMMON, Argument, Flag, takes
+from memfit.cli.verdict import EXIT_OF
+from memfit.errors import BadInput
+
+if TYPE_CHECKING:
+    from memfit.alloc_conf import AllocSettings, Torch
+    from memfit.gpu import Gpu
+    from memfit.tape import Tape
+
+EXAMPLES = (
+    "memfit replay oom.pickle --gpu l40s --alloc-conf expandable_segments:True",
+    "memfit replay run.tape.gz --gpu-memory 16GiB --html timeline.html",
+)
+TAPE = Argument("tape", "a tape written with --save-tape, or a snapshot of torch.cuda.memory", "FILE", required=True)
+OWN = (
+    Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF to replay with. Default: the recorded one.", "TEXT"),
+    Flag("torch", str, "The PyTorch whose allocator to follow. Default: the recorded one.", "2.13"),
+    Flag("device", int, "Which card of a snapshot. Default: the one with the longest history.", "N"),
+    Flag("save_tape", str, "Write the tape here, for a later replay.", "FILE"),
+    Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE"),
+    Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE"),
+    Flag("force", bool, "Overwrite files.", default=False),
+)
+FILES = ("save_tape", "snapshot", "html")
+OLDEST: Torch = (2, 1)
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*|\+.*)?")
+
+
+@takes(*CARD, *OWN, *COMMON, argument=TAPE)
+def run(tape: str, **flags: Any) -> int:
+    """Replay a saved tape or snapshot on another card.
+
+    Says whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors are.
+    Without a card it is replayed on one without a limit.
+    """
+    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.capacity import capacity
+    from memfit.snapshot import read
+
+    check(flags)
+    found = read(Path(tape), flags["device"])
+    text = flags["torch"] or found.about.get("torch", "")
+    torch = version(text) if text else LATEST_TORCH
+    conf = found.about.get("alloc_conf", "") if flags["alloc_conf"] is None else flags["alloc_conf"]
+    settings = parse_alloc_conf(conf, torch)
+    gpu = card(flags)
+    with terminal.progress() as tell:
+        answer = capacity(found, settings, torch, gpu, reserve(flags, gpu), tell)
+    said = ".".join(map(str, torch))
+    usable = answer.judgement.usable if answer.judgement else None
+    title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
+    write(found, title, flags, settings, torch, usable)
+    if flags["json"]:
+        from memfit.replay_doc import replay_doc
+
+        terminal.show_json(replay_doc(found, answer, gpu, said, conf))
+    else:
+        from memfit.report.replay import replay_view
+
+        terminal.show(replay_view(Path(tape).name, found, answer, settings, said, conf, gpu, _next(tape, flags)))
+    return EXIT_OF[answer.judgement.verdict] if answer.judgement else 0
+
+
+def check(flags: dict[str, Any]) -> None:
+    """Refuse what could not be written, before anything is computed."""
+    from memfit.cli.files import check_free
+
+    wanted = [flags[name] for name in FILES if flags[name]]
+    if flags["force"] and not wanted:
+        raise BadInput("--force needs a file to write", hint="--html timeline.html")
+    if len(set(wanted)) < len(wanted):
+        raise BadInput("two files of one name were asked for", hint="give each its own")
+    check_free([Path(name) for name in wanted], flags["force"])
+
+
+def version(text: str) -> Torch:
+    """'2.11' or '2.11.1+cu130' -> (2, 11)."""
+    found = _VERSION.fullmatch(text.strip())
+    if found is None or (number := (int(found[1]), int(found[2]))) < OLDEST:
+        raise BadInput(f"'{text}' is no PyTorch version memfit knows", hint="from 2.1 on, for example --torch 2.11")
+    return number
+
+
+def card(flags: dict[str, Any]) -> Gpu | None:
+    """The card asked about, one of them; None where none was named."""
+    from memfit import cards
+    from memfit.units import parse_size
+
+    named, memory = flags["gpu"], flags["gpu_memory"]
+    if named == "local":
+        return cards.local_gpu()
+    gpu, count = cards.parse_gpu(named) if named else (None, 1)
+    if count > 1:
+        raise BadInput(f"a tape is of one card, --gpu {named} asks for {count}", hint="name the card alone")
+    return cards.custom_gpu(parse_size(memory), gpu) if memory else gpu
+
+
+def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
+    """Bytes to keep free."""
+    from memfit.units import parse_size
+
+    if not flags["reserve"]:
+        return 0
+    size = parse_size(flags["reserve"])
+    if gpu is None:
+        raise BadInput("--reserve needs a card", hint="--gpu rtx-4090 --reserve 1GiB")
+    if size >= gpu.usable_bytes():
+        raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
+    return size
+
+
+def write(
+    tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch, usable: int | None
+) -> None:
+    """The files that were asked for, of the run on the card that was asked about."""
+    from memfit.cli.files import write_files
+
+    made: dict[Path, bytes] = {}
+    if flags["save_tape"]:
+        from memfit.tape_file import dumps
+
+        made[Path(flags["save_tape"])] = dumps(tape)
+    if flags["snapshot"]:
+        from memfit.report.snapshot_pickle import snapshot_pickle
+
+        made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
+    if flags["html"]:
+        from importlib.resources import files
+
+        from memfit.report.timeline_html import timeline_html
+
+        template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
+        made[Path(flags["html"])] = timeline_html(template, title, tape, settings, torch, usable)
+    write_files(made, flags["force"])
+    for path in made:
+        terminal.note(f"wrote {path}")
+
+
+def _next(tape: str, flags: dict[str, Any]) -> list[str]:
+    """What could be typed next."""
+    words = ["memfit", "replay", tape]
+    named = [
+        part for name in ("gpu", "gpu_memory") if flags[name] for part in ("--" + name.replace("_", "-"), flags[name])
+    ]
+    found = []
+    if flags["alloc_conf"] is None:
+        found.append([*words, *named, "--alloc-conf", "expandable_segments:True"])
+    if not flags["html"]:
+        found.append([*words, *named, "--html", "timeline.html"])
+    if not named:
+        found.insert(0, [*words, "--gpu", "rtx-4090"])
+    return [shlex.join(line) for line in found]

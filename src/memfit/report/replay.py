@@ -1,0 +1,101 @@
+"""A replayed tape: the verdict, where it runs out, the peak of every phase, and what the bytes above the tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.alloc_conf import AllocSettings
+from memfit.capacity import Capacity
+from memfit.gpu import Gpu
+from memfit.replay import Timeline
+from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
+from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, phase_title, room
+from memfit.tape import Alloc, Tape
+from memfit.units import gib
+
+SOURCES = {
+    "formula": "predicted by the formulas",
+    "traced": "traced on a virtual card",
+    "measured": "recorded on a card",
+}
+MODEL_AGREES = "every recorded segment was taken and given back alike"
+
+
+def replay_view(
+    name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
+    gpu: Gpu | None, next_up: Sequence[str] = (),
+) -> Group:  # fmt: skip
+    """The whole answer of `memfit replay`."""
+    judgement = found.judgement
+    head = text(f"{name} on {card_title(gpu, 1) if gpu else 'a card without a limit'}", "bold")
+    usable = text(card_room(gpu, judgement.usable, 1) if gpu and judgement else "no card named")
+    births = sum(isinstance(event, Alloc) for event in tape.events)
+    about = (
+        f"{births:,} allocations, {SOURCES[tape.source]}{DOT}PyTorch {torch}{DOT}{alloc_conf or 'default allocator'}"
+    )
+    parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
+    if judgement is not None:
+        words, style = VERDICT_WORDS[judgement.verdict]
+        parts += [hanging(Text(words, style), _said(found)), ""]
+    parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(_facts(found, settings))]
+    if next_up:
+        parts += ["", commands(next_up)]
+    return Group(*parts)
+
+
+def _said(found: Capacity) -> list[str]:
+    """What the verdict rests on."""
+    timeline, judgement = found.timeline, found.judgement
+    assert judgement is not None
+    retried = f"{DOT}{_retries(timeline)}" if timeline.retries else ""
+    if timeline.oom is None or timeline.oom_span is None:
+        peak = f"peak {gib(timeline.peak.reserved, 2)} GiB reserved{DOT}"
+        return [f"{peak}{room(judgement)} without giving anything back{retried}"]
+    span = timeline.oom_span
+    where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
+    return [where, timeline.oom.message]
+
+
+def _retries(timeline: Timeline) -> str:
+    times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
+    return f"gave cached blocks back {times} to go on, which takes time"
+
+
+def _phases(timeline: Timeline) -> RenderableType:
+    made = table("phase", "worst instant", ">requested", ">allocated", ">reserved", ">device")
+    for phase, levels in timeline.by_phase().items():
+        sizes = (levels.requested, levels.allocated, levels.reserved, levels.device)
+        made.add_row(phase_title(phase), text(timeline.worst_of(phase).instant), *(gib(x, 2) for x in sizes))
+    return made
+
+
+def _slack(found: Capacity) -> RenderableType:
+    """The peak reserved on a card without a limit, in parts that add up to it."""
+    slack, peak = found.slack, found.free.peak.reserved
+    made = table("without a limit it reserves", ">GiB", ">share")
+    rows = (
+        ("tensors", slack.tensors),
+        ("rounding to blocks", slack.rounding),
+        ("fragmentation: needed, but no tensor has it", slack.fragmentation),
+        ("cache: given back when memory runs short", slack.cache),
+    )
+    for title, size in rows:
+        made.add_row(title, gib(size, 2), f"{size / peak:.1%}" if peak else "")
+    made.add_row(Text("reserved", "bold"), gib(peak, 2), "")
+    return made
+
+
+def _facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
+    as_is, other = ("with", "without") if settings.expandable_segments else ("without", "with")
+    smallest = DOT.join(
+        f"{gib(size, 2)} GiB {how} expandable segments" if size else f"none {how} expandable segments"
+        for size, how in ((found.smallest, as_is), (found.other, other))
+    )
+    checked = MODEL_AGREES if found.reproduced == "" else f"differs from the recording: {found.reproduced}"
+    return [
+        ("smallest:", f"{smallest} (room for tensors; a card needs its CUDA context besides)"),
+        ("model:", "" if found.reproduced is None else checked),
+    ]

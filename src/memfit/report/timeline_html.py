@@ -1,0 +1,270 @@
+"""A Tape as one HTML page that needs no network: bytes by role over its events, what was alive named under the mouse.
+
+A page of a million events is a page of a few hundred columns: each shows its events' highest instant, so that no peak is
+lost, and names the largest tensors alive then. The drawing is SVG made here; the page's script only answers the mouse.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import msgspec
+
+from memfit.alloc_conf import AllocSettings, Torch
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.replay import alive_at_start, begun
+from memfit.report.words import ROLE_WORDS, phase_title
+from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, Role, Tape
+from memfit.units import gib, human
+
+COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
+NAMED = 6  # tensors named per column and role
+NARROW = 5  # per cent of the width that the name of a phase needs
+WIDTH, HEIGHT = 1200, 400  # units of the drawing
+FAR = 2.5  # a card's line further above the run than this many times its peak is not drawn, to keep the run readable
+SHOWN: tuple[Role, ...] = tuple(role for role in ROLES if role not in ("context", "fragmentation"))
+
+
+@dataclass(slots=True)
+class Column:
+    """The highest instant of some events: bytes by role (as SHOWN), and what the allocator held."""
+
+    event: int
+    roles: list[int]
+    total: int
+    allocated: int
+    reserved: int
+    tensors: tuple[int, ...] = ()  # places in the list of named tensors
+
+
+@dataclass(slots=True)
+class Drawing:
+    """What a page shows of a tape."""
+
+    columns: list[Column]
+    marks: list[tuple[int, Mark]]  # with the column each begins at
+    named: list[Alloc]
+    born: list[int]  # event at which each of them was born, -1: before the first
+    events: int
+    oom: OutOfMemory | None
+
+
+def timeline_html(
+    template: str, title: str, tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None
+) -> bytes:
+    """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line."""
+    drawing = sample(tape, settings, torch, capacity)
+    top = _top(drawing, capacity)
+    parts = {
+        "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
+        "AREAS": _areas(drawing, top), "BANDS": _bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
+        "LEGEND": _legend(drawing), "DATA": _data(drawing, top),
+    }  # fmt: skip
+    for name, text in parts.items():
+        template = template.replace(f"<!--{name}-->", text)
+    return template.encode()
+
+
+def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> Drawing:
+    """Replay the tape into columns; it ends where memory runs out."""
+    allocator = Allocator(capacity, settings, torch)
+    place = {role: number for number, role in enumerate(SHOWN)}
+    start = alive_at_start(tape.start)
+    roles = [0] * len(SHOWN)
+    owner = {alloc.id: alloc for alloc in start}
+    for alloc in start:
+        roles[place[alloc.role]] += alloc.size
+    width = max(1, -(-len(tape.events) // COLUMNS))
+    drawing = Drawing([], [], [], [], len(tape.events), None)
+    try:
+        live = begun(allocator, tape.start)
+        for index, event in enumerate(tape.events):
+            if index % width == 0:
+                top = -1
+            passing: Block | None = None
+            if isinstance(event, Alloc):
+                live[event.id] = allocator.malloc(event.size, event.stream)
+                owner[event.id] = event
+                roles[place[event.role]] += event.size
+            elif isinstance(event, Free):
+                allocator.free(live.pop(event.id))
+                gone = owner.pop(event.id)
+                roles[place[gone.role]] -= gone.size
+            elif isinstance(event, Mark):
+                drawing.marks.append((index // width, event))
+            elif isinstance(event, EmptyCache):
+                allocator.empty_cache()
+            elif isinstance(event, Oom):
+                passing = allocator.malloc(event.size)
+            if allocator.allocated > top:
+                if top < 0:
+                    drawing.columns.append(Column(index, [], 0, 0, 0))
+                top = allocator.allocated
+                column = drawing.columns[-1]
+                column.event, column.roles, column.total = index, roles.copy(), allocator.requested
+                column.allocated, column.reserved = top, max(column.reserved, allocator.reserved)
+            if passing is not None:
+                drawing.columns[-1].roles[place["temporaries"]] += passing.requested
+                allocator.free(passing)
+    except OutOfMemory as error:
+        drawing.oom = error
+    _name(drawing, tape, start)
+    return drawing
+
+
+def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
+    """The largest tensors of each role alive at each column's instant."""
+    alive: dict[Role, dict[int, tuple[int, int, Alloc]]] = {role: {} for role in SHOWN}
+    for alloc in start:
+        alive[alloc.role][alloc.id] = (alloc.size, -1, alloc)
+    role_of = {alloc.id: alloc.role for alloc in start}
+    numbers: dict[tuple[int, int], int] = {}  # (id, birth) -> place among the named
+    wanted = iter(drawing.columns)
+    column = next(wanted, None)
+    for index, event in enumerate(tape.events):
+        if column is None:
+            break
+        if isinstance(event, Alloc):
+            alive[event.role][event.id] = (event.size, index, event)
+            role_of[event.id] = event.role
+        elif isinstance(event, Free):
+            del alive[role_of.pop(event.id)][event.id]
+        if index == column.event:
+            places = []
+            for there in alive.values():
+                for _, born, alloc in heapq.nlargest(NAMED, there.values(), key=_first):
+                    if (alloc.id, born) not in numbers:
+                        numbers[alloc.id, born] = len(drawing.named)
+                        drawing.named.append(alloc)
+                        drawing.born.append(born)
+                    places.append(numbers[alloc.id, born])
+            column.tensors = tuple(places)
+            column = next(wanted, None)
+
+
+def _first(row: tuple[int, int, Alloc]) -> int:
+    return row[0]
+
+
+# ---- the drawing ---------------------------------------------------------------------------------------------------
+
+
+def _top(drawing: Drawing, capacity: int | None) -> int:
+    """Bytes at the upper edge."""
+    peak = max((column.reserved for column in drawing.columns), default=1) or 1
+    line = capacity if capacity is not None and capacity <= FAR * peak else 0
+    return int(1.06 * max(peak, line))
+
+
+def _x(column: int, drawing: Drawing) -> str:
+    return f"{column * WIDTH / max(len(drawing.columns) - 1, 1):.1f}"
+
+
+def _y(size: int, top: int) -> str:
+    return f"{HEIGHT - size * HEIGHT / top:.1f}"
+
+
+def _areas(drawing: Drawing, top: int) -> str:
+    """Each role upon the ones before; above them what the allocator holds besides, and its edge as a line."""
+    if not drawing.columns:
+        return ""
+    xs = [_x(number, drawing) for number in range(len(drawing.columns))]
+    floor = [0] * len(xs)
+    drawn = []
+    for number, role in enumerate(SHOWN):
+        ceiling = [low + column.roles[number] for low, column in zip(floor, drawing.columns, strict=True)]
+        if ceiling != floor:
+            drawn.append(_area(role, xs, floor, ceiling, top))
+        floor = ceiling
+    reserved = [column.reserved for column in drawing.columns]
+    drawn.append(_area("slack", xs, floor, reserved, top))
+    edge = " ".join(f"{x},{_y(size, top)}" for x, size in zip(xs, reserved, strict=True))
+    return "\n".join([*drawn, f'<polyline class="reserved" points="{edge}"/>'])
+
+
+def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -> str:
+    there = [f"{x},{_y(size, top)}" for x, size in zip(xs, high, strict=True)]
+    back = [f"{x},{_y(size, top)}" for x, size in zip(reversed(xs), reversed(low), strict=True)]
+    return f'<polygon class="{name}" points="{" ".join([*there, *back])}"/>'
+
+
+def _bands(drawing: Drawing) -> str:
+    """Phases as shades behind the areas, with their names above; the instants inside are told under the mouse."""
+    spans: list[tuple[str, int]] = []
+    for column, mark in drawing.marks:
+        if not spans or spans[-1][0] != mark.phase:
+            spans.append((mark.phase, column))
+    last = max(len(drawing.columns) - 1, 1)
+    made = []
+    for number, (phase, begin) in enumerate(spans):
+        end = spans[number + 1][1] if number + 1 < len(spans) else last
+        left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
+        name = escape(phase_title(phase)) if width > NARROW else ""
+        made.append(f'<div class="band" style="left:{left:.2f}%;width:{width:.2f}%"><span>{name}</span></div>')
+    return "\n".join(made)
+
+
+def _axis(top: int) -> str:
+    """Lines at round numbers of GiB or MiB, four to eight of them."""
+    step = 1 << 20
+    while top / step > 8:
+        step *= 2
+    lines = []
+    for size in range(0, top, step):
+        from_bottom = 100 * size / top
+        lines.append(
+            f'<div class="tick" style="bottom:{from_bottom:.2f}%"><span>{human(size) if size else "0"}</span></div>'
+        )
+    return "\n".join(lines)
+
+
+def _card(capacity: int | None, top: int) -> str:
+    if capacity is None:
+        return ""
+    if capacity > top:
+        return f'<div class="card off"><span>the card has {gib(capacity)} GiB, far above</span></div>'
+    height = 100 * capacity / top
+    return f'<div class="card" style="bottom:{height:.2f}%"><span>the card: {gib(capacity)} GiB</span></div>'
+
+
+def _legend(drawing: Drawing) -> str:
+    """The roles there are, with the highest each reaches."""
+    rows = []
+    for number, role in enumerate(SHOWN):
+        if peak := max((column.roles[number] for column in drawing.columns), default=0):
+            rows.append(f'<li><i class="{role}"></i>{ROLE_WORDS[role].title} <b>{human(peak)}</b></li>')
+    slack = max((c.reserved - c.total for c in drawing.columns), default=0)
+    rows.append(f'<li><i class="slack"></i>reserved, no tensor <b>{human(slack)}</b></li>')
+    return "\n".join(rows)
+
+
+def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> str:
+    peak = max((column.reserved for column in drawing.columns), default=0)
+    tensors = max((column.total for column in drawing.columns), default=0)
+    said = [
+        f"{drawing.events:,} events", tape.source, f"PyTorch {torch[0]}.{torch[1]}",
+        f"peak {gib(peak, 2)} GiB reserved, {gib(tensors, 2)} GiB of tensors",
+    ]  # fmt: skip
+    if drawing.oom is not None:
+        said.append(drawing.oom.message)
+    elif capacity is not None:
+        said.append(f"runs on {gib(capacity, 2)} GiB")
+    return " · ".join(said)
+
+
+def _data(drawing: Drawing, top: int) -> str:
+    """What the script tells under the mouse, as JSON that cannot end the script element."""
+    marks = [[column, phase_title(mark.phase), mark.instant] for column, mark in drawing.marks]
+    data = {
+        "roles": [[role, ROLE_WORDS[role].title] for role in SHOWN],
+        "columns": [[c.event, c.roles, c.allocated, c.reserved, c.tensors] for c in drawing.columns],
+        "tensors": [
+            [a.label, a.size, SHOWN.index(a.role), born, a.stream]
+            for a, born in zip(drawing.named, drawing.born, strict=True)
+        ],
+        "marks": marks, "top": top,
+    }  # fmt: skip
+    return msgspec.json.encode(data).decode().replace("<", "\\u003c")

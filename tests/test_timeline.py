@@ -1,0 +1,157 @@
+"""What is made of a tape: a snapshot that torch's own tools open, and a page that needs no network."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.alloc_conf import AllocSettings, parse_alloc_conf
+from memfit.replay import replay, retrace
+from memfit.report.snapshot_pickle import snapshot_pickle
+from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
+from memfit.snapshot import read
+from memfit.snapshot.history import tape_of
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
+from memfit.units import MIB
+
+SNAPSHOTS = sorted((Path(__file__).parent / "data" / "snapshots").glob("*.pickle.gz"))
+SETTINGS = {"plain": AllocSettings(), "expandable": AllocSettings(expandable_segments=True)}
+TORCH = (2, 13)
+TAPE = Tape(
+    (Mark("load", "weights"), Alloc(1, 40 * MIB, "parameters", "layers.0.weight"), Mark("first_step", "forward"),
+     Alloc(2, 5 * MIB, "activations", "layers.0 <output>", stream=1), Alloc(3, 700, "temporaries"), Free(3), Free(2), EmptyCache(),
+     Mark("step", "forward"), Alloc(4, 30 * MIB, "gradients", "</script><b>")),
+    "traced",
+)  # fmt: skip
+
+
+# --- the snapshot ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_torch_s_own_tools_take_the_snapshot(settings: AllocSettings, tmp_path: Path) -> None:
+    viewer = pytest.importorskip("torch.cuda._memory_viz")
+    data = pickle.loads(snapshot_pickle(TAPE, settings, TORCH))
+    lines = dict.fromkeys(("segments", "memory"), "")
+    for name in lines:
+        lines[name] = getattr(viewer, name)(data, format_flamegraph=str)  # its own asks the network for a script
+    assert "layers.0.weight" in lines["memory"] and str(40 * MIB) in lines["memory"]
+    assert "active_allocated" in lines["segments"]
+    assert "30.0MiB" in viewer.trace(data)
+    assert viewer.segsum(data)
+    assert isinstance(viewer.compare(data["segments"], data["segments"], format_flamegraph=str), str)
+    assert "html" in viewer.trace_plot(data) and "html" in viewer.segment_plot(data)
+
+
+def test_the_viewer_s_needs_are_met() -> None:
+    """Blocks in address order without holes, and a category "unknown" where there are categories."""
+    for settings in SETTINGS.values():
+        data = pickle.loads(snapshot_pickle(TAPE, settings, TORCH))
+        for segment in data["segments"]:
+            place = segment["address"]
+            for block in segment["blocks"]:
+                assert block["address"] == place
+                place += block["size"]
+            assert place == segment["address"] + segment["total_size"]
+        categories = {entry["category"] for entry in data["device_traces"][0]}
+        assert categories == {"unknown", "parameters", "activations", "temporaries", "gradients"}
+        assert [note["stage"] for note in data["external_annotations"]] == ["START", "END"] * 2 + ["START"]
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+def test_a_recorded_tape_written_and_read_again_is_the_same_run(path: Path) -> None:
+    tape = read(path)
+    tape = replace(tape, events=tuple(event for event in tape.events if not isinstance(event, Oom)))
+    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
+    again = tape_of(pickle.loads(snapshot_pickle(tape, settings, TORCH)))
+
+    def moves(events: tuple[Event, ...]) -> list[tuple[type, int]]:
+        return [(type(e), e.size if isinstance(e, Alloc) else 0) for e in events if isinstance(e, Alloc | Free)]
+
+    assert moves(again.events) == moves(tape.events)
+    assert retrace(again, settings)[0] == ""
+
+
+def test_the_snapshot_ends_where_memory_runs_out() -> None:
+    data = pickle.loads(snapshot_pickle(TAPE, SETTINGS["plain"], TORCH, capacity=64 * MIB))
+    last = data["device_traces"][0][-1]
+    assert (last["action"], last["size"], last["device_free"]) == ("oom", 30 * MIB, 24 * MIB) and "addr" not in last
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
+
+
+def page(tape: Tape, capacity: int | None = None, title: str = "a run") -> str:
+    return timeline_html(TEMPLATE, title, tape, SETTINGS["plain"], TORCH, capacity).decode()
+
+
+def data_in(text: str) -> Any:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_asks_nothing_of_a_network() -> None:
+    text = page(TAPE)
+    assert not re.findall(r"https?:|//[a-z]|@import|url\(|<link|<img|\bsrc=|\bfetch\b|XMLHttp", text)
+    assert "<!--" not in text
+
+
+def test_names_from_files_are_data_not_markup() -> None:
+    text = page(TAPE, title="<img src=x>")
+    assert text.count("</script>") == 2 and "<b>" not in text.split("<script", 1)[1] and "<img" not in text
+    assert "</script><b>" in [tensor[0] for tensor in data_in(text)["tensors"]]
+
+
+def test_the_page_names_what_was_alive() -> None:
+    data = data_in(page(TAPE))
+    event, roles, allocated, reserved, named = data["columns"][4]
+    assert event == 4 and (allocated, reserved) == (45 * MIB + 1024, 62 * MIB)
+    assert dict(zip([row[0] for row in data["roles"]], roles, strict=True))["activations"] == 5 * MIB
+    assert [data["tensors"][n][0] for n in named] == ["layers.0.weight", "layers.0 <output>", ""]
+    assert [row[1:] for row in data["marks"]] == [["load", "weights"], ["first step", "forward"], ["step", "forward"]]
+
+
+def test_a_long_tape_keeps_its_peaks_in_few_columns() -> None:
+    events: list[Event] = []
+    for number in range(20_000):
+        size = 300 * MIB if number == 13_331 else 2 * MIB
+        events += (Alloc(number, size, "activations", f"t{number}"), Free(number))
+    drawing = sample(Tape(tuple(events), "traced"), SETTINGS["plain"], TORCH)
+    assert len(drawing.columns) <= COLUMNS
+    highest = max(drawing.columns, key=lambda column: column.total)
+    assert (highest.total, highest.event) == (300 * MIB, 2 * 13_331)
+    assert [drawing.named[n].label for n in highest.tensors] == ["t13331"]
+    assert all(len(column.tensors) <= NAMED * len(SHOWN) for column in drawing.columns)
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
+    tape = read(path)
+    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
+    drawing, peak = sample(tape, settings, TORCH), replay(tape.events, settings=settings, start=tape.start).peak
+    assert max(column.reserved for column in drawing.columns) == peak.reserved
+    assert max(column.allocated for column in drawing.columns) == peak.allocated
+    assert all(sum(column.roles) == column.total <= column.reserved for column in drawing.columns)
+
+
+def test_the_card_s_line_and_the_end() -> None:
+    assert "the card: 0.1 GiB" in page(TAPE, 80 * MIB)
+    assert 'class="card off"' in page(TAPE, 800 * MIB)
+    ended = page(TAPE, 64 * MIB)
+    assert "CUDA out of memory. Tried to allocate 30.0 MiB" in ended
+    assert "runs on" not in ended and "runs on 0.08 GiB" in page(TAPE, 80 * MIB)
+    assert "CUDA out of memory" in page(Tape((Alloc(1, 5), Oom(90 * MIB)), "measured"), 60 * MIB)
+
+
+def test_a_tape_without_events_is_a_page() -> None:
+    assert data_in(page(Tape((), "traced")))["columns"] == []
