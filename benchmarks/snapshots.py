@@ -23,7 +23,8 @@ from memfit.alloc_conf import Torch, parse_alloc_conf
 from memfit.allocator import Allocator
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
 from memfit.errors import BadInput
-from memfit.replay import replay, retrace
+from memfit.replay import replay
+from memfit.retrace import retrace
 from memfit.snapshot import pickles
 from memfit.snapshot import read as read_tape
 from memfit.snapshot.history import tape_of

@@ -10,7 +10,7 @@ from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import OutOfMemory
 from memfit.errors import BadInput
 from memfit.footprint import Levels
-from memfit.replay import Peaks, alive_at, replay, run, smallest_capacity, smallest_capacity_of, to_ops
+from memfit.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, smallest_capacity, smallest_capacity_of, to_ops
 from memfit.tape import Alloc, Event, Free, Mark, SegmentAlloc, SegmentFree
 from memfit.units import KIB, MIB
 
@@ -133,6 +133,14 @@ def test_run_heeds_streams() -> None:
     ops = [20 * MIB, ~0, 20 * MIB, ~1, 20 * MIB]
     assert run(ops).reserved == 20 * MIB
     assert run(ops, streams={1: 3}).reserved == 40 * MIB
+
+
+@pytest.mark.parametrize("capacity", [None, 90 * MIB], ids=["plain", "limited"])
+def test_run_refuses_a_second_free(capacity: int | None) -> None:
+    assert run([20 * MIB, ~0, EMPTY_CACHE, 10 * MIB], capacity=capacity).reserved == 20 * MIB
+    for ops, error in (([20 * MIB, ~0, ~0], ValueError), ([20 * MIB, ~1], IndexError)):
+        with pytest.raises(error):
+            run(ops, capacity=capacity)
 
 
 def test_run_raises_out_of_memory() -> None:

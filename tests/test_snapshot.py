@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import BadInput
-from memfit.replay import alive_at, replay, retrace
+from memfit.replay import alive_at, replay
+from memfit.retrace import retrace
 from memfit.snapshot import pickles, read
 from memfit.snapshot.history import tape_of
 from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape

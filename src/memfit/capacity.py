@@ -9,7 +9,8 @@ from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
 from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.plan import Judgement, Verdict
-from memfit.replay import Timeline, replay, retrace, smallest_capacity
+from memfit.replay import Timeline, replay, smallest_capacity
+from memfit.retrace import retrace
 from memfit.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 from memfit.verdicts import BAND_SHARE

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory, restore
+from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Segment, SegmentAlloc, SegmentFree, Tape
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Segment
 from memfit.units import MIB
 
 DEFAULTS = AllocSettings()
 ONE_STREAM: Mapping[int, int] = {}
 EMPTY_CACHE = -(1 << 62)  # among the integers that `run` takes: empty_cache(), which frees no allocation
-BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
 _START = Mark("load", "start")  # where events before the first mark belong
 
 
@@ -80,7 +78,7 @@ class Peaks(NamedTuple):
     reserved: int
 
 
-class _Walk:
+class Walk:
     """A replay under way: the allocator, what is alive, and the span being filled."""
 
     def __init__(self, allocator: Allocator, context: int, live: dict[int, Block | None]) -> None:
@@ -155,10 +153,10 @@ def replay(
     """
     allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     try:
-        walk = _Walk(allocator, context, begun(allocator, start))
+        walk = Walk(allocator, context, begun(allocator, start))
         oom, last = walk.through(events)
     except OutOfMemory as error:  # what was there at the start does not fit
-        walk, oom, last = _Walk(allocator, context, {}), error, 0
+        walk, oom, last = Walk(allocator, context, {}), error, 0
     if last >= walk.first:
         walk.end()
     peak = Levels(0, 0, 0, context)
@@ -189,39 +187,6 @@ def begun(allocator: Allocator, start: Sequence[Segment]) -> dict[int, Block | N
 def alive_at_start(start: Sequence[Segment]) -> list[Alloc]:
     """The allocations a tape began with, in the order they lay."""
     return [piece.alloc for segment in start for piece in segment.pieces if piece.alloc is not None]
-
-
-def retrace(tape: Tape, settings: AllocSettings = DEFAULTS, torch: Torch = LATEST_TORCH) -> tuple[str, Allocator]:
-    """Do to the allocator what a recorded run did to PyTorch's own, on a card of the recorded capacity.
-
-    Returns what differs first ("" when every segment was taken and given back as recorded) and the allocator at the
-    end. Raises BadInput as `replay` does.
-    """
-    allocator = allocator_of(tape, settings, torch)
-    recorded = [event for event in tape.events if isinstance(event, SegmentAlloc | SegmentFree)]
-    oom, last = _Walk(allocator, 0, begun(allocator, tape.start)).through(tape.events, go_on=True)
-    if oom is not None:
-        return f"event {last} runs out of memory, the recorded run did not", allocator
-    for number, (there, here) in enumerate(zip_longest(recorded, allocator.driver_calls)):
-        if there is None or here is None or (type(there), there.size) != (type(here), here.size):
-            return f"segment call {number}: recorded {there}, here {here}", allocator
-    return "", allocator
-
-
-def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator:
-    """An empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
-
-    What the card had in all sets the length of expandable segments; where it is not known they never end.
-    """
-    capacity, total = (tape.about.get(key, "") for key in ("capacity", "total_memory"))
-    allocator = Allocator(
-        int(capacity) if capacity.isdecimal() else None, settings, torch,
-        total_memory=int(total) if total.isdecimal() else None if settings.per_process_memory_fraction else UNLIMITED,
-    )  # fmt: skip
-    if torch <= BY_ADDRESS:
-        held = [SegmentAlloc(s.address, sum(p.size for p in s.pieces)) for s in tape.start]
-        allocator.use_addresses([*held, *(event for event in tape.events if isinstance(event, SegmentAlloc))])
-    return allocator
 
 
 def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ()) -> tuple[Alloc, ...]:
@@ -281,9 +246,37 @@ def run(
     EMPTY_CACHE stands for empty_cache().
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
+    if capacity is None and settings == DEFAULTS and torch == LATEST_TORCH and not streams:
+        return _run_plain(ops)
     allocator = Allocator(capacity, settings, torch)
     _play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
+
+
+def _run_plain(ops: Sequence[int]) -> Peaks:
+    """`run` on the allocator that has no settings, no limit and one stream, and counts no requests."""
+    allocator = PlainAllocator()
+    malloc, free = allocator.malloc, allocator.free
+    blocks: list[int | None] = []
+    sizes: list[int] = []
+    requested = peak = 0
+    for op in ops:
+        if op >= 0:
+            blocks.append(malloc(op))
+            sizes.append(op)
+            requested += op
+            if requested > peak:
+                peak = requested
+        elif op != EMPTY_CACHE:
+            block = blocks[~op]
+            if block is None:
+                raise ValueError(f"allocation {~op} is not allocated")
+            free(block)
+            blocks[~op] = None
+            requested -= sizes[~op]
+        else:
+            allocator.empty_cache()
+    return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
 def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.replay import allocator_of, begun
+from memfit.replay import begun
+from memfit.retrace import allocator_of
 from memfit.tape import Alloc, EmptyCache, Event, Free, Oom, Segment, SegmentAlloc, SegmentFree, Tape
 
 BY_AGE: Torch = (2, 13)  # from this version on the age of segments decides between blocks of equal size
