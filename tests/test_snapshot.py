@@ -189,7 +189,9 @@ def test_a_small_gap_behind_an_old_tensor_is_its_slack() -> None:
     """12 MiB are free, 11.5 MiB asked for: less than 1 MiB would be left, so the block keeps all 12."""
     trace = [entry("free_requested", 0, 23 * MIB // 2), entry("free_completed", 0, 23 * MIB // 2)]
     final = segment(0, (12 * MIB, "inactive"), (8 * MIB, "active_allocated"))
+    trace[1]["frames"] = [{"name": "where it died", "filename": "/a.py", "line": 1}]
     (start,) = tape_of(snapshot(trace, final)).start
+    assert start.pieces[0].alloc is not None and start.pieces[0].alloc.label == ""
     assert [(piece.size, piece.alloc is not None) for piece in start.pieces] == [(12 * MIB, True), (8 * MIB, True)]
 
 

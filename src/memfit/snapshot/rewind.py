@@ -79,7 +79,7 @@ def start_state(state: State, entries: list[Entry], settings: AllocSettings) -> 
             case "free_completed":
                 if address in state.held:
                     raise BadInput(f"{LOST}: {address:#x} dies twice", hint=HINT)
-                state.held[address] = Held(entry.size, key, frames=entry.frames)
+                state.held[address] = Held(entry.size, key)  # the stack is that of its death
             case "segment_alloc" | "segment_map":
                 _take_away(state, address, entry.size)
             case "segment_free" | "segment_unmap":
