@@ -22,6 +22,7 @@ EXAMPLES = (
     "memfit replay run.tape.gz --gpu-memory 16GiB --html timeline.html",
 )
 TAPE = Argument("tape", "a tape written with --save-tape, or a snapshot of torch.cuda.memory", "FILE", required=True)
+GPU = Flag("gpu", str, "A card of 'memfit gpus', or 'local'. Default: one without a limit.", "NAME")
 OWN = (
     Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF to replay with. Default: the recorded one.", "TEXT"),
     Flag("torch", str, "The PyTorch whose allocator to follow. Default: the recorded one.", "2.13"),
@@ -36,7 +37,7 @@ OLDEST: Torch = (2, 1)
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*|\+.*)?")
 
 
-@takes(*CARD, *OWN, *COMMON, argument=TAPE)
+@takes(GPU, *CARD[1:], *OWN, *COMMON, argument=TAPE)
 def run(tape: str, **flags: Any) -> int:
     """Replay a saved tape or snapshot on another card.
 
