@@ -107,7 +107,9 @@ METHOD = """\
 Published peaks of real training runs, each mapped by its stated framework, method, optimizer, lengths and precision to a
 recipe and a trainer profile (`benchmarks/published/`), and predicted without looking at the figure. Quality A: every
 field is known and the script is exact; B: one or two fields are inferred; C: rough, rounded or self-contradicting.
-"Compared" is the level the source measured: allocated, reserved, or device (nvidia-smi). Nothing is fitted.
+"Compared" is the level the source measured: allocated, reserved, or device (nvidia-smi). Nothing is fitted. Where a run's
+samples have many lengths, what it reserves depends on their order, which no source states: the prediction is what three of
+four simulated orders stay below.
 
 `python benchmarks/accuracy.py [CSV]` makes this page again; a CSV of the same columns may be given.
 """

@@ -27,7 +27,7 @@ def case(row: Row) -> Case:
     dataset = next((d for name, d in DATASETS.items() if name in row.notes), None)
     if dataset is None:
         raise NotCovered("the lengths of its dataset are not published")
-    longest = fixed_length(row)
+    longest, flash = fixed_length(row), row.attention.startswith("flash")
     # scripts/benchmark/test_memory_time/run_single.py: 1000 samples "to save time", all of them up to 2048 tokens
     samples = dataset.samples if longest <= 2048 else 1000
     architecture = architecture_of(row.model)
@@ -37,11 +37,11 @@ def case(row: Row) -> Case:
         lora_targets=_targets(row, architecture),
         optimizer="adamw-foreach", micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=longest, checkpointing="full" if row.checkpointing == "on" else "none",
-        attention="flash" if row.attention.startswith("flash") else "eager", trainer="ms-swift",
+        attention="flash" if flash else "sdpa", trainer="ms-swift",
     )  # fmt: skip
     return Case(
         architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
-        compared=compared_of(row), orders=drawn(dataset, samples, longest, recipe.micro_batch), torch=row.version("torch"),
+        compared=compared_of(row), padded=not flash, orders=drawn(dataset, samples, longest, recipe.micro_batch), torch=row.version("torch"),
     )  # fmt: skip
 
 

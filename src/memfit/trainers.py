@@ -30,6 +30,8 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    returns_cache: bool = False  # use_cache stays on without checkpointing; accelerate casts keys and values to fp32
+    mask_per_head: bool = False  # PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads it
     zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
     optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
     keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over
@@ -83,7 +85,7 @@ TRAINERS: tuple[Trainer, ...] = (
             qlora_adapter_fp32=False, kbit_prepare=False),
     # ms-swift 1.x: transformers.Trainer 4.3x, model classes of that time, its own fp32 LoRA layers, no k-bit preparation
     Trainer(name="ms-swift", autocast=True, logits_to_fp32=True, heads=_SHIFTED_HEADS, kbit_prepare=False,
-            quantised_keeps_input=True),
+            quantised_keeps_input=True, mask_per_head=True, returns_cache=True),
 )  # fmt: skip
 
 CURRENT = {

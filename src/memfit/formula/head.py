@@ -32,6 +32,7 @@ class HeadStyle:
     bias: bool = False
     upcast: bool = True  # logits are cast to fp32 for the loss
     causal: bool = True  # labels are shifted
+    cached: tuple[int, ...] = ()  # elements per token of every key and value that the model returns in 16 bits
     batched: bool = False  # several sequences: dropping the last token of each leaves no view
 
 

@@ -12,6 +12,7 @@ from memfit.formula.size import Basis
 from memfit.formula.style import Style
 
 Grads = list[Tensor | None]
+MASK_ALIGNMENT = 16  # keys, of the efficient kernel's mask in PyTorch 2.0 and 2.1 (attention.cpp, preprocess_mask)
 
 
 def scaled_dot_product_attention(
@@ -25,6 +26,8 @@ def scaled_dot_product_attention(
     if style.kernel == "math":
         return _math(rec, q, k, v, a, dropout, mask)
     bias = None if mask is None else _bias(rec, mask, q.itemsize)
+    if bias is not None and style.kernel == "efficient" and style.mask_per_head:
+        bias = rec.new({("mask", a.heads, MASK_ALIGNMENT): 1}, q.itemsize, "mask of every head")
     return {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}[style.kernel](
         rec, q, k, v, a, bias
     )

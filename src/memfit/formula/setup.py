@@ -46,6 +46,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits,
         code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
+        mask_per_head=t.mask_per_head,
     )  # fmt: skip
     made: dict[int, Style] = {}
     styles = []
@@ -133,8 +134,15 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (rows["tokens"],) for w in a.head), causal=not masked,
         upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
+        cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
     )  # fmt: skip
     return embedding, head
+
+
+def _returned_cache(a: Architecture) -> tuple[int, ...]:
+    """Elements per token of the keys and values of every layer."""
+    attentions = [layer.attention for layer in a.layers]
+    return tuple(n for x in attentions for n in (x.kv_heads * x.head_dim, x.kv_heads * x.value_dim))
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,

@@ -20,14 +20,14 @@ def head(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """From logits to the loss. What the model returns is in fp32 until the trainer has looked at it."""
     if h.upcast:
         logits = ops.cast(rec, logits, 4, "fp32 logits")
-    loss = ops.cross_entropy(rec, _shift(rec, logits, batched=h.batched))
-    returned = ops.cast(rec, logits, 4, "fp32 copy of the model's output")
+    loss = ops.cross_entropy(rec, _shift(rec, h, logits))
+    returned = [ops.cast(rec, logits, 4, "fp32 copy of the model's output")]
+    returned += [rec.new({"T": width}, 4, "fp32 copy of the cache") for width in h.cached]
     del logits, returned
     return loss
 
 
-def _shift(rec: Recorder, logits: Tensor, *, batched: bool) -> Tensor:
+def _shift(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """logits[..., :-1, :].contiguous(): a view of one sequence, a copy of several; backward writes into zeros."""
-    out = rec.like(logits, "shifted logits") if batched else logits.view()
-    like = logits.blueprint()
-    return rec.record(out, [logits], [], lambda g: [rec.like(like, "gradient of the slice")])
+    shifted = ops.slice(rec, logits, {"L": h.vocabulary})
+    return ops.clone(rec, shifted, "shifted logits") if h.batched else shifted

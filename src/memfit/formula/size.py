@@ -3,7 +3,8 @@
 Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
 "T+" T, but 0 for one sequence, where a view suffices ·
 "T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
-label · "tile" min(L, 4096) · ("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
+label · "tile" min(L, 4096) · ("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n ·
+("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
 the staging buffer of a sum over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
@@ -76,6 +77,8 @@ class Dims:
                 return min(b * s, 1 << (max(-(-b * s // columns), 1) - 1).bit_length())
             if kind == "tiles":
                 return b * width * -(-s // columns)
+            if kind == "mask":
+                return b * s * (columns * _ceil(s, width) if s % width else s)
             if kind == "keysplit":
                 return b * columns * width * min(max(SPLIT_GOAL // (b * columns), 1), -(-s // 64))
             if kind == "reduce":

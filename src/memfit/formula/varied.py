@@ -55,7 +55,7 @@ def levels_over(
     return Levels(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak, allocator.reserved_peak)
 
 
-WHOLE_BLOCKS = 3  # at each end of the model whose working tensors are replayed; all others would find the same cache
+WHOLE_BLOCKS = 1  # at each end of the model whose working tensors are replayed; all others would find the same cache
 
 
 def thinned(micro: MicroStep) -> MicroStep:

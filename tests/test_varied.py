@@ -1,0 +1,68 @@
+"""Runs over varied lengths: leaving out middle blocks changes nothing, and what older PyTorch and accelerate copy is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.cards import find_gpu
+from memfit.formula import varied
+from memfit.formula.account import Account
+from memfit.formula.size import Dims
+from memfit.hub import resolve_model
+from memfit.job import Recipe
+from memfit.trainers import trainer
+
+MODEL = resolve_model("qwen-1_8b-chat", offline=True)
+LENGTHS = (700, 1500, 301, 1999, 64, 1204, 2000, 512)
+BASE = Recipe(
+    method="lora", precision="bf16", sequence_length=2048, checkpointing="full", attention="flash", trainer="ms-swift"
+)
+
+
+def account(recipe: Recipe = BASE, *, padded: bool = False, **changes: bool) -> Account:
+    return Account(MODEL, recipe, find_gpu("a100-80gb"), padded, replace(trainer("ms-swift==1.5"), **changes))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_leaving_out_middle_blocks_changes_nothing(
+    method: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = account(replace(BASE, method=method, checkpointing=checkpointing, accumulation=2))
+    thin = varied.levels_over(run, LENGTHS)
+    monkeypatch.setattr(varied, "WHOLE_BLOCKS", len(MODEL.layers))
+    whole = varied.levels_over(run, LENGTHS)
+    assert thin.requested == whole.requested
+    assert thin.reserved == pytest.approx(whole.reserved, rel=0.01)
+
+
+def test_the_order_of_the_same_lengths_changes_what_is_reserved_and_not_what_is_requested() -> None:
+    rising, falling = (varied.levels_over(account(), sorted(LENGTHS, reverse=down)) for down in (False, True))
+    assert rising.requested == pytest.approx(falling.requested, rel=1e-3)
+    assert rising.reserved > falling.reserved
+
+
+def test_a_padded_mask_is_copied_for_every_head_only_where_its_rows_are_ragged() -> None:
+    dims = Dims(2, 1001)
+    assert dims.value(("mask", 16, 16)) == 2 * 16 * 1001 * 1008
+    assert Dims(2, 1008).value(("mask", 16, 16)) == 2 * 1008 * 1008
+
+
+def test_pytorch_2_1_keeps_a_mask_per_head_and_layer() -> None:
+    recipe = replace(BASE, attention="sdpa", checkpointing="none")
+    new, old = (
+        varied.levels_over(account(recipe, padded=True, mask_per_head=flag), (1001,) * 2).requested
+        for flag in (False, True)
+    )
+    heads = MODEL.layers[0].attention.heads
+    assert old - new == pytest.approx(len(MODEL.layers) * 2 * 1001 * (heads * 1008 - 1001), rel=0.1)
+
+
+def test_the_returned_cache_is_copied_to_fp32_without_checkpointing() -> None:
+    recipe = replace(BASE, checkpointing="none")
+    without, returned = (
+        varied.levels_over(account(recipe, returns_cache=flag), (1000,) * 2).requested for flag in (False, True)
+    )
+    assert returned - without == pytest.approx(len(MODEL.layers) * 2 * 4 * 1000 * MODEL.width, rel=0.2)
