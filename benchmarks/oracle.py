@@ -1,0 +1,189 @@
+"""The virtual GPU against recorded runs of PyTorch's CUDA build, phase by phase: `python benchmarks/oracle.py [DIR]`.
+
+DIR holds records (`*.json`, as ../shared/data/oracle_runs). Prints a row for every record and phase that is out of
+bounds, and a summary; exits 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+DEFAULT = HERE.parent.parent / "shared" / "data" / "oracle_runs"
+MODELS = HERE.parent.parent / "shared" / "data" / "models"
+LEVELS = ("requested", "allocated", "reserved")
+BOUNDS = {"requested": 0.001, "allocated": 0.005, "reserved": 0.02}
+CARDS = {80: "a100-80gb", 86: "rtx-3090", 89: "rtx-4090", 90: "h100", 100: "b200", 120: "rtx-5090"}
+Peaks = dict[str, tuple[int, int, int]]  # phase -> requested, allocated, reserved
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run's peaks by phase, in order, and the phase it ran out of memory in."""
+
+    peaks: Peaks
+    oom: str | None
+    allocations: int
+
+
+def phase_of(label: str) -> str:
+    """A record's label -> a phase that both sides can tell: load, s1.m1.forward, s1.m1.backward, s1.optimizer ..."""
+    if "." not in label:
+        return {"eval": "eval", "train_end": "end"}.get(label, "load")
+    step, *rest = label.split(".")
+    kind = rest[-1]
+    if kind in ("forward", "backward"):
+        return label
+    return f"{step}.optimizer" if kind == "optimizer" else f"{step}.between"
+
+
+def recorded(record: dict[str, Any]) -> Outcome:
+    peaks: Peaks = {}
+    for row in record["phases"]:
+        if row["phase"].startswith("oom:"):
+            continue
+        _raise(peaks, phase_of(row["phase"]), tuple(row[f"{level}_peak"] for level in LEVELS))
+    oom = phase_of(record["error"]["phase"]) if record["outcome"] == "oom" else None
+    return Outcome(peaks, oom, record["num_allocations"])
+
+
+def _raise(peaks: Peaks, phase: str, levels: tuple[int, ...]) -> None:
+    before = peaks.get(phase, (0, 0, 0))
+    peaks[phase] = tuple(max(pair) for pair in zip(before, levels, strict=True))  # type: ignore[assignment]
+
+
+def setup_of(case: dict[str, Any], models: Path) -> Any:
+    from memfit.virtual.jobs.setup import Setup
+
+    config = json.loads((models / f"{case['model']}.json").read_text())
+    tune, _, targets = case["tune"].partition("_")
+    method = "qlora" if tune.startswith("qlora") else "lora" if tune.startswith("lora") else "full"
+    default = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}.get(config["model_type"], ("q_proj", "v_proj"))
+    nested = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    rank = int(tune.removeprefix("q").removeprefix("lora")) if method != "full" else 16
+    return Setup(
+        config=config, trainer={"torch": "torch", "trainer": "transformers", "sft": "trl"}[case["method"]], method=method,
+        dtype=case["weights"], autocast="bf16" if case["autocast"] else "", quantization=nested if method == "qlora" else {},
+        prepare_kbit=case["kbit_prepare"], rank=rank, alpha=2 * rank, dropout=case["lora_dropout"],
+        targets="all-linear" if targets == "all" else default, optimizer=case["optim"], checkpointing=case["ckpt"],
+        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"], clip=case["clip"],
+        steps=case["steps"], evaluate=case["eval"], mask={"pad": "padded"}.get(case["mask"], case["mask"]),
+        load="checkpoint" if method == "qlora" else {"to": "host", "pretrained": "checkpoint"}.get(case["load"], case["load"]),
+        labelled=case["label_frac"], holds_outputs=case["hold"] == "outputs", use_cache=case["use_cache"],
+    )  # fmt: skip
+
+
+def traced(record: dict[str, Any], models: Path) -> Outcome:
+    import torch
+
+    from memfit.cards import find_gpu
+    from memfit.replay import replay
+    from memfit.virtual import Answers, virtual_gpu
+    from memfit.virtual.jobs import run
+    from memfit.virtual.observer import Observer
+
+    case = record["case"]
+    capacity = int(case["total_gib"] * 2**30)
+    gpu = replace(
+        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
+    )
+    conf = "expandable_segments:True" if case["expandable"] else ""
+    with virtual_gpu(gpu, alloc_conf=conf, answers=Answers(balanced=False)) as card:
+        observer = Observer(card)
+        try:
+            with observer.watching():
+                run(setup_of(case, models), observer)
+        except torch.OutOfMemoryError:
+            pass
+        tape = observer.tape({})
+        timeline = replay(tape.events, capacity=capacity, settings=card.ledger.allocator.settings)
+    peaks: Peaks = {}
+    last = ""
+    for last, span in _named(timeline.spans):
+        _raise(peaks, last, (span.peak.requested, span.peak.allocated, span.peak.reserved))
+    return Outcome(peaks, last if timeline.oom else None, len(card.ledger.blocks))
+
+
+def _named(spans: Any) -> Iterator[tuple[str, Any]]:
+    """Spans under the names of `phase_of`."""
+    step, micro = 1, 0
+    for span in spans:
+        kind = span.instant
+        if span.phase in ("load", "eval"):
+            yield span.phase, span
+            continue
+        if kind == "forward":
+            micro += 1
+        name = {
+            "forward": f"s{step}.m{micro}.forward", "backward": f"s{step}.m{micro}.backward",
+            "optimizer step": f"s{step}.optimizer",
+        }.get(kind, f"s{step}.between")  # fmt: skip
+        if kind == "after the step":
+            step, micro = step + 1, 0
+        yield name, span
+
+
+def compare(real: Outcome, ours: Outcome) -> list[tuple[str, str, int, int]]:
+    """(phase, level, real, ours) of what is out of bounds."""
+    wrong = []
+    for phase, peaks in real.peaks.items():
+        if phase in ("end",) or phase.endswith("between") or phase not in ours.peaks:
+            continue  # where one side marks an instant later, peaks of the quiet phases between differ
+        for level, a, b in zip(LEVELS, peaks, ours.peaks[phase], strict=True):
+            if abs(b - a) > BOUNDS[level] * max(a, 1):
+                wrong.append((phase, level, a, b))
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument(
+        "--models", type=Path, default=MODELS, help="folder of config.json files named after the models"
+    )
+    parser.add_argument("--only", default="", help="records whose name contains this")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    paths = sorted(
+        p for p in options.folder.glob("*.json") if options.only in p.name and not p.name.endswith(".tape.json")
+    )
+    if not paths:
+        print(f"no records in {options.folder}", file=sys.stderr)
+        return 2
+    good = same = 0
+    began = time.perf_counter()
+    for path in paths:
+        record = json.loads(path.read_text())
+        real = recorded(record)
+        try:
+            ours = traced(record, options.models)
+        except Exception as error:  # a record that cannot be traced is a failure of ours, named and counted
+            print(f"{record['id']}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        wrong = compare(real, ours)
+        for phase, level, a, b in wrong:
+            print(f"{record['id']}: {phase} {level} {a:,} recorded, {b:,} traced ({(b - a) / max(a, 1):+.2%})")
+        if real.oom != ours.oom:
+            print(f"{record['id']}: out of memory at {real.oom} recorded, {ours.oom} traced")
+        elif not wrong:
+            good += 1
+            same += real.peaks.get("s2.m1.backward") == ours.peaks.get("s2.m1.backward")
+        gc.collect()
+    print(
+        f"{good} of {len(paths)} records within {', '.join(f'{k} {v:.1%}' for k, v in BOUNDS.items())}; "
+        f"{same} equal to the byte in the backward of the second step; {time.perf_counter() - began:.0f} s"
+    )
+    return 0 if good == len(paths) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The virtual GPU: real PyTorch code on a card that has an allocator and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from memfit.cards import find_gpu
+from memfit.gpu import Gpu
+from memfit.virtual import api, dispatch, guard, libraries, triton
+from memfit.virtual.answers import Answers
+from memfit.virtual.card import Card
+
+__all__ = ["Answers", "Card", "virtual_gpu"]
+
+
+@contextmanager
+def virtual_gpu(
+    gpu: str | Gpu, *, capacity: int | None = -1, alloc_conf: str = "", answers: Answers | None = None
+) -> Iterator[Card]:
+    """While the context is open, `cuda` is the named card: its memory, its capability, no data.
+
+    capacity: bytes its driver can hand out (None: any number; default: the card's own).
+    """
+    noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    guard.install()
+    limit = noun.usable_bytes() if capacity == -1 else capacity
+    card = Card(noun, limit, alloc_conf, answers)
+    with api.answered(card), libraries.installed(), triton.launches_nothing():
+        dispatch.activate(card)
+        try:
+            yield card
+        finally:
+            dispatch.deactivate(card)

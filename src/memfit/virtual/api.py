@@ -1,0 +1,181 @@
+"""torch.cuda as the card answers it: the C functions a build without CUDA lacks, and its devices' facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.virtual.patching import patched
+
+if TYPE_CHECKING:
+    from memfit.virtual.card import Card
+
+
+def _nested(card: Card) -> dict[str, Any]:
+    """_cuda_memoryStats: statistic -> pool -> moment -> value."""
+    stats = card.settled().stats
+    out: dict[str, Any] = {}
+    for name in ("requested", "allocated", "active", "reserved", "inactive_split"):
+        now, peak = getattr(stats, name), getattr(stats, f"{name}_peak")
+        out[f"{name}_bytes"] = {"all": {"current": now, "peak": peak, "allocated": 0, "freed": 0}}
+    counts = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
+    return out | {name: getattr(stats, name) for name in counts}
+
+
+def _functions(card: Card) -> dict[str, Callable[..., Any]]:
+    """Names in torch._C -> answers."""
+    gpu = card.gpu
+    free = lambda: max(gpu.total_bytes - gpu.context_bytes - card.settled().reserved, 0)  # noqa: E731
+    nothing = lambda *_: None  # noqa: E731
+    return {
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getCurrentRawStream": lambda _: card.ledger.stream,
+        "_cuda_setDevice": nothing,
+        "_cuda_exchangeDevice": lambda _: 0,
+        "_cuda_maybeExchangeDevice": lambda _: 0,
+        "_cuda_init": nothing,
+        "_cuda_synchronize": nothing,
+        "_cuda_emptyCache": lambda *_: card.settled().empty_cache(),
+        "_cuda_memoryStats": lambda _: _nested(card),
+        "_cuda_resetPeakMemoryStats": lambda _: card.settled().reset_peak_stats(),
+        "_cuda_resetAccumulatedMemoryStats": nothing,
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_getMemoryFraction": lambda _: 1.0,
+        "_cuda_ipc_collect": nothing,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_getCompiledVersion": lambda: 13000,
+        "_cuda_canDeviceAccessPeer": lambda *_: False,
+        "_cuda_cudaHostAllocator": lambda: 0,
+        "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
+        "_memfit_free": free,
+    }
+
+
+class Stream:
+    """A CUDA stream: work on it is already done; allocations under it come from its own pool."""
+
+    _count = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        Stream._count += 1
+        self.stream_id = self.cuda_stream = Stream._count
+        self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing is ever waited for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is ever waited for."""
+
+    def record_event(self, event: Any = None) -> Event:
+        """An event that has happened."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Nothing is ever waited for."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
+
+class Event:
+    """A CUDA event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """It has happened already."""
+
+    def wait(self, stream: Any = None) -> None:
+        """It has happened already."""
+
+    def synchronize(self) -> None:
+        """It has happened already."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds; time does not pass on a virtual card."""
+        return 0.0
+
+
+def _properties(card: Card) -> SimpleNamespace:
+    major, minor = card.capability
+    return SimpleNamespace(
+        name=f"{card.gpu.vendor} {card.gpu.name}", major=major, minor=minor, total_memory=card.gpu.total_bytes,
+        multi_processor_count=card.gpu.sm_count or 108, max_threads_per_multi_processor=2048, warp_size=32,
+        regs_per_multiprocessor=65536, shared_memory_per_block_optin=101376, gcnArchName="", is_integrated=False,
+        is_multi_gpu_board=False, uuid="virtual", L2_cache_size=50 << 20, shared_memory_per_multiprocessor=102400,
+    )  # fmt: skip
+
+
+class _Default(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream_id = self.cuda_stream = 0
+
+
+@contextmanager
+def answered(card: Card) -> Iterator[None]:
+    """While the card is active, torch.cuda describes it."""
+    default = _Default()
+    current = [default]
+
+    def set_stream(stream: Any) -> None:
+        current[0] = stream
+        card.ledger.stream = stream.stream_id
+
+    class Using:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = current[0]
+            if self.stream is not None:
+                set_stream(self.stream)
+
+        def __exit__(self, *_: Any) -> None:
+            set_stream(self.before)
+
+    functions = _functions(card)
+    free = functions.pop("_memfit_free")
+    cuda = {
+        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
+        "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
+        "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,
+        "get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
+        "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), "memory_snapshot": lambda *_, **__: [],
+        "Stream": Stream, "Event": Event, "stream": Using, "StreamContext": Using, "set_stream": set_stream,
+        "current_stream": lambda *_: current[0], "default_stream": lambda *_: default,
+        "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
+        "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"],
+    }  # fmt: skip
+    tensor = {"pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False}
+    with (
+        patched(torch._C, functions),
+        patched(torch.Tensor, tensor),
+        patched(torch.cuda, cuda),
+        patched(torch.version, {"cuda": "13.0"}),
+        # these modules took some names by value
+        patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True}),
+        patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
+    ):
+        yield

@@ -1,0 +1,145 @@
+"""A virtual card: its facts, its ledger, and the tensors that lie on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.alloc_conf import parse_alloc_conf
+from memfit.allocator import Allocator, OutOfMemory
+from memfit.gpu import Gpu
+from memfit.virtual.answers import Answers
+from memfit.virtual.ledger import Ledger
+from memfit.virtual.shapes import Blueprint
+from memfit.virtual.storage import Storages
+from memfit.virtual.values import Values
+
+NOTHING = -1  # the number of tensors without bytes
+WORKSPACE_BYTES = (((9, 0), 33_554_432), ((0, 0), 8_519_680))  # cuBLAS of torch 2.13, from that compute capability on
+
+
+class Card:
+    """One virtual device, `cuda:0`, with an allocator that is empty at first.
+
+    capacity: bytes the driver can hand out in all (None: any number). Sizes are bytes.
+    """
+
+    def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
+        self.gpu = gpu
+        self.capability = gpu.compute_capability or (8, 0)
+        self.multiprocessors = gpu.sm_count or 108
+        allocator = Allocator(capacity, parse_alloc_conf(alloc_conf), total_memory=gpu.total_bytes)
+        self.ledger = Ledger(allocator)
+        self.values = Values(self.ledger.size_at)
+        self.answers = answers or Answers()
+        self.storages = Storages()
+        self.workspace = next(size for least, size in WORKSPACE_BYTES if self.capability >= least)
+        self._workspaces: dict[tuple[int, int], int] = {}  # (thread, stream) -> number of its allocation
+
+    def tensor(self, planned: Blueprint, label: str) -> Tensor:
+        """A tensor of a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        shape, stride, dtype = planned
+        self.settle()
+        size = _storage_bytes(shape, stride, dtype.itemsize)
+        ledger = self.ledger
+        if not size:
+            return self.storages.tensor(NOTHING, 0, shape, stride, dtype)
+        number = self.allocate(size, label)
+        return self.storages.tensor(number, ledger.address(number), shape, stride, dtype)
+
+    def allocate(self, size: int, label: str) -> int:
+        """The number of a new allocation. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        try:
+            return self.ledger.alloc(size, label)
+        except OutOfMemory as error:
+            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
+
+    def touch(self, sizes: Sequence[int], label: str) -> None:
+        """Allocate and free a kernel's temporaries, which live together; the last one dies first."""
+        self.settle()
+        for number in reversed([self.allocate(size, label) for size in sizes if size]):
+            self.ledger.free(number)
+
+    def tensors(self, planned: Any, label: str) -> Any:
+        """What an operator returns, made anew in the order of its outputs."""
+        if isinstance(planned, tuple):
+            return self.tensor(planned, label)
+        if isinstance(planned, list):
+            return tuple(self.tensors(p, label) for p in planned)
+        return planned
+
+    def scripted(self, planned: Any, order: Sequence[int], label: str) -> Any:
+        """Outputs and temporaries in the order of a kernel's script (see temporaries)."""
+        parts = planned if isinstance(planned, list) else [planned]
+        self.settle()
+        made = {i: self.tensors(p, label) for i, p in enumerate(parts) if ~i not in order}
+        held = []
+        for step in order:
+            if step < 0:
+                made[~step] = self.tensors(parts[~step], label)
+            elif step:
+                held.append(self.allocate(step, label))
+        for number in reversed(held):
+            self.ledger.free(number)
+        return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
+
+    def need_workspace(self) -> None:
+        """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""
+        key = (threading.get_ident(), self.ledger.stream)
+        if key not in self._workspaces:
+            self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
+
+    def clear_workspaces(self) -> None:
+        """torch._C._cuda_clearCublasWorkspaces()."""
+        while self._workspaces:
+            self.ledger.free(self._workspaces.popitem()[1])
+
+    def settled(self) -> Allocator:
+        """The allocator as it is now."""
+        self.settle()
+        return self.ledger.allocator
+
+    def settle(self) -> None:
+        """Free what died since the last time; before every allocation and every look at the allocator."""
+        for number in self.storages.dead():
+            if number != NOTHING:
+                self.values.forget(self.ledger.address(number))
+                self.ledger.free(number)
+
+
+def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+    """computeStorageNbytes: up to the last element that strides reach."""
+    last = 0
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return 0
+        last += (size - 1) * step
+    return (last + 1) * itemsize
+
+
+def _format_size(size: int) -> str:
+    """c10::CachingAllocator::format_size."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size > 1 << shift:
+            return f"{size / (1 << shift):.2f} {unit}"
+    return f"{size} bytes"
+
+
+def out_of_memory_text(error: OutOfMemory, context: int) -> str:
+    """The words of torch.OutOfMemoryError in PyTorch 2.13; `context` bytes of the card are not PyTorch's."""
+    size = _format_size
+    limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
+    process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "
+    return (
+        f"CUDA out of memory. Tried to allocate {size(error.tried)}. GPU 0 has a total capacity of "
+        f"{size(error.device_total)} of which {size(error.device_free)} is free. {process if context else ''}{limit}"
+        f"Of the allocated memory {size(error.allocated)} is allocated by PyTorch, and "
+        f"{size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+        "documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    )

@@ -1,0 +1,212 @@
+"""The kernels of the virtual card: one Python function behind PyTorch's dispatch key CUDA, computing shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+from memfit.virtual import native
+from memfit.virtual.shapes import Shapes, blueprint
+from memfit.virtual.temporaries import GEMMS, SCRIPTS
+from memfit.virtual.values import keeps, tensors
+
+if TYPE_CHECKING:
+    from memfit.virtual.card import Card
+
+aten = torch.ops.aten
+Handler = Callable[["Card", Any, tuple[Any, ...], dict[str, Any]], Any]
+_REGISTERED: list[torch.library.Library] = []
+_CARD: list[Card] = []  # the one that is active
+SHAPES = Shapes()
+
+
+def current() -> Card:
+    """The active card. Raises RuntimeError if there is none."""
+    if not _CARD:
+        raise RuntimeError("a tensor of a virtual GPU is used after its `with virtual_gpu(...)` ended")
+    return _CARD[-1]
+
+
+def activate(card: Card) -> None:
+    """Make `card` the one that all `cuda` tensors lie on."""
+    _register()
+    _CARD.append(card)
+
+
+def deactivate(card: Card) -> None:
+    """The card's time is over."""
+    _CARD.remove(card)
+
+
+def _register() -> None:
+    """Once per process: everything for CUDA that this build has no kernel for comes to `_kernel`."""
+    if _REGISTERED:
+        return
+    everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    for name in native.shadowed():
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(aten, packet), overload or "default")
+        own.impl(name, bound(op), "CUDA")
+    everything.fallback(_kernel, "CUDA")
+    own.impl("scaled_dot_product_attention", _sdpa, "AutogradCUDA")
+    own.impl("scaled_dot_product_attention", _sdpa, "CUDA")
+    _REGISTERED.extend([everything, own])
+
+
+def bound(op: Any) -> Callable[..., Any]:
+    """The kernel of one operator."""
+    return lambda *args, **kwargs: _kernel(op, *args, **kwargs)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    from memfit.virtual.attention import sdpa
+
+    capability = current().capability
+    return sdpa(capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    card = current()
+    handler = _HANDLERS.get(op)
+    if handler is None:
+        handler = _HANDLERS[op] = _handler(op)
+    return handler(card, op, args, kwargs)
+
+
+def _handler(op: Any) -> Handler:
+    """How an operator is done, by its name or else by its schema."""
+    schema = op._schema
+    special = SPECIAL.get(schema.name.removeprefix("aten::")) or SPECIAL.get(str(op).removeprefix("aten."))
+    if special:
+        return special
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return _view
+    outs = [a.name for a in schema.arguments if a.is_out]
+    if outs:
+        trusted = str(op).removeprefix("aten.").replace(".default", "") in native.structured()
+        return _into(outs, trusted, str(op))
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return _in_place(str(op), schema)
+    if torch.Tag.dynamic_output_shape in op.tags:
+        return _dynamic
+    return _functional(str(op))
+
+
+def _dynamic(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The shape depends on data: computed on the host, where what is not known is answered for."""
+    known = card.values.run(op, args, kwargs)
+    result = known if known is not None else op(*card.answers.stand_in(card.values, args), **kwargs)
+    out = card.tensors(blueprint(result), str(op))
+    if known is not None:
+        for t, value in zip(tensors(out), tensors(known), strict=True):
+            card.values.set(t, value)
+    return out
+
+
+def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of the CPU build look at sizes and strides alone, whatever the device."""
+    return op._op_dk(DispatchKey.CPU, *args, **kwargs)
+
+
+def _functional(name: str) -> Handler:
+    script, gemm = SCRIPTS.get(name), name in GEMMS
+
+    def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        planned = SHAPES(op, args, kwargs)
+        order = script(card, args, kwargs) if script else ()
+        out = card.scripted(planned, order, name) if order else card.tensors(planned, name)
+        if gemm:
+            card.need_workspace()
+        _know(card, op, args, kwargs, out)
+        return out
+
+    return run
+
+
+def _into(outs: list[str], trusted: bool, name: str) -> Handler:
+    """An `out=` variant; one that is not `trusted` may find that its output has another shape."""
+    script, gemm = SCRIPTS.get(name), name in GEMMS
+
+    def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = [kwargs[n] for n in outs]
+        if not trusted or not out[0].numel():
+            planned = SHAPES(op, args, kwargs)
+            for t, (shape, _, _) in zip(out, planned if len(out) > 1 else [planned], strict=True):
+                if tuple(t.shape) != shape:
+                    t.resize_(shape)
+        if script:
+            card.touch(script(card, args, kwargs), name)
+        if gemm:
+            card.need_workspace()
+        _know_written(card, op, args, kwargs, out, True)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    return run
+
+
+def _in_place(name: str, schema: Any) -> Handler:
+    script, gemm, overwrites = SCRIPTS.get(name), name in GEMMS, schema.name in _OVERWRITES
+    returns, returns_self = len(schema.returns), bool(schema.returns and schema.returns[0].alias_info)
+
+    def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if script:
+            card.touch(script(card, args, kwargs), name)
+        if gemm:
+            card.need_workspace()
+        first = args[0]
+        if isinstance(first, Tensor):
+            _know_written(card, op, args, kwargs, [first], overwrites)
+        elif first and isinstance(first, list | tuple):
+            _know_written(card, op, args, kwargs, list(tensors(first)), overwrites)
+        if not returns:
+            return None
+        if returns_self:
+            return first
+        planned = SHAPES(op, args, kwargs)
+        return card.tensors(planned, name)
+
+    return run
+
+
+def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Compute the result on the host as well when all inputs are known there."""
+    made = [t for t in tensors(out) if keeps(t)]
+    if not made:
+        return
+    result = None if any(not keeps(t) for t in tensors(args)) else card.values.run(op, args, kwargs)
+    if result is None:
+        card.answers.fill(card.values, op, made)
+        return
+    for t, value in zip(tensors(out), tensors(result), strict=True):
+        card.values.set(t, value)
+
+
+def _know_written(
+    card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], fresh: bool
+) -> None:
+    """Write to the known contents of `written` as well, or forget them. fresh: what they held before is not read."""
+    if not written or not written[0].is_cuda or not any(keeps(t) for t in written):
+        return
+    if all(keeps(t) for t in tensors(args)):
+        if fresh:
+            for t in written:
+                if card.values.of(t) is None:
+                    card.values.set(t, torch.zeros((), dtype=t.dtype).expand(t.shape))
+        if card.values.run(op, args, kwargs) is not None:
+            return
+    for t in written:
+        card.values.unknown(t)
+
+
+_OVERWRITES = frozenset({
+    "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_",
+})  # fmt: skip
+_HANDLERS: dict[Any, Handler] = {}
+from memfit.virtual.special import SPECIAL  # noqa: E402  (its functions use those above)

@@ -1,0 +1,142 @@
+"""Models on the virtual card: from a config, or through from_pretrained from a checkpoint file without data."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.initialization import no_init_weights
+
+from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.patching import patched
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
+_IGNORED = ("torch_dtype", "dtype", "transformers_version", "architectures", "auto_map", "quantization_config")
+
+
+def config_of(setup: Setup) -> Any:
+    """The transformers config, fresh: models change theirs."""
+    given = {k: v for k, v in setup.config.items() if k not in _IGNORED}
+    config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    if setup.use_cache is not None:
+        config.use_cache = setup.use_cache
+    return config
+
+
+def class_of(config: Any) -> Any:
+    """Which automatic class builds the model for training."""
+    if config.model_type in _MASKED:
+        return transformers.AutoModelForMaskedLM
+    seq2seq = config.is_encoder_decoder
+    return transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+
+
+def load(setup: Setup) -> Any:
+    """The model as the job first has it: on the host, or on the card when it is read or built there."""
+    config, dtype = config_of(setup), DTYPES[setup.dtype]
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": setup.attention}
+    if setup.load == "checkpoint":
+        if setup.quantization:
+            given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
+            arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
+        with tempfile.TemporaryDirectory() as folder, hollow_files():
+            checkpoint(config, dtype, Path(folder))
+            return class_of(config).from_pretrained(folder, device_map={"": 0}, local_files_only=True, **arguments)
+    with torch.device("cuda" if setup.load == "device" else "cpu"), no_init_weights():
+        model = class_of(config).from_config(config, **arguments)
+    model.tie_weights()
+    return model
+
+
+def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
+    """A safetensors file of the right names, shapes and dtype whose data is a hole."""
+    with torch.device("meta"), no_init_weights():
+        model = class_of(config).from_config(config, dtype=dtype)
+    model.tie_weights()  # a published checkpoint holds a tied matrix once
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, p in model.named_parameters():
+        start, end = end, end + p.numel() * p.element_size()
+        header[name] = {"dtype": _NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    config.save_pretrained(folder)
+
+
+class _Slice:
+    """One tensor of a file, not read."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        self._shape, self._dtype = about["shape"], about["dtype"]
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, by safetensors' name."""
+        return str(self._dtype)
+
+    def __getitem__(self, _: Any) -> Tensor:
+        dtype = next(d for d, name in _NAMES.items() if name == self._dtype)
+        return torch.empty(self._shape, dtype=dtype)  # pages that nobody touches take no memory
+
+
+class HollowFile:
+    """safetensors.safe_open for files whose data nobody needs: the header is read, tensors are left uninitialised."""
+
+    def __init__(self, path: Any, *_: Any, **__: Any) -> None:
+        self._about = _header(str(path))
+
+    def __enter__(self) -> HollowFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing is open."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return [name for name in self._about if name != "__metadata__"]
+
+    def metadata(self) -> dict[str, str]:
+        """What the file says of itself."""
+        return dict(self._about.get("__metadata__", {}))
+
+    def get_slice(self, name: str) -> _Slice:
+        """A tensor, not read yet."""
+        return _Slice(self._about[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor of the right shape and dtype."""
+        return _Slice(self._about[name])[...]
+
+
+@cache
+def _header(path: str) -> dict[str, Any]:
+    with Path(path).open("rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        return dict(json.loads(file.read(size)))
+
+
+@contextmanager
+def hollow_files() -> Iterator[None]:
+    """transformers reads the names and shapes of checkpoints, and none of their data."""
+    import transformers.modeling_utils as loading
+
+    _header.cache_clear()
+    with patched(loading, {"safe_open": HollowFile}):
+        yield

@@ -1,0 +1,72 @@
+"""What the trainers' jobs share: adapters, optimizers, batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.virtual.jobs.setup import Setup
+
+CHECKPOINTING = {"nonreentrant": False, "reentrant": True}
+
+
+def lora_config(setup: Setup) -> Any:
+    """PEFT's description of the adapters."""
+    from peft import LoraConfig
+
+    targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    return LoraConfig(
+        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type="CAUSAL_LM"
+    )
+
+
+def with_adapters(setup: Setup, model: Any) -> Any:
+    """The model with PEFT's adapters, prepared for k-bit training where it is quantised."""
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if setup.method == "qlora" and setup.prepare_kbit:
+        on = setup.checkpointing != "none"
+        words = {"gradient_checkpointing_kwargs": {"use_reentrant": CHECKPOINTING[setup.checkpointing]}} if on else {}
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
+    return get_peft_model(model, lora_config(setup))
+
+
+def make_optimizer(name: str, parameters: list[Tensor]) -> Any:
+    """An optimizer by transformers' name for a hand-written loop."""
+    if name.startswith(("adamw_torch", "adamw_forloop")):
+        words: dict[str, dict[str, Any]] = {
+            "adamw_torch_fused": {"fused": True},
+            "adamw_forloop": {"foreach": False, "fused": False},
+        }
+        return torch.optim.AdamW(parameters, lr=1e-5, **words.get(name, {}))
+    if name.startswith("sgd"):
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd_momentum" else 0.0)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, lr=1e-5, scale_parameter=False, relative_step=False)
+    if name == "muon":
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
+    import bitsandbytes.optim
+
+    kinds = {
+        "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit",
+        "paged_adamw_32bit": "PagedAdamW32bit", "lion_8bit": "Lion8bit", "lion_32bit": "Lion32bit",
+        "adamw_32bit": "AdamW32bit",
+    }  # fmt: skip
+    return getattr(bitsandbytes.optim, kinds[name])(parameters, lr=1e-5)
+
+
+def sample(setup: Setup) -> dict[str, Tensor]:
+    """One sequence of zeros: token ids, labels and the mask as the setup wants them. Each [S], int64."""
+    ids = torch.zeros(setup.sequence, dtype=torch.long)
+    labels = ids.clone()
+    labels[int(setup.sequence * setup.labelled) :] = -100
+    made = {"input_ids": ids, "labels": labels}
+    if setup.mask != "none":
+        made["attention_mask"] = torch.ones_like(ids)
+        if setup.mask == "padded":
+            made["attention_mask"][-min(8, setup.sequence // 2) :] = 0
+    return made

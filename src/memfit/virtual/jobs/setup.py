@@ -1,0 +1,38 @@
+"""The noun Setup: everything a training job is told, by the names its libraries use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One job. Sizes are in tokens and sequences."""
+
+    config: dict[str, Any]  # the model's config.json
+    trainer: Literal["torch", "transformers", "trl"] = "trl"
+    method: Literal["full", "lora", "qlora"] = "full"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the loaded weights
+    autocast: Literal["", "bf16", "fp16"] = ""
+    quantization: dict[str, Any] = field(default_factory=dict)  # arguments of BitsAndBytesConfig
+    prepare_kbit: bool = True
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = "all-linear"
+    optimizer: str = "adamw_torch_fused"  # transformers' name; adamw_forloop and sgd_momentum besides
+    checkpointing: Literal["none", "nonreentrant", "reentrant"] = "none"
+    attention: str = "sdpa"
+    micro_batch: int = 1
+    sequence: int = 512
+    accumulation: int = 1
+    clip: float = 1.0  # largest norm of the gradients; 0: no clipping
+    steps: int = 2
+    evaluate: bool = False
+    load: Literal["host", "checkpoint", "device"] = "host"  # built on the host, read from a file, built on the card
+    mask: Literal["ones", "none", "padded"] = "ones"
+    labelled: float = 1.0  # share of positions with a label
+    holds_outputs: bool = False  # the hand-written loop keeps `outputs` through backward
+    use_cache: bool | None = None  # None: as the config says
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of the trainer's own

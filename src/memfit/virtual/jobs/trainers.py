@@ -1,0 +1,94 @@
+"""transformers' Trainer and TRL's SFTTrainer, unmodified."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from torch import Tensor
+
+from memfit.virtual.jobs.models import load
+from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters
+from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.observer import Observer
+
+_OPTIM = {"adamw_forloop": "adamw_torch", "sgd_momentum": "sgd"}
+
+
+class _Same:
+    """A dataset that gives the same sequence every time."""
+
+    def __init__(self, one: dict[str, Tensor], count: int) -> None:
+        self._one, self._count = one, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, _: int) -> dict[str, Tensor]:
+        return dict(self._one)
+
+
+def run(setup: Setup, observer: Observer) -> None:
+    """Build the trainer as its documentation does, train, evaluate if asked."""
+    model = load(setup)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = (_sft if setup.trainer == "trl" else _plain)(setup, model, folder)
+        del model
+        trainer.train()
+        if setup.evaluate:
+            trainer.args.prediction_loss_only = True
+            trainer.evaluate()
+
+
+def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
+    words: dict[str, Any] = {
+        "output_dir": folder, "per_device_train_batch_size": setup.micro_batch,
+        "per_device_eval_batch_size": setup.micro_batch, "max_steps": setup.steps,
+        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "no",
+        "logging_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, "max_grad_norm": setup.clip,
+        "bf16": setup.autocast == "bf16", "fp16": setup.autocast == "fp16",
+        "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",
+    }  # fmt: skip
+    if setup.checkpointing != "none":
+        words["gradient_checkpointing_kwargs"] = {"use_reentrant": CHECKPOINTING[setup.checkpointing]}
+    return words | setup.arguments
+
+
+def _count(setup: Setup) -> int:
+    return setup.micro_batch * setup.accumulation * (setup.steps + 2)
+
+
+def _plain(setup: Setup, model: Any, folder: str) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    if setup.method != "full":
+        model = with_adapters(setup, model)
+    data = _Same(sample(setup), _count(setup))
+    arguments = TrainingArguments(**_arguments(setup, folder))
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data if setup.evaluate else None)
+
+
+def _sft(setup: Setup, model: Any, folder: str) -> Any:
+    import datasets
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+    one = sample(setup)
+    rows = {name: [one[name].tolist()] * _count(setup) for name in ("input_ids", "labels")}
+    data = datasets.Dataset.from_dict(rows)
+    words = _arguments(setup, folder) | {
+        "max_length": setup.sequence, "dataset_kwargs": {"skip_prepare_dataset": True}
+    }  # fmt: skip
+    adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
+    return SFTTrainer(
+        model=model, args=SFTConfig(**words), train_dataset=data, eval_dataset=data if setup.evaluate else None,
+        processing_class=_tokenizer(), **adapters,
+    )  # fmt: skip
+
+
+def _tokenizer() -> Any:
+    """A tokenizer of three words: the data is tokenized already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<pad>": 1, "<s>": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")

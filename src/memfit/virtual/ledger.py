@@ -1,0 +1,68 @@
+"""The ledger of a virtual card: every storage's birth and death, played through the exact allocator as it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memfit.allocator import Allocator, Block
+
+BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Allocations are numbered from 0; `ops` is what `memfit.replay.run` takes: n >= 0 allocates, ~number frees.
+
+    labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
+    allocation at an address that a tensor shows.
+    """
+
+    allocator: Allocator
+    ops: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    place: Callable[[], str] = str  # where in the traced code an allocation happens
+    streams: dict[int, int] = field(default_factory=dict)
+    marks: list[tuple[int, str, str]] = field(default_factory=list)
+    number_at: dict[int, int] = field(default_factory=dict)
+    blocks: list[Block | None] = field(default_factory=list)
+    stream: int = 0
+
+    def alloc(self, size: int, label: str) -> int:
+        """Allocate `size` bytes on the current stream; returns the number. Raises OutOfMemory where the card would."""
+        number = len(self.blocks)
+        self.ops.append(size)  # a request that fails stands in the ledger too: a replay fails there again
+        self.labels.append(label)
+        self.places.append(self.place())
+        self.blocks.append(None)
+        if self.stream:
+            self.streams[number] = self.stream
+        block = self.blocks[number] = self.allocator.malloc(size, self.stream)
+        if block is not None:
+            self.number_at[BASE + block.addr] = number
+        return number
+
+    def free(self, number: int) -> None:
+        """Free an allocation by its number."""
+        block = self.blocks[number]
+        self.ops.append(~number)
+        if block is not None:
+            self.number_at.pop(BASE + block.addr, None)
+            self.allocator.free(block)
+            self.blocks[number] = None
+
+    def address(self, number: int) -> int:
+        """The address of a live allocation; 0 for one of no bytes."""
+        block = self.blocks[number]
+        return 0 if block is None else BASE + block.addr
+
+    def size_at(self, address: int) -> int:
+        """Requested bytes of the live allocation at an address; 0 if there is none."""
+        number = self.number_at.get(address)
+        block = None if number is None else self.blocks[number]
+        return 0 if block is None else block.requested
+
+    def mark(self, phase: str, instant: str) -> None:
+        """Name the instant that begins now."""
+        self.marks.append((len(self.ops), phase, instant))

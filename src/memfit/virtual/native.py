@@ -1,0 +1,46 @@
+"""What PyTorch's own native_functions.yaml says of its operators: which have a CUDA kernel that this build lacks."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_SPECIAL = ("copy_", "silu_backward")  # C++ kernels for every device that look for a CUDA one inside
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, str]:
+    """Operator name -> its entry."""
+    from torchgen import __file__ as torchgen
+
+    text = (Path(torchgen).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+    entries = re.split(r"\n(?=- func: )", text)[1:]
+    return {re.match(r"- func: ([\w.]+)", entry)[1]: entry for entry in entries}  # type: ignore[index]
+
+
+@lru_cache(maxsize=1)
+def structured() -> frozenset[str]:
+    """Operators whose output shapes are computed in C++ before the kernel runs: `add.out`."""
+    return frozenset(name for name, entry in _entries().items() if "\n  structured: True" in entry)
+
+
+@lru_cache(maxsize=1)
+def shadowed() -> tuple[str, ...]:
+    """Operators with a CUDA kernel in place of which a build without CUDA would run some composite of others.
+
+    A structured operator's composite is exactly what its CUDA kernel does around the launch, and is kept.
+    """
+    has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    own = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for name, entry in _entries().items():
+        dispatch = re.search(r"\n  dispatch:\n((?:    .*\n?)+)", entry)
+        if name in _SPECIAL or (dispatch and re.search(r"^[^#]*\bCUDA\b[^#]*:", dispatch[1], re.M)):
+            full = f"aten::{name}"
+            structured_default = own(full, "CompositeExplicitAutogradNonFunctional")
+            if has(full, "CUDA") and (name in _SPECIAL or not structured_default):
+                found.append(name)
+    return tuple(found)

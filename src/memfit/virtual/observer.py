@@ -1,0 +1,166 @@
+"""Watches any training code on the card: phases and instants, which module allocates, and what each storage is for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer as optimizers
+
+from memfit.tape import Alloc, Event, Free, Mark, Phase, Role, Tape
+from memfit.virtual.card import Card
+from memfit.virtual.patching import patched
+from memfit.virtual.values import base, tensors
+
+
+class EnoughSteps(BaseException):
+    """The steps that were asked for are done; not an Exception, so that no training loop swallows it."""
+
+
+class Observer:
+    """Marks the card's ledger while training code runs, and reads the finished tape.
+
+    steps: optimizer steps to let happen (None: as many as the code wants); then EnoughSteps is raised.
+    """
+
+    def __init__(self, card: Card, steps: int | None = None) -> None:
+        self.card = card
+        self.steps, self.done = steps, 0
+        self._depth = 0
+        self._names: dict[int, str] = {}
+        self._roots: list[torch.nn.Module] = []
+        self._roles: dict[int, Role] = {}
+        self._began = 0  # number of the first allocation of the forward pass under way
+        self._in_backward = False
+        self._path: list[str] = []
+        self.mark("load", "load")
+
+    def mark(self, phase: Phase, instant: str) -> None:
+        """An instant begins."""
+        self.card.settle()
+        self.card.ledger.mark(phase, instant)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that training is in."""
+        return "step" if self.done else "first_step"
+
+    @contextmanager
+    def watching(self) -> Iterator[Observer]:
+        """Hooks that concern every module, optimizer and backward pass of the process."""
+        with ExitStack() as stack:
+            for handle in (
+                hooks.register_module_forward_pre_hook(self._enter),
+                hooks.register_module_forward_hook(self._leave, always_call=True),
+                optimizers.register_optimizer_step_pre_hook(self._before_step),
+                optimizers.register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(patched(torch.autograd, {"backward": self._backward(torch.autograd.backward)}))
+            stack.enter_context(patched(self.card.ledger, {"place": self._place}))
+            yield self
+
+    # --- hooks ---
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        if not self._depth and not self._in_backward:
+            self._begin_forward(module)
+        self._depth += 1
+        self._path.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        self._depth -= 1
+        self._path.pop()
+
+    def _begin_forward(self, root: torch.nn.Module) -> None:
+        if not any(root is known for known in self._roots):
+            self._roots.append(root)
+            self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}
+        self.card.settle()
+        if not self.done and not self._began:  # what the load left behind belongs to the model
+            self._tag_live("parameters")
+        for p in root.parameters():
+            self._tag(p, "parameters")
+            self._tag(p.grad, "gradients")
+        self._began = len(self.card.ledger.blocks)
+        training = torch.is_grad_enabled() and root.training
+        self.mark(self.phase if training else "eval", "forward")
+
+    def _backward(self, real: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self.card.settle()
+            for number in self.card.ledger.number_at.values():
+                if number >= self._began:
+                    self._roles.setdefault(number, "activations")
+            self.mark(self.phase, "backward")
+            self._in_backward = True
+            try:
+                real(*args, **kwargs)
+            finally:
+                self._in_backward = False
+            self.mark(self.phase, "after backward")
+
+        return backward
+
+    def _before_step(self, optimizer: Any, _: Any, __: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self._tag(p.grad, "gradients")
+        self.mark(self.phase, "optimizer step")
+
+    def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
+        for state in optimizer.state.values():
+            for t in tensors(list(state.values()) if isinstance(state, dict) else state):
+                self._tag(t, "optimizer_states")
+        self.mark(self.phase, "after the step")
+        self.done += 1
+        if self.steps is not None and self.done >= self.steps:
+            raise EnoughSteps
+
+    # --- roles and labels ---
+
+    def _tag(self, t: Tensor | None, role: Role) -> None:
+        if t is not None and t.is_cuda:
+            number = self.card.ledger.number_at.get(base(t))
+            if number is not None:
+                self._roles[number] = role
+
+    def _tag_live(self, role: Role) -> None:
+        for number in self.card.ledger.number_at.values():
+            self._roles.setdefault(number, role)
+
+    def _place(self) -> str:
+        """Where in the model an allocation happens: the innermost module, or the autograd node running backward."""
+        if self._path:
+            return self._path[-1]
+        node = torch._C._current_autograd_node() if self._in_backward else None
+        return f"backward of {node.name().removesuffix('0').removesuffix('Backward')}" if node is not None else ""
+
+    # --- the result ---
+
+    def tape(self, about: dict[str, str]) -> Tape:
+        """What happened, as the noun."""
+        self.card.settle()
+        ledger, roles = self.card.ledger, self._roles
+        marks = {}
+        for position, phase, instant in ledger.marks:
+            marks[position] = Mark(phase, instant)  # type: ignore[arg-type]
+        events: list[Event] = []
+        number = 0
+        for position, op in enumerate(ledger.ops):
+            if position in marks:
+                events.append(marks[position])
+            if op < 0:
+                events.append(Free(~op))
+                continue
+            label, place = ledger.labels[number], ledger.places[number]
+            role: Role = "workspace" if label == "cuBLAS workspace" else roles.get(number, "temporaries")
+            text = f"{place}: {label}" if place else label
+            events.append(Alloc(number, op, role, sys.intern(text), ledger.streams.get(number, 0)))
+            number += 1
+        return Tape(tuple(events), "traced", about)

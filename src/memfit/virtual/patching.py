@@ -1,0 +1,22 @@
+"""Replace attributes for the length of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+@contextmanager
+def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
+    """`target` has these attributes inside the block, and what it had before after it."""
+    before = {name: getattr(target, name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(target, name) if value is _MISSING else setattr(target, name, value)

@@ -1,0 +1,72 @@
+"""Output shapes of an operator: PyTorch's own shape functions on the meta device, asked once per set of shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.errors import BadInput
+
+Blueprint = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride (elements), dtype
+_META = torch.device("meta")
+
+
+def describe(x: Any) -> Any:
+    """A hashable description of an argument, tensors by their shape."""
+    if isinstance(x, Tensor):
+        return (x.shape, x.stride(), x.dtype, x.is_cuda)
+    if isinstance(x, list | tuple):
+        return tuple(describe(i) for i in x)
+    return x
+
+
+def to_meta(x: Any) -> Any:
+    """The argument, with tensors of the card replaced by ones on the meta device."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META) if x.is_cuda else x
+    if isinstance(x, list | tuple):
+        return type(x)(map(to_meta, x)) if type(x) in (list, tuple) else x
+    return x
+
+
+def blueprint(x: Any) -> Any:
+    """A result with Blueprints in the place of tensors."""
+    if isinstance(x, Tensor):
+        return (tuple(x.shape), x.stride(), x.dtype)
+    if isinstance(x, list | tuple):
+        return [blueprint(i) for i in x]
+    return x
+
+
+class Shapes:
+    """Remembers what each operator returned for each set of argument shapes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `op` returns: Blueprints in the place of tensors, in lists as it returns them."""
+        try:
+            key = (op, describe(args), tuple((k, describe(v)) for k, v in kwargs.items()))
+            found = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed, such as a generator
+            key, found = None, None
+        if found is None:
+            found = self._ask(op, args, kwargs)
+            if key is not None:
+                self._known[key] = found
+        return found
+
+    def _ask(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        words = {k: to_meta(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
+        if words.get("device") is not None:
+            words["device"] = _META
+        try:
+            return blueprint(op(*to_meta(args), **words))
+        except NotImplementedError as error:
+            raise BadInput(
+                f"the virtual GPU does not know what {op} returns",
+                hint="register a meta kernel for it (torch.library.register_fake), or leave it out of the traced step",
+            ) from error

@@ -1,0 +1,77 @@
+"""Plain CUDA tensors whose storage is an address and a size: made through DLPack, reported when their storage dies."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memfit.virtual.deaths import Deaths
+
+# DLDataType codes and bits (dlpack.h)
+_CODES: dict[torch.dtype, tuple[int, int]] = {
+    torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16),
+    torch.int64: (0, 64), torch.int32: (0, 32), torch.int16: (0, 16), torch.int8: (0, 8),
+    torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64), torch.bool: (6, 8),
+    torch.complex64: (5, 64), torch.complex128: (5, 128),
+}  # fmt: skip
+_CUDA = 2  # kDLCUDA
+_MANAGED = struct.Struct(
+    "=QiiiBBHQQQQQ"
+)  # DLManagedTensor: data, device, ndim, dtype, shape, strides, offset, context, deleter
+_DIMENSIONS = 12
+_SLOT = _MANAGED.size + 16 * _DIMENSIONS
+_SLOTS = 4096  # per arena
+
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype, _libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_shapes = [struct.Struct(f"={2 * n}q") for n in range(_DIMENSIONS + 1)]
+
+Slot = tuple[int, memoryview, int]  # address, the arena it lies in, its offset there
+
+
+class Storages:
+    """Makes tensors on `cuda:0` and tells which of their storages died."""
+
+    def __init__(self) -> None:
+        self._deaths = Deaths()
+        self._live: dict[int, tuple[int, Slot]] = {}  # address of the slot -> number of the storage, slot
+        self._free: list[Slot] = []
+
+    def tensor(
+        self, number: int, address: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """A tensor of a new storage at `address`, to be known as `number`."""
+        if dtype not in _CODES:  # float8 and the like: made as bytes and seen as what they are
+            return self.tensor(number, address, shape, stride, torch.uint8).view(dtype)
+        if not self._free:
+            self._more()
+        at, memory, offset = slot = self._free.pop()
+        n, (code, bits) = len(shape), _CODES[dtype]
+        dims = at + _MANAGED.size
+        _MANAGED.pack_into(
+            memory, offset, address, _CUDA, 0, n, code, bits, 1, dims, dims + 8 * n, 0, 0, self._deaths.function
+        )
+        _shapes[n].pack_into(memory, offset + _MANAGED.size, *shape, *stride)
+        self._live[at] = number, slot
+        return torch._C._from_dlpack(_capsule(at, b"dltensor", None))
+
+    def dead(self) -> list[int]:
+        """The numbers of the storages that died since the last call, in order."""
+        numbers = []
+        for at in self._deaths:
+            number, slot = self._live.pop(at)
+            self._free.append(slot)
+            numbers.append(number)
+        return numbers
+
+    def _more(self) -> None:
+        """Another arena; C++ reads it until the process ends, so it is never given back."""
+        base = _libc.malloc(_SLOT * _SLOTS)
+        memory = memoryview((ctypes.c_char * (_SLOT * _SLOTS)).from_address(base)).cast("B")
+        self._free += [(base + i * _SLOT, memory, i * _SLOT) for i in reversed(range(_SLOTS))]

@@ -1,0 +1,268 @@
+"""What CUDA kernels allocate inside, and in which order beside their outputs: one row per operator.
+
+A row is a function from the call to a script: n >= 0 allocates n bytes that die when the kernel returns, ~i makes the
+i-th output; outputs that the script does not name are made first, in their order. Sources: the launch code of PyTorch
+2.13 named at each row, checked against recorded tapes of the CUDA build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from memfit.virtual.card import Card
+
+Call = tuple[Any, ...]
+Words = dict[str, Any]
+Script = Sequence[int]
+Row = Callable[["Card", Call, Words], Script]
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1) if n > 0 else 1
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+# --- reductions: at::native::gpu_reduce_kernel, Reduce.cuh setReduceConfig ---
+
+
+def reduction(inputs: int, outputs: int, fastest: bool, multiprocessors: int, acc_bytes: int = 4) -> tuple[int, ...]:
+    """(staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
+
+    inputs: elements that become one; fastest: they lie side by side.
+    """
+    vector = 1
+    if fastest:
+        width, height = inputs, outputs
+        if width > 128:
+            width //= 4
+    else:
+        vector = next(v for v in (4, 2, 1) if outputs % v == 0)
+        width, height = outputs // vector, inputs
+    most = 512 // vector
+    p0 = _power_below(width) if width < most else most
+    p1 = _power_below(height) if height < most else most
+    columns = min(p0, 32)
+    rows = min(p1, most // columns)
+    columns = min(p0, most // rows)
+    threads = columns * rows
+    split_inputs, split_outputs = (columns, 1) if fastest else (1, columns)
+    across = _up(inputs, split_inputs) >= min(rows * 16, 256)
+    if across:
+        split_inputs *= rows
+    else:
+        split_outputs *= rows
+    grid, target = _up(outputs // vector, split_outputs), multiprocessors * (2048 // threads)
+    per_thread = _up(inputs, split_inputs)
+    if not (across and per_thread >= 256 and grid <= target):
+        return ()
+    blocks = max(min(_up(target, grid), _up(per_thread, 16)), _up(per_thread, 256))
+    if blocks <= 1:
+        return ()
+    return acc_bytes * outputs * blocks * (1 if fastest else columns * vector), 4 * grid
+
+
+def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
+    """make_reduction: integers are first cast to the dtype of the result; then the staging buffers."""
+    x, out = args[0], kwargs.get("out")
+    first: Script = ()
+    if isinstance(out, Tensor) and out.dtype not in (x.dtype, torch.bool) and not x.is_floating_point():
+        first = (x.numel() * out.element_size(),)
+    return (*first, *_staging(card, args))
+
+
+def _staging(card: Card, args: Call) -> Script:
+    """Sums over leading dimensions (bias gradients), trailing ones, or all; others need none in practice."""
+    x, dims = args[0], None
+    for a in args[1:]:
+        if isinstance(a, list | tuple):
+            dims = a
+    if not x.numel():
+        return ()
+    kept = [i for i in range(x.dim()) if dims and i not in {d % x.dim() for d in dims}]
+    outputs = prod(x.shape[i] for i in kept)
+    if not kept or outputs == 1:
+        return reduction(x.numel(), 1, True, card.multiprocessors)
+    if kept == list(range(len(kept))):
+        return reduction(x.numel() // outputs, outputs, True, card.multiprocessors)
+    if kept == list(range(x.dim() - len(kept), x.dim())):
+        return reduction(x.numel() // outputs, outputs, False, card.multiprocessors)
+    return ()
+
+
+# --- attention ---
+
+
+def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
+    """num_splits_heuristic of flash_api.cpp: into how many parts the keys are split when the card would idle."""
+    if blocks >= 0.8 * multiprocessors:
+        return 1
+    most = min(128, multiprocessors, key_blocks)
+    efficiency = []
+    for n in range(1, most + 1):
+        if n > 1 and _up(key_blocks, n) == _up(key_blocks, n - 1):
+            efficiency.append(0.0)
+            continue
+        waves = blocks * n / multiprocessors
+        efficiency.append(waves / ceil(waves))
+    best = max(efficiency)
+    return next((n for n, e in enumerate(efficiency, 1) if e and e >= 0.85 * best), 1)
+
+
+def _flash(card: Card, args: Call, kwargs: Words) -> Script:
+    """mha_fwd: accumulators of split keys; with dropout a second random state."""
+    q, k = args[0], args[1]
+    (batch, heads, queries, width), dropout = q.shape, args[3] if len(args) > 3 else 0.0
+    if dropout:
+        return (~0, ~1, ~6, ~7, 16)
+    block = 256 if width <= 64 else 128 if width <= 128 else 64
+    blocks = batch * heads * _up(queries, 64)
+    splits = flash_splits(blocks, 2 * card.multiprocessors, _up(k.shape[2], block))
+    if splits == 1:
+        return ()
+    rounded = _up(width, 32) * 32 if width <= 128 else _up(width, 64) * 64
+    rows = 4 * splits * batch * heads * queries
+    return (~0, ~1, rows, rows * rounded)
+
+
+def _flash_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """mha_bwd: row sums, the dq accumulator, and dk, dv for every query head when they are grouped."""
+    q, k = args[1], args[2]
+    batch, heads, queries, width = q.shape
+    rows, step = _up(queries, 128) * 128, 32 if width <= 128 else 64
+    script = [4 * batch * heads * rows, 4 * batch * rows * heads * _up(width, step) * step]
+    if k.shape[1] != heads:
+        script += [q.element_size() * batch * k.shape[2] * heads * width] * 2
+    return script
+
+
+def _cudnn(card: Card, args: Call, kwargs: Words) -> Script:
+    """_cudnn_attention: seed and offset come first."""
+    return (~6, ~7, ~0, ~1)
+
+
+def _cudnn_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """cudnn-frontend: the dq accumulator and row sums as one workspace."""
+    batch, heads, queries, width = args[1].shape
+    return (4 * batch * heads * queries * (width + 1),)
+
+
+def _efficient(card: Card, args: Call, kwargs: Words) -> Script:
+    """An fp32 output accumulator for heads wider than one tile."""
+    q, v = args[0], args[2]
+    if max(q.shape[-1], v.shape[-1]) <= 128 or q.element_size() == 4:
+        return ()
+    return (~0, ~1, 4 * prod(q.shape[:-1]) * v.shape[-1])
+
+
+def _efficient_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """attention_backward.cu: row sums, and the workspace of AttentionBackwardKernel."""
+    q, k, v = args[1], args[2], args[3]
+    batch, heads, queries, width = q.shape
+    wide, wide_value, keys = width, v.shape[-1], k.shape[2]
+    delta, fp32 = 4 * batch * heads * queries, q.element_size() == 4
+    script = [4 * batch * heads * queries * wide_value, delta] if fp32 else [delta]
+    tile = 64 if max(wide, wide_value) <= 64 else 128
+    columns = 64 if tile == 64 else (128 if wide <= 128 else _up(wide, 64) * 64)
+    padded = _up(queries, tile) * tile
+    size = (
+        batch
+        * heads
+        * (padded * columns + 4 * (_up(queries, tile) if tile == 64 else _up(queries, 128) * columns // 64))
+    )
+    if wide > 128 and not fp32:
+        size += batch * heads * _up(keys, 128) * 64 * sum(_up(h, 128) * 128 for h in (wide, wide_value))
+    return [*script, 4 * size]
+
+
+# --- matrices, tables, norms ---
+
+
+def _ready(t: Tensor) -> bool:
+    """prepare_matrix_for_cublas: one of the last two dimensions lies side by side and the other does not overlap."""
+    rows, columns = t.shape[-2:]
+    down, across = t.stride()[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
+    """Operands that cuBLAS cannot read as they lie are copied."""
+    return [_bytes(t) for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1 and not _ready(t)]
+
+
+def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """embedding_backward_cuda_kernel: above 3072 indices they are sorted (CUB), and partial sums kept in fp32."""
+    gradient, indices = args[0], args[1]
+    n, width = indices.numel(), gradient.shape[-1]
+    if n <= 3072:
+        return ()
+    eight = 8 * n
+    scan = 1279 if n <= 8192 else 767 + 512 * _up(n, 8192)
+    segments = n // 10 + args[2] if args[2] < n else n + n // 10
+    segments = min(segments, n)
+    return (~0, eight, eight, eight, 2 * eight + eight // 8 + 1535, eight, 8, eight, scan, eight, eight, scan, 8,
+            8 * (segments + n // 10), 4 * width * (n // 10 + n))  # fmt: skip
+
+
+_CHUNK = 65536  # elements of a tensor that one block of a multi-tensor kernel takes (MultiTensorApply.cuh)
+
+
+def _foreach_norm(card: Card, args: Call, kwargs: Words) -> Script:
+    """ForeachReduceOp.cu: one partial result per chunk of the longest tensor, for every tensor, in fp32."""
+    chunks = max((_up(t.numel(), _CHUNK) for t in args[0]), default=0)
+    return (4 * chunks * len(args[0]),)
+
+
+def _softmax_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """SoftMax.cu: gradient * output, written out."""
+    return (_bytes(args[0]),)
+
+
+def _cumsum(card: Card, args: Call, kwargs: Words) -> Script:
+    """ReduceOps.cpp impl_func_cum_ops: the input is first cast to the dtype of the sums."""
+    out = kwargs["out"]
+    return () if out.dtype == args[0].dtype else (_bytes(out),)
+
+
+def _second_first(card: Card, args: Call, kwargs: Words) -> Script:
+    """Dropout.cu makes the mask, bitsandbytes the scales of the blocks, before the result."""
+    return (~1, ~0)
+
+
+GEMMS = frozenset({
+    "aten.mm.out", "aten.addmm.out", "aten.bmm.out", "aten.baddbmm.out", "aten._addmm_activation.out", "aten.addmv.out",
+    "aten._grouped_mm.default", "aten.addmm_.default", "aten.baddbmm_.default", "aten.dot.default",
+})  # fmt: skip
+
+SCRIPTS: dict[str, Row] = {
+    "aten._scaled_dot_product_flash_attention.default": _flash,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention.default": _cudnn,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten.native_dropout.default": _second_first,
+    "bitsandbytes.quantize_4bit.default": _second_first,
+    "bitsandbytes.quantize_blockwise.default": _second_first,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten.cumsum.out": _cumsum,
+    "aten._softmax_backward_data.out": _softmax_backward,
+    **dict.fromkeys(("aten.mm.out", "aten.bmm.out", "aten.baddbmm.out"), _matrices),
+    **dict.fromkeys((
+        "aten.sum.IntList_out", "aten.mean.out", "aten.sum.default", "aten.linalg_vector_norm.out", "aten.all.all_out",
+        "aten.any.all_out", "aten.max.unary_out", "aten.min.unary_out", "aten.amax.out", "aten.any.out", "aten.all.out",
+    ), _reduce),
+}  # fmt: skip

@@ -1,0 +1,126 @@
+"""Triton on a card without data: kernels launch and do nothing, as they allocate nothing either.
+
+Builds of PyTorch without CUDA come without Triton; then a stand-in for the package is importable while the card is
+active, so that libraries take the road they take on a real card. It must be in place before they are imported.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from memfit.virtual.patching import patched
+
+VERSION = "3.7.0"  # of the Triton that PyTorch 2.13 brings
+
+
+class _Anything(type):
+    """A name of Triton that nobody executes here: it can be called, subscripted and looked into."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything
+
+    def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class Anything(metaclass=_Anything):
+    """Stands for whatever is looked up."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, _: Any) -> Any:
+        return self
+
+
+class Kernel:
+    """A jitted function: `kernel[grid](...)` launches nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.fn, self.__name__, self.__doc__ = function, getattr(function, "__name__", "kernel"), function.__doc__
+        self.__module__ = function.__module__
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch
+
+    def run(self, *_: Any, **__: Any) -> None:
+        """Launch nothing."""
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return Anything
+
+
+def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return Kernel(function) if function is not None else Kernel
+
+
+def _around(*_: Any, **__: Any) -> Callable[[Any], Any]:
+    """autotune and heuristics: the kernel as it is."""
+    return lambda kernel: kernel
+
+
+_REAL: dict[str, Any] = {
+    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION,
+    "cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+}  # fmt: skip
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name in _REAL:
+            return _REAL[name]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name != "triton" and not name.startswith("triton."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to execute."""
+
+
+@contextmanager
+def launches_nothing() -> Iterator[None]:
+    """While the card is active."""
+    if importlib.util.find_spec("triton") is None:
+        finder = _Finder()
+        sys.meta_path.append(finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+        return
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.jit import JITFunction
+
+    nothing = {"run": lambda self, *_, **__: None}
+    with patched(JITFunction, nothing), patched(Autotuner, nothing), patched(Heuristics, nothing):
+        yield
