@@ -115,20 +115,19 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
 
 def _named(spans: Any) -> Iterator[tuple[str, Any]]:
     """Spans under the names of `phase_of`."""
-    step, micro = 1, 0
+    step, micro, stepped = 1, 0, False
     for span in spans:
         kind = span.instant
         if span.phase in ("load", "eval"):
             yield span.phase, span
             continue
         if kind == "forward":
-            micro += 1
+            step, micro = (step + 1, 1) if stepped else (step, micro + 1)
+        stepped = (stepped and kind != "forward") or kind == "optimizer step"
         name = {
             "forward": f"s{step}.m{micro}.forward", "backward": f"s{step}.m{micro}.backward",
             "optimizer step": f"s{step}.optimizer",
         }.get(kind, f"s{step}.between")  # fmt: skip
-        if kind == "after the step":
-            step, micro = step + 1, 0
         yield name, span
 
 

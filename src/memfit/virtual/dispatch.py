@@ -91,12 +91,19 @@ def _handler(op: Any) -> Handler:
     outs = [a.name for a in schema.arguments if a.is_out]
     if outs:
         trusted = str(op).removeprefix("aten.").replace(".default", "") in native.structured()
-        return _into(outs, trusted, str(op))
+        return _into(outs, trusted, str(op), _without_out(op))
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return _in_place(str(op), schema)
     if torch.Tag.dynamic_output_shape in op.tags:
         return _dynamic
     return _functional(str(op))
+
+
+def _without_out(op: Any) -> Any:
+    """`index.Tensor` of `index.Tensor_out`; the operator itself where there is no such twin."""
+    packet = op.overloadpacket
+    overload = op._overloadname.removesuffix("_out").removesuffix("out") or "default"
+    return getattr(packet, overload) if overload in packet.overloads() else op
 
 
 def _dynamic(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,13 +137,13 @@ def _functional(name: str) -> Handler:
     return run
 
 
-def _into(outs: list[str], trusted: bool, name: str) -> Handler:
-    """An `out=` variant; one that is not `trusted` may find that its output has another shape."""
+def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
+    """An `out=` variant of `plain`; one that is not `trusted` may find that its output has another shape."""
     script, gemm = SCRIPTS.get(name), name in GEMMS
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = [kwargs[n] for n in outs]
-        if not trusted or not out[0].numel():
+        if not trusted or (not out[0].numel() and torch.Tag.dynamic_output_shape not in plain.tags):
             planned = SHAPES(op, args, kwargs)
             for t, (shape, _, _) in zip(out, planned if len(out) > 1 else [planned], strict=True):
                 if tuple(t.shape) != shape:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block
+from memfit.tape import Phase
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
@@ -24,7 +25,7 @@ class Ledger:
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
     streams: dict[int, int] = field(default_factory=dict)
-    marks: list[tuple[int, str, str]] = field(default_factory=list)
+    marks: list[tuple[int, Phase, str]] = field(default_factory=list)
     number_at: dict[int, int] = field(default_factory=dict)
     blocks: list[Block | None] = field(default_factory=list)
     stream: int = 0
@@ -63,6 +64,6 @@ class Ledger:
         block = None if number is None else self.blocks[number]
         return 0 if block is None else block.requested
 
-    def mark(self, phase: str, instant: str) -> None:
+    def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""
         self.marks.append((len(self.ops), phase, instant))

@@ -80,3 +80,11 @@ def installed() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        _forget_overrides()
+
+
+def _forget_overrides() -> None:
+    """bitsandbytes remembers by id() which parameters keep 32-bit states, for longer than they live."""
+    optim = sys.modules.get("bitsandbytes.optim")
+    if optim is not None:
+        optim.GlobalOptimManager._instance = None

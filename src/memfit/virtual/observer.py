@@ -147,9 +147,7 @@ class Observer:
         """What happened, as the noun."""
         self.card.settle()
         ledger, roles = self.card.ledger, self._roles
-        marks = {}
-        for position, phase, instant in ledger.marks:
-            marks[position] = Mark(phase, instant)  # type: ignore[arg-type]
+        marks = {position: Mark(phase, instant) for position, phase, instant in ledger.marks}  # the last one counts
         events: list[Event] = []
         number = 0
         for position, op in enumerate(ledger.ops):

@@ -117,6 +117,8 @@ def launches_nothing() -> Iterator[None]:
             yield
         finally:
             sys.meta_path.remove(finder)
+            for name in [n for n, m in sys.modules.items() if isinstance(m, _Module)]:
+                del sys.modules[name]
         return
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction

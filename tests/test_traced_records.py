@@ -1,0 +1,43 @@
+"""The virtual GPU against recorded runs of PyTorch's CUDA build: the same trainers' code, to the byte."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import oracle  # noqa: E402
+
+DATA = json.loads((Path(__file__).parent / "data" / "recorded_runs.json").read_text())
+SMALL = ("smollm2-135m", "qwen2.5-0.5b", "pythia-410m", "gpt2", "qwen3-0.6b", "bert-base-uncased", "llama-3.2-1b")
+MULTIPROCESSORS = {80: 108, 89: 128, 90: 132}
+
+
+def _chosen() -> list[dict[str, Any]]:
+    """One recorded run for every model, method, optimizer and kind of checkpointing among the small ones."""
+    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in DATA["runs"]:
+        case = run["case"]
+        if case["model"] in SMALL and case["ckpt"] in ("none", "nonreentrant", "reentrant"):
+            key = case["model"] if case["tune"] == "full" else "", case["method"], case["tune"], case["optim"], case["ckpt"]
+            chosen.setdefault(key, run)
+    return list(chosen.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", _chosen(), ids=lambda run: run["id"])
+def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path) -> None:
+    case = run["case"]
+    (tmp_path / f"{case['model']}.json").write_text(json.dumps(DATA["configs"][case["model"]]))
+    record = {"case": case, "device": {"sm_count": MULTIPROCESSORS[case["cc"]]}}
+    peaks = oracle.traced(record, tmp_path).peaks
+    last = f"s{case['steps']}.m{case['accum']}"
+    assert peaks[f"{last}.forward"][0] == pytest.approx(run["forward"], rel=1e-4)
+    assert peaks[f"{last}.backward"][0] == pytest.approx(run["backward"], rel=1e-4)
+    assert max(reserved for _, _, reserved in peaks.values()) == pytest.approx(run["reserved"], rel=0.02)

@@ -1,0 +1,251 @@
+"""The virtual GPU by itself: plain PyTorch code on a card without data."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from memfit.replay import replay  # noqa: E402
+from memfit.virtual import Card, virtual_gpu  # noqa: E402
+from memfit.virtual.deaths import Deaths  # noqa: E402
+from memfit.virtual.native import shadowed, structured  # noqa: E402
+from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
+from memfit.virtual.temporaries import flash_splits, reduction  # noqa: E402
+
+MIB = 1 << 20
+
+
+def test_tensors_are_plain_cuda_tensors_with_the_allocators_addresses() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        a = torch.empty(1000, device="cuda")
+        b = torch.empty(1000, device="cuda", dtype=torch.bfloat16)
+        assert type(a) is torch.Tensor
+        assert a.device == torch.device("cuda", 0)
+        assert b.data_ptr() - a.data_ptr() == 4096
+        assert torch.cuda.memory_allocated() == 4096 + 2048
+        assert torch.cuda.memory_reserved() == 2 * MIB
+        del a, b
+        assert torch.cuda.memory_allocated() == 0
+        assert card.settled().reserved == 2 * MIB
+
+
+def test_views_share_their_storage_and_outlive_their_base() -> None:
+    with virtual_gpu("rtx-4090"):
+        base = torch.empty(4, 6, device="cuda")
+        view = base.t()[1:].reshape(-1)[:3]
+        row = base[1]
+        assert row.data_ptr() == base.data_ptr() + 24
+        del base
+        before = torch.cuda.memory_allocated()
+        del row, view
+        assert before > torch.cuda.memory_allocated() == 0
+
+
+def test_the_facts_of_the_card_are_torch_cudas() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_capability() == (8, 9)
+        assert torch.cuda.get_device_properties(0).total_memory == card.gpu.total_bytes
+        assert torch.cuda.mem_get_info()[0] <= card.gpu.usable_bytes()
+    assert not torch.cuda.is_available()
+
+
+def test_small_integers_keep_their_values_through_views_copies_and_writes() -> None:
+    with virtual_gpu("rtx-4090"):
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device="cuda")
+        lengths = mask.sum(-1)
+        assert lengths.tolist() == [2, 1]
+        mask[1, 1:] = 1
+        assert bool(mask[1].all())
+        assert not mask[0].all().item()
+        assert (mask == 1).nonzero().shape == (5, 2)
+        positions = torch.arange(3, device="cuda").expand(2, 3)[mask.bool()]
+        assert positions.cpu().tolist() == [0, 1, 0, 1, 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 5))
+def test_known_values_are_those_of_the_host(numbers: list[int], pivot: int) -> None:
+    def work(device: str) -> list[list[int]]:
+        x = torch.tensor(numbers, device=device)
+        y = torch.where(x > pivot, x * 2, x).cumsum(0)
+        y[x == pivot] -= 1
+        return [y.tolist(), x.unique().tolist(), (x != pivot).nonzero().flatten().tolist(), [int(y.max()), int(x.argmax())]]
+
+    with virtual_gpu("rtx-4090"):
+        assert work("cuda") == work("cpu")
+
+
+def test_unknown_numbers_get_the_stated_answer() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        loss = torch.randn(100, 100, device="cuda").mean()
+        assert loss.item() == card.answers.number
+        assert not torch.isnan(loss).item()
+        assert card.answers.asked["item"] == 2
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(x).float().pow(2).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256)
+    ).cuda()
+
+
+def test_a_training_step_has_the_memory_of_its_arithmetic() -> None:
+    with virtual_gpu("rtx-4090"):
+        model = _model()
+        weights = sum(p.numel() * 4 for p in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = torch.empty(8, 256, device="cuda")
+        for _ in range(3):
+            _step(model, optimizer, x)
+        counters = 4 * len(list(model.parameters()))
+        workspaces = 2 * 8_519_680
+        stats = torch.cuda.memory_stats()
+        assert stats["requested_bytes.all.current"] == 3 * weights + counters + x.numel() * 4 + workspaces
+
+
+def test_gradients_are_accumulated_in_place() -> None:
+    with virtual_gpu("rtx-4090"):
+        x = torch.empty(1 << 20, device="cuda", requires_grad=True)
+        loss = (x * 2 + x * 3 + x * 4).sum()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        grads = (torch.cuda.max_memory_allocated() - before) / (4 * x.numel())
+        assert grads == pytest.approx(2.0, abs=0.01)  # the sum so far and the next term, never a third
+
+
+def test_out_of_memory_is_torchs_own_error_and_can_be_survived() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 100.00 GiB. GPU 0 has a"):
+            torch.empty(100 << 30, dtype=torch.uint8, device="cuda")
+        assert torch.empty(MIB, device="cuda").is_cuda
+        assert card.settled().num_ooms == 1
+
+
+def test_a_tensor_that_dies_while_an_exception_is_on_its_way_leaves_it_alone() -> None:
+    def fail() -> None:
+        kept = torch.empty(1000, device="cuda")
+        raise KeyError(kept.shape)
+
+    with virtual_gpu("rtx-4090"):
+        for _ in range(3):
+            with pytest.raises(KeyError):
+                fail()
+            gc.collect()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_checkpointing_recomputes_and_keeps_less() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def peak(reentrant: bool | None) -> int:
+        with virtual_gpu("rtx-4090"):
+            model = _model()
+            x = torch.empty(4096, 256, device="cuda", requires_grad=True)
+            out = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+            kept = torch.cuda.memory_allocated()
+            out.sum().backward()
+            return kept
+
+    plain, new, old = peak(None), peak(False), peak(True)
+    assert plain > 1.5 * new
+    assert new == pytest.approx(old, rel=0.01)
+
+
+def test_deaths_are_reported_from_other_threads_in_full() -> None:
+    with virtual_gpu("rtx-4090"):
+        held = [torch.empty(512, device="cuda") for _ in range(2000)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_the_ring_of_deaths_gives_everything_once() -> None:
+    import ctypes
+
+    deaths = Deaths()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deaths.function)
+    for n in range(1, 1000):
+        function(n)
+    assert list(deaths) == list(range(1, 1000))
+    assert list(deaths) == []
+
+
+def test_observer_names_phases_roles_and_stops_after_the_steps() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        observer = Observer(card, steps=2)
+        with observer.watching(), pytest.raises(EnoughSteps):
+            model = _model()
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            for _ in range(10):
+                _step(model, optimizer, torch.empty(8, 256, device="cuda"))
+        tape = observer.tape({})
+    timeline = replay(tape.events)
+    assert [s.instant for s in timeline.spans if s.phase == "first_step"] == [
+        "forward", "backward", "after backward", "optimizer step", "after the step",
+    ]  # fmt: skip
+    assert timeline.peak.requested == max(s.peak.requested for s in timeline.spans)
+    born = [e for e in tape.events if hasattr(e, "role")]
+    sizes = {role: sum(e.size for e in born if e.role == role) for role in {e.role for e in born}}
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert sizes["parameters"] >= weights
+    assert sizes["gradients"] == 2 * weights
+    assert sizes["optimizer_states"] == 2 * weights + 4 * 6
+    assert sizes["workspace"] == 2 * 8_519_680
+    assert sizes["activations"] > 0
+    assert any(e.label.startswith("0: ") or e.label.startswith("Linear") or e.label.startswith("0") for e in born)
+
+
+def test_what_the_card_lacks_is_said() -> None:
+    lib = torch.library.Library("memfit_test", "DEF")
+    lib.define("opaque(Tensor x) -> Tensor")
+    with virtual_gpu("rtx-4090"), pytest.raises(Exception, match="opaque"):
+        torch.ops.memfit_test.opaque(torch.empty(1, device="cuda"))
+    lib._destroy()
+
+
+def test_operators_that_this_build_would_decompose_are_known() -> None:
+    assert {"native_layer_norm", "copy_", "_foreach_norm.Scalar"} <= set(shadowed())
+    assert "mm.out" in structured()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "sms", "expected"),
+    [  # recorded on the CUDA build: x.sum(0) of bf16
+        (2048, 512, 108, (8_388_608, 16)), (2048, 4096, 108, (67_108_864, 128)), (8192, 4096, 108, (113_246_208, 128)),
+        (8192, 11008, 108, (118_358_016, 344)), (512, 512, 108, ()), (128, 4096, 108, ()),
+    ],
+)  # fmt: skip
+def test_staging_of_sums_as_recorded(rows: int, columns: int, sms: int, expected: tuple[int, ...]) -> None:
+    assert reduction(rows, columns, fastest=False, multiprocessors=sms) == expected
+
+
+def test_split_keys_as_recorded() -> None:
+    assert flash_splits(2 * 8 * 8, 2 * 108, 4) == 4  # 2 x 8 heads, 512 tokens, width 128 on an A100
+    assert flash_splits(4096, 2 * 108, 16) == 1
+
+
+def test_two_cards_one_after_the_other() -> None:
+    for name in ("rtx-4090", "h100"):
+        with virtual_gpu(name) as card:
+            assert isinstance(card, Card)
+            torch.mm(torch.empty(8, 8, device="cuda"), torch.empty(8, 8, device="cuda"))
+            assert torch.cuda.memory_stats()["requested_bytes.all.current"] == card.workspace
