@@ -12,7 +12,6 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,27 +107,33 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
         timeline = replay(tape.events, capacity=capacity, settings=card.ledger.allocator.settings)
     peaks: Peaks = {}
     last = ""
-    for last, span in _named(timeline.spans):
+    names = _names(tape.events)
+    for span in timeline.spans:
+        last = names[span.first]
         _raise(peaks, last, (span.peak.requested, span.peak.allocated, span.peak.reserved))
     return Outcome(peaks, last if timeline.oom else None, len(card.ledger.blocks))
 
 
-def _named(spans: Any) -> Iterator[tuple[str, Any]]:
-    """Spans under the names of `phase_of`."""
-    step, micro, stepped = 1, 0, False
-    for span in spans:
-        kind = span.instant
-        if span.phase in ("load", "eval"):
-            yield span.phase, span
+def _names(events: Any) -> dict[int, str]:
+    """Position of every mark on a tape -> its name in the manner of `phase_of`."""
+    from memfit.tape import Mark
+
+    names, step, micro, stepped = {}, 1, 0, False
+    for position, event in enumerate(events):
+        if not isinstance(event, Mark):
+            continue
+        kind = event.instant
+        if event.phase in ("load", "eval"):
+            names[position] = event.phase
             continue
         if kind == "forward":
-            step, micro = (step + 1, 1) if stepped else (step, micro + 1)
-        stepped = (stepped and kind != "forward") or kind == "optimizer step"
-        name = {
+            step, micro, stepped = (step + 1, 1, False) if stepped else (step, micro + 1, False)
+        stepped = stepped or kind == "optimizer step"
+        names[position] = {
             "forward": f"s{step}.m{micro}.forward", "backward": f"s{step}.m{micro}.backward",
             "optimizer step": f"s{step}.optimizer",
         }.get(kind, f"s{step}.between")  # fmt: skip
-        yield name, span
+    return names
 
 
 def compare(real: Outcome, ours: Outcome) -> list[tuple[str, str, int, int]]:

@@ -77,7 +77,12 @@ def test_known_values_are_those_of_the_host(numbers: list[int], pivot: int) -> N
         x = torch.tensor(numbers, device=device)
         y = torch.where(x > pivot, x * 2, x).cumsum(0)
         y[x == pivot] -= 1
-        return [y.tolist(), x.unique().tolist(), (x != pivot).nonzero().flatten().tolist(), [int(y.max()), int(x.argmax())]]
+        return [
+            y.tolist(),
+            x.unique().tolist(),
+            (x != pivot).nonzero().flatten().tolist(),
+            [int(y.max()), int(x.argmax())],
+        ]
 
     with virtual_gpu("rtx-4090"):
         assert work("cuda") == work("cpu")
@@ -102,7 +107,11 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
 
 def _model() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256)
+        torch.nn.Linear(256, 512),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(512, 256),
+        torch.nn.LayerNorm(256),
     ).cuda()
 
 
@@ -133,7 +142,9 @@ def test_gradients_are_accumulated_in_place() -> None:
 
 def test_out_of_memory_is_torchs_own_error_and_can_be_survived() -> None:
     with virtual_gpu("rtx-4090") as card:
-        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 100.00 GiB. GPU 0 has a"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 100.00 GiB. GPU 0 has a"
+        ):
             torch.empty(100 << 30, dtype=torch.uint8, device="cuda")
         assert torch.empty(MIB, device="cuda").is_cuda
         assert card.settled().num_ooms == 1

@@ -147,12 +147,13 @@ class Observer:
         """What happened, as the noun."""
         self.card.settle()
         ledger, roles = self.card.ledger, self._roles
-        marks = {position: Mark(phase, instant) for position, phase, instant in ledger.marks}  # the last one counts
+        marks: dict[int, list[Event]] = {}
+        for position, phase, instant in ledger.marks:
+            marks.setdefault(position, []).append(Mark(phase, instant))
         events: list[Event] = []
         number = 0
         for position, op in enumerate(ledger.ops):
-            if position in marks:
-                events.append(marks[position])
+            events += marks.get(position, ())
             if op < 0:
                 events.append(Free(~op))
                 continue
