@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from memfit.virtual import native
+from memfit.virtual.native import shadowed, structured
 from memfit.virtual.shapes import Shapes, blueprint
 from memfit.virtual.temporaries import GEMMS, SCRIPTS
 from memfit.virtual.values import keeps, tensors
@@ -47,7 +47,7 @@ def _register() -> None:
     if _REGISTERED:
         return
     everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    for name in native.shadowed():
+    for name in shadowed():
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet), overload or "default")
         own.impl(name, bound(op), "CUDA")
@@ -90,7 +90,7 @@ def _handler(op: Any) -> Handler:
         return _view
     outs = [a.name for a in schema.arguments if a.is_out]
     if outs:
-        trusted = str(op).removeprefix("aten.").replace(".default", "") in native.structured()
+        trusted = str(op).removeprefix("aten.").replace(".default", "") in structured()
         return _into(outs, trusted, str(op), _without_out(op))
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return _in_place(str(op), schema)
