@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from memfit.architecture import Architecture
+from memfit.capacity import Capacity, Slack
 from memfit.errors import BadInput
 from memfit.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.gpu import Gpu
@@ -82,6 +83,19 @@ class EstimateDoc(Body, frozen=True, kw_only=True):
     why: tuple[Reason, ...] = ()  # with --why: the terms of each reason add up to it, the reasons to peak.device
     kept: tuple[Kept, ...] = ()  # with --why: the tensors the forward pass keeps for the backward pass
     working: tuple[Kept, ...] = ()  # with --why: those at work at the worst instant
+
+
+class TraceDoc(Body, frozen=True, kw_only=True):
+    """`memfit trace --json`. `smallest` and `smallest_other` as in `memfit replay --json`."""
+
+    schema: Literal["memfit.trace/1"] = "memfit.trace/1"
+    model: str
+    parameters: int
+    gpu: GpuDoc
+    retries: int
+    smallest: Bytes
+    smallest_other: Bytes
+    slack: Slack
 
 
 class AskedDoc(Struct, frozen=True, kw_only=True):
@@ -178,6 +192,17 @@ def estimate_doc(
     return EstimateDoc(
         model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, kept=kept,
         working=working, **body,
+    )  # fmt: skip
+
+
+def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, answer: Capacity) -> TraceDoc:
+    """A traced recipe on one card."""
+    judgement = answer.judgement
+    assert judgement is not None
+    return TraceDoc(
+        model=architecture.name, parameters=architecture.parameters,
+        gpu=gpu_doc(gpu, judgement.usable, recipe.num_gpus), retries=answer.timeline.retries, smallest=answer.smallest,
+        smallest_other=answer.other, slack=answer.slack, **_body(recipe, footprint, judgement),
     )  # fmt: skip
 
 

@@ -58,6 +58,18 @@ def resolve_model(
     return _by_part(name)
 
 
+def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:
+    """The config.json behind a name that `resolve_model` understands."""
+    name = text.strip()
+    path = _path_of(name)
+    if path and (name.endswith(".json") or (path / "config.json").exists()):
+        return read_json(path / "config.json" if path.is_dir() else path, MAX_CONFIG)
+    entry = names.find(name) or next(iter(names.parts(name)), None)
+    if entry is not None:
+        return dict(catalogue.config(entry))
+    return read_json(_download_config(name, offline, token), MAX_CONFIG)
+
+
 def _path_of(name: str) -> Path | None:
     """`name` as a path; None when nothing can bear that name (too long, an unknown user's home)."""
     try:

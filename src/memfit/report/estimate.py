@@ -31,9 +31,9 @@ from memfit.units import billions, gib
 
 def estimate_view(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
-    next_up: Sequence[str] = (),
+    next_up: Sequence[str] = (), facts: Sequence[tuple[str, str]] = (),
 ) -> Group:  # fmt: skip
-    """The whole answer of `memfit estimate`."""
+    """The whole answer of `memfit estimate`, and with further `facts` that of `memfit trace`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
@@ -44,7 +44,7 @@ def estimate_view(
         hanging(Text(words, style), said), "",
         StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False), "",
         _lines(footprint), "", _phases(footprint), "",
-        paragraphs(beliefs(footprint, judgement)),
+        paragraphs([*beliefs(footprint, judgement), *facts]),
     ]  # fmt: skip
     if next_up:
         parts += ["", commands(next_up)]

@@ -40,7 +40,7 @@ def replay_view(
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
         parts += [hanging(Text(words, style), _said(found)), ""]
-    parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(_facts(found, settings))]
+    parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(facts(found, settings))]
     if next_up:
         parts += ["", commands(next_up)]
     return Group(*parts)
@@ -88,7 +88,8 @@ def _slack(found: Capacity) -> RenderableType:
     return made
 
 
-def _facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
+def facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
+    """The smallest card it runs on, and whether the model did as the recording did."""
     as_is, other = ("with", "without") if settings.expandable_segments else ("without", "with")
     smallest = DOT.join(
         f"{gib(size, 2)} GiB {how} expandable segments" if size else f"none {how} expandable segments"

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from memfit.virtual.native import shadowed, structured
 from memfit.virtual.shapes import Shapes, blueprint
 from memfit.virtual.temporaries import GEMMS, SCRIPTS
-from memfit.virtual.values import keeps, tensors
+from memfit.virtual.values import base, keeps, tensors
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
@@ -122,13 +122,20 @@ def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return op._op_dk(DispatchKey.CPU, *args, **kwargs)
 
 
+def _title(name: str) -> str:
+    """`aten.mm.out` -> `mm`."""
+    library, _, rest = name.partition(".")
+    short = rest.partition(".")[0]
+    return short if library == "aten" else f"{library}.{short}"
+
+
 def _functional(name: str) -> Handler:
-    script, gemm = SCRIPTS.get(name), name in GEMMS
+    script, gemm, title = SCRIPTS.get(name), name in GEMMS, _title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         order = script(card, args, kwargs) if script else ()
-        out = card.scripted(planned, order, name) if order else card.tensors(planned, name)
+        out = card.scripted(planned, order, title) if order else card.tensors(planned, title)
         if gemm:
             card.need_workspace()
         _know(card, op, args, kwargs, out)
@@ -139,17 +146,19 @@ def _functional(name: str) -> Handler:
 
 def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
     """An `out=` variant of `plain`; one that is not `trusted` may find that its output has another shape."""
-    script, gemm = SCRIPTS.get(name), name in GEMMS
+    script, gemm, title = SCRIPTS.get(name), name in GEMMS, _title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = [kwargs[n] for n in outs]
+        for t in out:
+            card.ledger.rename(base(t), title)
         if not trusted or (not out[0].numel() and torch.Tag.dynamic_output_shape not in plain.tags):
             planned = SHAPES(op, args, kwargs)
             for t, (shape, _, _) in zip(out, planned if len(out) > 1 else [planned], strict=True):
                 if tuple(t.shape) != shape:
                     t.resize_(shape)
         if script:
-            card.touch(script(card, args, kwargs), name)
+            card.touch(script(card, args, kwargs), f"inside {_title(name)}")
         if gemm:
             card.need_workspace()
         _know_written(card, op, args, kwargs, out, True)
@@ -164,7 +173,7 @@ def _in_place(name: str, schema: Any) -> Handler:
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if script:
-            card.touch(script(card, args, kwargs), name)
+            card.touch(script(card, args, kwargs), f"inside {_title(name)}")
         if gemm:
             card.need_workspace()
         first = args[0]

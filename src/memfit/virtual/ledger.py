@@ -11,6 +11,9 @@ from memfit.tape import Phase
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
 
+UNNAMED = "empty"  # an output made before the operator that fills it is known
+
+
 @dataclass(slots=True)
 class Ledger:
     """Allocations are numbered from 0; `ops` is what `memfit.replay.run` takes: n >= 0 allocates, ~number frees.
@@ -63,6 +66,12 @@ class Ledger:
         number = self.number_at.get(address)
         block = None if number is None else self.blocks[number]
         return 0 if block is None else block.requested
+
+    def rename(self, address: int, label: str) -> None:
+        """Say what the allocation at an address turned out to be made by."""
+        number = self.number_at.get(address)
+        if number is not None and self.labels[number] == UNNAMED:
+            self.labels[number] = label
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""

@@ -34,7 +34,9 @@ class Observer:
         self._depth = 0
         self._names: dict[int, str] = {}
         self._roots: list[torch.nn.Module] = []
+        self._tensor_names: dict[int, str] = {}  # id of a parameter -> its name
         self._roles: dict[int, Role] = {}
+        self._titles: dict[int, str] = {}  # what tagged allocations are, in the place of the operator that made them
         self._began = 0  # number of the first allocation of the forward pass under way
         self._in_backward = False
         self._path: list[str] = []
@@ -84,9 +86,10 @@ class Observer:
         self.card.settle()
         if not self.done and not self._began:  # what the load left behind belongs to the model
             self._tag_live("parameters")
-        for p in root.parameters():
-            self._tag(p, "parameters")
-            self._tag(p.grad, "gradients")
+        for name, p in root.named_parameters():
+            self._tensor_names[id(p)] = name
+            self._tag(p, "parameters", name)
+            self._tag(p.grad, "gradients", f"gradient of {name}")
         self._began = len(self.card.ledger.blocks)
         training = torch.is_grad_enabled() and root.training
         self.mark(self.phase if training else "eval", "forward")
@@ -110,13 +113,15 @@ class Observer:
     def _before_step(self, optimizer: Any, _: Any, __: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                self._tag(p.grad, "gradients")
+                self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
         self.mark(self.phase, "optimizer step")
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
-        for state in optimizer.state.values():
-            for t in tensors(list(state.values()) if isinstance(state, dict) else state):
-                self._tag(t, "optimizer_states")
+        for p, state in optimizer.state.items():
+            name = self._tensor_names.get(id(p), "a tensor")
+            for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
+                for t in tensors(held):
+                    self._tag(t, "optimizer_states", f"{key} of {name}")
         self.mark(self.phase, "after the step")
         self.done += 1
         if self.steps is not None and self.done >= self.steps:
@@ -124,11 +129,12 @@ class Observer:
 
     # --- roles and labels ---
 
-    def _tag(self, t: Tensor | None, role: Role) -> None:
+    def _tag(self, t: Tensor | None, role: Role, title: str) -> None:
         if t is not None and t.is_cuda:
             number = self.card.ledger.number_at.get(base(t))
             if number is not None:
                 self._roles[number] = role
+                self._titles[number] = title
 
     def _tag_live(self, role: Role) -> None:
         for number in self.card.ledger.number_at.values():
@@ -159,7 +165,7 @@ class Observer:
                 continue
             label, place = ledger.labels[number], ledger.places[number]
             role: Role = "workspace" if label == "cuBLAS workspace" else roles.get(number, "temporaries")
-            text = f"{place}: {label}" if place else label
+            text = self._titles.get(number) or (f"{place}: {label}" if place else label)
             events.append(Alloc(number, op, role, sys.intern(text), ledger.streams.get(number, 0)))
             number += 1
         return Tape(tuple(events), "traced", about)

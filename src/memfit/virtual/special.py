@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from memfit.virtual.values import keeps
+from memfit.virtual.ledger import UNNAMED
+from memfit.virtual.values import base, keeps
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
@@ -32,18 +33,19 @@ def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
         stride = contiguous(shape)
     else:
         stride = torch.empty(shape, device="meta", memory_format=layout).stride()
-    return card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), "empty")
+    return card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), UNNAMED)
 
 
 def _empty_strided(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return card.tensor((tuple(args[0]), tuple(args[1]), dtype), "empty_strided")
+    return card.tensor((tuple(args[0]), tuple(args[1]), dtype), UNNAMED)
 
 
 def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     """copy_: host to card, card to host or within the card."""
     self, source = args[0], args[1]
     if self.is_cuda:
+        card.ledger.rename(base(self), "copy")
         value = card.values.of(source) if keeps(self) and keeps(source) else None
         if value is None:
             card.values.unknown(self)

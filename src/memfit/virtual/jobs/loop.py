@@ -44,6 +44,9 @@ def run(setup: Setup, observer: Observer) -> None:
         with torch.no_grad(), _autocast(setup):
             outputs = model(**batch)
         del outputs
+    if setup.merge and setup.method != "full":
+        observer.mark("merge", "merging the adapters")
+        model.merge_and_unload()
 
 
 def _autocast(setup: Setup) -> Any:

@@ -30,6 +30,7 @@ class Setup:
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
+    merge: bool = False  # put the adapters into the weights at the end
     load: Literal["host", "checkpoint", "device"] = "host"  # built on the host, read from a file, built on the card
     mask: Literal["ones", "none", "padded"] = "ones"
     labelled: float = 1.0  # share of positions with a label

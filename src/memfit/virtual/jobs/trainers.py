@@ -38,6 +38,9 @@ def run(setup: Setup, observer: Observer) -> None:
         if setup.evaluate:
             trainer.args.prediction_loss_only = True
             trainer.evaluate()
+        if setup.merge and setup.method != "full":
+            observer.mark("merge", "merging the adapters")
+            trainer.model.merge_and_unload()
 
 
 def _arguments(setup: Setup, folder: str) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""memfit trace: the recipe's own trainer, run on a virtual card without data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
+from memfit.cli.verdict import EXIT_OF
+
+if TYPE_CHECKING:
+    from memfit.alloc_conf import AllocSettings
+    from memfit.capacity import Capacity
+    from memfit.cli.asked import Asked
+    from memfit.footprint import Footprint
+    from memfit.job import Recipe
+    from memfit.tape import Tape
+
+EXAMPLES = (
+    "memfit trace meta-llama/Llama-2-7b-hf --gpu rtx-4090 --method lora --checkpointing full",
+    "memfit trace --from run/recipe.toml --gpu l4 --html timeline.html",
+)
+HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
+SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
+FORCE = Flag("force", bool, "Overwrite files.", default=False)
+
+
+@takes(*CARD, FROM, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=MODEL)
+def run(model: str | None = None, **flags: Any) -> int:
+    """Run a recipe's real trainer on a virtual GPU.
+
+    Loads, trains two steps, evaluates and merges adapters with the installed transformers, PEFT and TRL, on tensors
+    that have a shape and no data. The verdict is a replay of what was allocated, at the card's own capacity.
+    """
+    from memfit import combinations, hub
+    from memfit.alloc_conf import parse_alloc_conf
+    from memfit.capacity import capacity
+    from memfit.cli.asked import asked, exact_recipe
+    from memfit.cli.replay import check
+    from memfit.replay import replay
+    from memfit.traced import footprint_of, judged
+    from memfit.virtual.tracing import trace_recipe
+
+    check(flags)
+    found = asked(model, flags)
+    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    config = hub.resolve_config(model or (found.adopted.model if found.adopted else "") or "")
+    with terminal.progress() as tell:
+        tape, answered = trace_recipe(recipe, config, found.gpu, tell)
+        settings = parse_alloc_conf(recipe.alloc_conf)
+        answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
+    for line in found.notes:
+        terminal.note(line)
+    whole = replay(tape.events, settings=settings)
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
+    _show(found, recipe, footprint, answer, settings, flags)
+    _write(tape, found, flags, settings, answer)
+    assert answer.judgement is not None
+    return EXIT_OF[answer.judgement.verdict]
+
+
+def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the trace took for granted, and what it cannot know."""
+    packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
+    shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
+    asked = f"answered for data: {', '.join(f'{k} {n}x' for k, n in answered.items())}" if answered else ""
+    assumed = (", ".join(packages), "all sequences at full length", shown, asked)
+    return tuple(a for a in assumed if a), ("context of your driver", "cuDNN's plan workspaces")
+
+
+def _show(
+    found: Asked, recipe: Recipe, footprint: Footprint, answer: Capacity, settings: AllocSettings, flags: dict[str, Any]
+) -> None:
+    assert answer.judgement is not None
+    if flags["json"]:
+        from memfit import codec
+
+        document = codec.trace_doc(found.architecture, recipe, found.gpu, footprint, answer)
+        terminal.show_json(document)
+        return
+    from memfit.report.estimate import estimate_view
+    from memfit.report.replay import facts
+
+    same = [found.architecture.name, *found.gpu_words, *as_flags(recipe)]
+    commands = [
+        shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
+        shlex.join(["memfit", "estimate", *same, "--why"]),
+    ]
+    terminal.show(
+        estimate_view(
+            found.architecture, recipe, found.gpu, footprint, answer.judgement, commands, facts(answer, settings)
+        )
+    )
+
+
+def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
+    from memfit.alloc_conf import LATEST_TORCH
+    from memfit.cli.replay import write
+
+    assert answer.judgement is not None
+    title = f"{found.architecture.name} on {found.gpu.name}"
+    write(tape, title, flags, settings, LATEST_TORCH, answer.judgement.usable)
+    for name in ("save_tape",):
+        if flags[name]:
+            terminal.note(f"next: memfit replay {Path(flags[name])} --gpu NAME")

@@ -1,0 +1,77 @@
+"""A traced tape read as a Footprint: what was alive at the worst instant of each phase, by role and by name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from memfit.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
+from memfit.replay import Span, Timeline, alive_at
+from memfit.tape import Alloc, Mark, Phase, Role, Tape
+
+SHOWN = 0.01  # of what is alive: smaller groups of tensors share a line
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
+_WRAPPERS = re.compile(r"base_model\.model\.|_fsdp_wrapped_module\.|\bmodule\.|\.base_layer\b|\.default\b")
+
+
+def judged(tape: Tape) -> Tape:
+    """The tape up to what not every run goes through: resuming and merging decide no verdict."""
+    for position, event in enumerate(tape.events):
+        if isinstance(event, Mark) and event.phase in OPTIONAL:
+            return replace(tape, events=tape.events[:position])
+    return tape
+
+
+def footprint_of(
+    tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int
+) -> Footprint:
+    """The worst span of every phase of a replayed tape, explained by what was alive in it; `context` bytes on top."""
+    worst: dict[Phase, Span] = {phase: timeline.worst_of(phase) for phase in timeline.by_phase()}
+    phases = tuple(_phase(tape, span, context) for span in worst.values())
+    return Footprint(phases, "traced", assumptions, unknowns)
+
+
+def _phase(tape: Tape, span: Span, context: int) -> PhasePeak:
+    alive = alive_at(tape.events, span.at, tape.start)
+    lines = _lines(alive)
+    tensors = sum(line.bytes for line in lines)
+    lines.append(Line("context", "CUDA context and loaded modules", context))
+    lines.append(Line("fragmentation", "rounding, free pieces and cache", span.peak.reserved - tensors))
+    peak = span.peak
+    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context)
+    return PhasePeak(span.phase, span.instant, levels, tuple(lines))
+
+
+def _lines(alive: tuple[Alloc, ...]) -> list[Line]:
+    """The groups of every role by name, layers taken together; small ones share a line."""
+    groups: dict[Role, Counter[str]] = {}
+    for event in alive:
+        groups.setdefault(event.role, Counter())[general(event.label)] += event.size
+    least = SHOWN * sum(event.size for event in alive)
+    lines: list[Line] = []
+    for role, sizes in groups.items():
+        shown = {label: size for label, size in sizes.items() if size >= least or len(sizes) == 1}
+        lines += [Line(role, label, size) for label, size in shown.items()]
+        small = sizes.total() - sum(shown.values())
+        if small:
+            kinds = len(sizes) - len(shown)
+            lines.append(
+                Line(role, f"{kinds} {'smaller kinds of tensors' if kinds > 1 else 'kind of small tensor'}", small)
+            )
+    return lines
+
+
+def general(label: str) -> str:
+    """`base_model.model.layers.3.mlp` -> `layers.*.mlp`: the same tensor of every layer, wrappers left out."""
+    return _NUMBER.sub("*", _WRAPPERS.sub("", label))
+
+
+def by_module(tape: Tape, span: Span) -> Mapping[str, int]:
+    """Bytes alive at a span's worst instant by the module that made them, largest first."""
+    sizes: Counter[str] = Counter()
+    for event in alive_at(tape.events, span.at, tape.start):
+        place, found, _ = event.label.partition(": ")
+        sizes[general(place) if found else ""] += event.size
+    return dict(sizes.most_common())

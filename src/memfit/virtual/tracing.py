@@ -1,0 +1,94 @@
+"""Run a training job on a virtual card without a limit and keep what happened as a tape."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from memfit.errors import BadInput, MemfitError
+from memfit.gpu import Gpu
+from memfit.job import Recipe
+from memfit.tape import Tape
+
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
+Tell = Callable[[str, float], None]
+
+
+def installed() -> str:
+    """'' where everything a trace needs is there, else what to install."""
+    missing = [name for name in PACKAGES[:5] if _version(name) is None]
+    return f"pip install 'memfit[trace]' (missing: {', '.join(missing)})" if missing else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The libraries whose code was traced."""
+    return {name: found for name in PACKAGES if (found := _version(name)) is not None}
+
+
+def trace_recipe(
+    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None
+) -> tuple[Tape, dict[str, int]]:
+    """The tape of the recipe's own trainer on a card like `gpu` without a limit, and what had to be answered.
+
+    config: the model's config.json. Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a
+    recipe that has no job.
+    """
+    if hint := installed():
+        raise BadInput("a trace needs the training libraries", hint=hint)
+    from memfit.virtual.jobs.recipe import setup_of
+
+    setup = setup_of(recipe, config)
+    tell("importing the training libraries", 0.1)
+    with quiet():
+        from memfit.virtual import virtual_gpu
+        from memfit.virtual.jobs import run
+        from memfit.virtual.observer import Observer
+
+        with virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
+            observer = Observer(card)
+            tell("training on the virtual card", 0.4)
+            try:
+                with observer.watching():
+                    run(setup, observer)
+            except MemfitError:
+                raise
+            except Exception as error:
+                text = str(error).strip().splitlines() or [""]
+                raise BadInput(
+                    f"the trainer failed: {type(error).__name__}: {text[0][:200]}",
+                    hint="--debug shows where; memfit estimate answers by formula",
+                ) from error
+            about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name, **versions()}
+            return observer.tape(about), dict(card.answers.asked)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The libraries' own progress, warnings and advice are not this program's output."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
