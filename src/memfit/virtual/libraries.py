@@ -71,7 +71,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def installed() -> Iterator[None]:
     """While the card is active: libraries that are imported already, and those that will be."""
     for name, prepare in LIBRARIES.items():
-        if name in sys.modules and name not in _DONE:
+        if sys.modules.get(name) is not None and name not in _DONE:
             _DONE.add(name)
             prepare(sys.modules[name])
     finder = _Finder()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, MemfitError
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.tape import Tape
+
+if TYPE_CHECKING:
+    from memfit.virtual.jobs.setup import Setup
 
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
 Tell = Callable[[str, float], None]
@@ -57,7 +62,7 @@ def trace_recipe(
         from memfit.virtual.jobs import run
         from memfit.virtual.observer import Observer
 
-        with virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
+        with as_in_a_run(setup), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
             observer = Observer(card)
             tell("training on the virtual card", 0.4)
             try:
@@ -73,6 +78,33 @@ def trace_recipe(
                 ) from error
             about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name, **versions()}
             return observer.tape(about), dict(card.answers.asked)
+
+
+@contextlib.contextmanager
+def as_in_a_run(setup: Setup) -> Iterator[None]:
+    """What differs between this program and a training script: the garbage collector, threads, optional packages.
+
+    Cycles are collected as usual, one thread serves the few numbers that are real, and bitsandbytes, which PEFT imports
+    wherever it finds it, stays away from a job that has no use for it.
+    """
+    import torch
+
+    before, threads = gc.isenabled(), torch.get_num_threads()
+    wanted = bool(setup.quantization) or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
+    hidden = {} if wanted or "bitsandbytes" in sys.modules else {"bitsandbytes": None}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.unfreeze()
+        if not before:
+            gc.disable()
+        for name in hidden:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
