@@ -27,19 +27,22 @@ def judged(tape: Tape) -> Tape:
 def footprint_of(
     tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int
 ) -> Footprint:
-    """The worst span of every phase of a replayed tape, explained by what was alive in it; `context` bytes on top."""
-    worst: dict[Phase, Span] = {phase: timeline.worst_of(phase) for phase in timeline.by_phase()}
-    phases = tuple(_phase(tape, span, context) for span in worst.values())
+    """The phases of a replayed tape, each explained by what was alive at its worst; `context` bytes come on top."""
+    largest: dict[Phase, Span] = {}
+    for span in timeline.spans:
+        if span.phase not in largest or span.peak.allocated > largest[span.phase].peak.allocated:
+            largest[span.phase] = span
+    peaks = timeline.by_phase()
+    phases = tuple(_phase(tape, span, peaks[phase], context) for phase, span in largest.items())
     return Footprint(phases, "traced", assumptions, unknowns)
 
 
-def _phase(tape: Tape, span: Span, context: int) -> PhasePeak:
-    alive = alive_at(tape.events, span.at, tape.start)
-    lines = _lines(alive)
+def _phase(tape: Tape, span: Span, peak: Levels, context: int) -> PhasePeak:
+    """The levels of a phase are its maxima; what is shown is the instant at which most is allocated."""
+    lines = _lines(alive_at(tape.events, span.at, tape.start))
     tensors = sum(line.bytes for line in lines)
     lines.append(Line("context", "CUDA context and loaded modules", context))
-    lines.append(Line("fragmentation", "rounding, free pieces and cache", span.peak.reserved - tensors))
-    peak = span.peak
+    lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - tensors))
     levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context)
     return PhasePeak(span.phase, span.instant, levels, tuple(lines))
 

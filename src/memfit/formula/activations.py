@@ -21,7 +21,7 @@ def activation(rec: Recorder, x: Tensor, name: str) -> Tensor:
 def _new_gelu(rec: Recorder, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(c * (x + 0.044715 * x^3)))."""
     half = ops.scale(rec, x, "half")
-    inner = ops.add(rec, x, ops.scale(rec, ops.power(rec, x, "cube"), "scaled cube"), "inner")
+    inner = ops.add(rec, x, ops.scale(rec, _power(rec, x, "cube"), "scaled cube"), "inner")
     inner = ops.scale(rec, inner, "tanh input")
     gate = ops.unary(rec, inner, "tanh", keeps="output")
     del inner
@@ -47,7 +47,12 @@ def _quick_gelu(rec: Recorder, x: Tensor) -> Tensor:
 
 def _relu2(rec: Recorder, x: Tensor) -> Tensor:
     """relu(x)^2."""
-    return ops.power(rec, ops.unary(rec, x, "relu", keeps="output"), "squared relu")
+    return _power(rec, ops.unary(rec, x, "relu", keeps="output"), "squared relu")
+
+
+def _power(rec: Recorder, x: Tensor, label: str) -> Tensor:
+    """torch.pow, which autocast runs in fp32: so is all that is computed from it."""
+    return ops.power(rec, ops.cast(rec, x, 4, "fp32 copy") if rec.autocast else x, label)
 
 
 def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:

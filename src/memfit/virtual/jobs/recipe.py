@@ -47,7 +47,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe), optimizer=_optimizer(recipe, row.name),
         checkpointing="none" if recipe.checkpointing == "none" else "nonreentrant",
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
-        accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2, evaluate=True, merge=True,
+        accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2, evaluate=True, mask=_mask(recipe), merge=True,
         load="checkpoint" if recipe.quantization != "none" else "host", arguments=_arguments(recipe, row.name),
     )  # fmt: skip
 
@@ -63,6 +63,11 @@ def _check(recipe: Recipe, name: str) -> None:
     for wrong, what, hint in refused:
         if wrong:
             raise Unsupported(f"trace cannot run {what} yet", hint=hint)
+
+
+def _mask(recipe: Recipe) -> Literal["ones", "padded"]:
+    """Sequences of one batch differ in length, unless they are packed or alone."""
+    return "padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones"
 
 
 def _targets(recipe: Recipe) -> str | tuple[str, ...]:

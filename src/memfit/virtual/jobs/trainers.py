@@ -76,7 +76,9 @@ def _sft(setup: Setup, model: Any, folder: str) -> Any:
     from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
     one = sample(setup)
-    rows = {name: [one[name].tolist()] * _count(setup) for name in ("input_ids", "labels")}
+    # every second sequence is shorter, so that the collator pads it
+    ends = [None, -min(8, setup.sequence // 2) if setup.mask == "padded" else None]
+    rows = {name: [one[name][: ends[i % 2]].tolist() for i in range(_count(setup))] for name in ("input_ids", "labels")}
     data = datasets.Dataset.from_dict(rows)
     words = _arguments(setup, folder) | {
         "max_length": setup.sequence, "dataset_kwargs": {"skip_prepare_dataset": True}

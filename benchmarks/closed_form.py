@@ -1,0 +1,134 @@
+"""The closed form against the trace over a grid of models and recipes: `python benchmarks/closed_form.py [--only TEXT]`.
+
+Prints a row for every case: requested and reserved bytes of the worst phase by both, and the roles that differ most.
+Exits 1 if a case is out of BAND.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from memfit import Recipe, estimate, find_gpu, resolve_model
+from memfit.architecture import Architecture
+from memfit.errors import MemfitError
+from memfit.footprint import Footprint, PhasePeak
+from memfit.gpu import Gpu
+from memfit.hub import resolve_config
+from memfit.replay import replay
+from memfit.traced import footprint_of
+from memfit.virtual.tracing import trace_recipe
+
+BAND = {"requested": 0.02, "reserved": 0.10}  # how far the closed form may be from the trace
+MODELS = ("smollm2-135m", "gpt2", "pythia-410m", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-1b", "llama-3.2-1b", "opt-1.3b")
+RECIPES = (
+    Recipe(trainer="trl", loss="fused", sequence_length=1024),
+    Recipe(trainer="trl", loss="fused", sequence_length=1024, checkpointing="full", micro_batch=2, accumulation=4),
+    Recipe(trainer="trl", loss="fused", sequence_length=512, precision="bf16-mixed", optimizer="adamw-foreach"),
+    Recipe(trainer="transformers", sequence_length=512, micro_batch=2),
+    Recipe(trainer="transformers", sequence_length=1024, precision="bf16-mixed", checkpointing="full"),
+    Recipe(trainer="torch", sequence_length=512, optimizer="adamw-8bit"),
+    Recipe(trainer="torch", sequence_length=512, precision="fp32", optimizer="sgd-momentum"),
+    Recipe(trainer="trl", loss="fused", method="lora", sequence_length=1024, checkpointing="full"),
+    Recipe(trainer="transformers", method="lora", sequence_length=512, lora_rank=64, lora_dropout=0.05),
+    Recipe(trainer="trl", loss="fused", method="qlora", quantization="nf4-double", sequence_length=2048, checkpointing="full"),
+    Recipe(trainer="transformers", method="qlora", quantization="nf4", sequence_length=1024, micro_batch=2, checkpointing="full"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One case, by both roads."""
+
+    model: str
+    recipe: Recipe
+    formula: PhasePeak
+    traced: PhasePeak
+    seconds: float
+
+    def off(self, level: str) -> float:
+        """(formula - traced) / traced of a level."""
+        traced = getattr(self.traced.levels, level)
+        return float((getattr(self.formula.levels, level) - traced) / traced)
+
+    @property
+    def good(self) -> bool:
+        return all(abs(self.off(level)) <= band for level, band in BAND.items())
+
+    def __str__(self) -> str:
+        r = self.recipe
+        what = f"{self.model} {r.trainer} {r.method} {r.precision} {r.optimizer} {r.micro_batch}x{r.sequence_length}"
+        what += " checkpointing" if r.checkpointing != "none" else ""
+        levels = ", ".join(f"{name} {self.off(name):+.2%}" for name in BAND)
+        return f"{what}: {levels} at {self.formula.instant} / {self.traced.instant}; {self._roles()} ({self.seconds:.1f} s)"
+
+    def _roles(self) -> str:
+        """Roles whose bytes differ, in MiB. What lives for a moment is one thing: the two roads name it differently."""
+        merged = {
+            "activations": "moving",
+            "temporaries": "moving",
+            "gradients": "moving",
+            "context": "",
+            "fragmentation": "",
+        }
+        sums: dict[str, int] = {}
+        for sign, peak in ((1, self.formula), (-1, self.traced)):
+            for role, size in peak.by_role.items():
+                name = merged.get(role, role)
+                sums[name] = sums.get(name, 0) + sign * size
+        shown = [f"{name} {size / 2**20:+.1f}" for name, size in sums.items() if name and abs(size) >= 2**20]
+        return ", ".join(shown) or "roles agree"
+
+
+def compared(model: str, recipe: Recipe, gpu: Gpu) -> Compared:
+    """Estimate and trace one case."""
+    architecture: Architecture = resolve_model(model)
+    formula = estimate(architecture, recipe, gpu)
+    began = time.perf_counter()
+    tape, _ = trace_recipe(recipe, resolve_config(model), gpu)
+    traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
+    gc.collect()
+    return Compared(model, recipe, _worst(formula), _worst(traced), time.perf_counter() - began)
+
+
+def _worst(footprint: Footprint) -> PhasePeak:
+    """The training step that needs most tensors' bytes; loading and evaluating are compared by themselves elsewhere."""
+    steps = [p for p in footprint.phases if p.phase in ("first_step", "step")]
+    return max(steps, key=lambda p: p.levels.requested)
+
+
+def cases(only: str = "") -> Iterator[tuple[str, Recipe]]:
+    """The grid."""
+    for model, recipe in product(MODELS, RECIPES):
+        if only in f"{model} {recipe.trainer} {recipe.method} {recipe.precision} {recipe.optimizer}":
+            yield model, recipe
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--gpu", default="a100-80gb")
+    options = parser.parse_args()
+    gpu = find_gpu(options.gpu)
+    count = bad = 0
+    for model, recipe in cases(options.only):
+        count += 1
+        try:
+            case = compared(model, recipe, gpu)
+        except MemfitError as error:
+            print(f"{model} {recipe.trainer} {recipe.method}: {error.message}")
+            bad += 1
+            continue
+        bad += not case.good
+        print(("   " if case.good else "!! ") + str(case), flush=True)
+    print(f"{count - bad} of {count} within {', '.join(f'{k} {v:.0%}' for k, v in BAND.items())}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
