@@ -46,6 +46,7 @@ FLAGS = {
         *COMMON,
     ],
     "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "trace": [*CARDS, "--from", "--save-tape", "--snapshot", "--html", "--force", *RECIPE, *COMMON],
     "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
     "replay": [
         *CARDS,

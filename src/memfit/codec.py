@@ -170,6 +170,7 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
 
 DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.estimate/1": EstimateDoc,
+    "memfit.trace/1": TraceDoc,
     "memfit.plan/1": PlanDoc,
     "memfit.techniques/1": TechniquesDoc,
     "memfit.gpus/1": GpusDoc,

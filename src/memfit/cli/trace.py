@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memfit.tape import Tape
 
 EXAMPLES = (
-    "memfit trace meta-llama/Llama-2-7b-hf --gpu rtx-4090 --method lora --checkpointing full",
+    "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
     "memfit trace --from run/recipe.toml --gpu l4 --html timeline.html",
 )
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
@@ -48,7 +48,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
     config = hub.resolve_config(model or (found.adopted.model if found.adopted else "") or "")
     with terminal.progress() as tell:
-        tape, answered = trace_recipe(recipe, config, found.gpu, tell)
+        tape, answered = trace_recipe(recipe, config, found.gpu, tell, lean=True)
         settings = parse_alloc_conf(recipe.alloc_conf)
         answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
     for line in found.notes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import BadInput, MemfitError
+from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.tape import Tape
@@ -44,11 +44,12 @@ def versions() -> dict[str, str]:
 
 
 def trace_recipe(
-    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None
+    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False
 ) -> tuple[Tape, dict[str, int]]:
     """The tape of the recipe's own trainer on a card like `gpu` without a limit, and what had to be answered.
 
-    config: the model's config.json. Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a
+    config: the model's config.json. lean: this process traces nothing else, so libraries the recipe has no use for may be
+    kept away from the others. Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a
     recipe that has no job.
     """
     if hint := installed():
@@ -62,7 +63,7 @@ def trace_recipe(
         from memfit.virtual.jobs import run
         from memfit.virtual.observer import Observer
 
-        with as_in_a_run(setup), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
+        with as_in_a_run(setup, lean), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
             observer = Observer(card)
             tell("training on the virtual card", 0.4)
             try:
@@ -72,6 +73,11 @@ def trace_recipe(
                 raise
             except Exception as error:
                 text = str(error).strip().splitlines() or [""]
+                if "Unrecognized model identifier" in text[0]:
+                    raise Unsupported(
+                        f"{config.get('model_type')} models bring their own code, which a trace does not have",
+                        hint="memfit estimate answers by formula",
+                    ) from error
                 raise BadInput(
                     f"the trainer failed: {type(error).__name__}: {text[0][:200]}",
                     hint="--debug shows where; memfit estimate answers by formula",
@@ -81,17 +87,17 @@ def trace_recipe(
 
 
 @contextlib.contextmanager
-def as_in_a_run(setup: Setup) -> Iterator[None]:
+def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
     """What differs between this program and a training script: the garbage collector, threads, optional packages.
 
-    Cycles are collected as usual, one thread serves the few numbers that are real, and bitsandbytes, which PEFT imports
-    wherever it finds it, stays away from a job that has no use for it.
+    Cycles are collected as usual, one thread serves the few numbers that are real, and in a `lean` process bitsandbytes,
+    which PEFT imports wherever it finds it, stays away from a job that has no use for it.
     """
     import torch
 
     before, threads = gc.isenabled(), torch.get_num_threads()
     wanted = bool(setup.quantization) or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
-    hidden = {} if wanted or "bitsandbytes" in sys.modules else {"bitsandbytes": None}
+    hidden = {"bitsandbytes": None} if lean and not wanted and "bitsandbytes" not in sys.modules else {}
     sys.modules.update(hidden)  # type: ignore[arg-type]
     torch.set_num_threads(1)
     gc.freeze()

@@ -45,7 +45,9 @@ def class_of(config: Any) -> Any:
 def load(setup: Setup) -> Any:
     """The model as the job first has it: on the host, or on the card when it is read or built there."""
     config, dtype = config_of(setup), DTYPES[setup.dtype]
-    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": setup.attention}
+    arguments: dict[str, Any] = {"dtype": dtype}
+    if setup.attention != "sdpa":  # the default, which transformers replaces by eager where a model has none
+        arguments["attn_implementation"] = setup.attention
     if setup.load == "checkpoint":
         if setup.quantization:
             given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}

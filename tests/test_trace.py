@@ -1,0 +1,120 @@
+"""memfit trace: recipes run by their own trainers on a virtual card, and held against the closed form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import closed_form
+from memfit import Recipe, cli, codec, find_gpu
+from memfit.capacity import capacity
+from memfit.errors import BadInput, Unsupported
+from memfit.hub import resolve_config
+from memfit.replay import replay
+from memfit.tape import Alloc, Free, Mark, Tape
+from memfit.traced import footprint_of, general, judged
+from memfit.virtual.jobs.recipe import setup_of
+from memfit.virtual.tracing import trace_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+A100 = find_gpu("a100-80gb")
+
+
+@pytest.mark.parametrize(
+    "recipe", closed_form.RECIPES, ids=lambda r: f"{r.trainer}-{r.method}-{r.precision}-{r.optimizer}"
+)
+def test_the_closed_form_is_the_trace_for_every_kind_of_recipe(recipe: Recipe) -> None:
+    case = closed_form.compared("smollm2-135m", recipe, A100)
+    assert case.good, str(case)
+
+
+@pytest.mark.parametrize("model", closed_form.MODELS[1:])
+def test_the_closed_form_is_the_trace_for_every_kind_of_model(model: str) -> None:
+    case = closed_form.compared(model, closed_form.RECIPES[3], A100)
+    assert case.good, str(case)
+
+
+def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None:
+    recipe = Recipe(method="lora", loss="fused", sequence_length=256, checkpointing="full")
+    tape, answered = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
+    footprint = footprint_of(tape, replay(tape.events), (), (), A100.context_bytes)
+    assert [p.phase for p in footprint.phases] == ["load", "first_step", "step", "eval", "merge"]
+    for phase in footprint.phases:
+        assert sum(line.bytes for line in phase.lines) == phase.levels.device
+        assert phase.levels.requested <= phase.levels.allocated <= phase.levels.reserved <= phase.levels.device
+    roles = footprint.peak.by_role
+    assert roles["parameters"] == pytest.approx(2 * 134_515_008, rel=0.1)
+    assert {"optimizer_states", "activations", "workspace"} <= roles.keys()
+    assert tape.about["transformers"] and answered["item"] > 0
+
+
+def test_a_run_that_only_a_retry_saves_is_told_from_one_that_fails() -> None:
+    recipe = Recipe(trainer="torch", sequence_length=512, micro_batch=2)
+    tape, _ = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
+    answer = capacity(judged(tape), replay_settings())
+    assert answer.smallest <= answer.free.peak.reserved
+    assert replay(tape.events, capacity=answer.smallest).oom is None
+    assert replay(tape.events, capacity=answer.smallest - (2 << 20)).oom is not None
+    assert answer.slack.tensors + answer.slack.rounding <= answer.smallest
+
+
+def replay_settings() -> Any:
+    from memfit.alloc_conf import parse_alloc_conf
+
+    return parse_alloc_conf("")
+
+
+def test_merging_decides_no_verdict() -> None:
+    events = (Mark("step", "forward"), Alloc(0, 1000), Mark("merge", "merging"), Alloc(1, 10**9), Free(1))
+    assert judged(Tape(events, "traced")).events == events[:2]
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("base_model.model.model.layers.17.mlp.up_proj.base_layer.weight", "model.layers.*.mlp.up_proj.weight"),
+        ("transformer.h.3.attn: mm", "transformer.h.*.attn: mm"),
+        ("exp_avg of layers.0.lora_A.default.weight", "exp_avg of layers.*.lora_A.weight"),
+        ("conv1d: copy", "conv1d: copy"),
+    ],
+)
+def test_the_same_tensor_of_every_layer_has_one_name(label: str, shown: str) -> None:
+    assert general(label) == shown
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(num_gpus=8, shard="parameters"), Recipe(offload="optimizer"), Recipe(attention="flash"),
+        Recipe(trainer="litgpt"), Recipe(precision="bf16-master"), Recipe(trainer="torch", optimizer="galore"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_traced_is_refused_with_a_hint(recipe: Recipe) -> None:
+    with pytest.raises(Unsupported) as refused:
+        setup_of(recipe, resolve_config("smollm2-135m"))
+    assert refused.value.hint
+
+
+def test_a_trainer_that_fails_says_so_in_one_line() -> None:
+    with pytest.raises(BadInput, match="the trainer failed"):
+        trace_recipe(Recipe(trainer="torch"), {**resolve_config("smollm2-135m"), "hidden_act": "no-such"}, A100)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["trace", "smollm2-135m", "--gpu", "l4", "--sequence-length", "256", "--trainer", "torch"]
+    assert cli.main([*words, "--save-tape", str(tmp_path / "run.tape.gz")]) == 0
+    out, _ = capsys.readouterr()
+    assert "FITS" in out and "traced" in out and "smallest" in out
+    assert cli.main(["replay", str(tmp_path / "run.tape.gz"), "--gpu", "l4", "--json"]) == 0
+    replayed = json.loads(capsys.readouterr()[0])
+    assert cli.main([*words, "--json"]) == 0
+    document = codec.loads(capsys.readouterr()[0])
+    assert document.source == "traced" and document.peak.reserved == replayed["peak"]["reserved"]  # type: ignore[attr-defined]
+    assert cli.main(["trace", "smollm2-135m", "--gpu-memory", "1GiB", "--sequence-length", "512"]) == 3
