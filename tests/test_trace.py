@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,15 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     document = codec.loads(capsys.readouterr()[0])
     assert document.source == "traced" and document.peak.reserved == replayed["peak"]["reserved"]  # type: ignore[attr-defined]
     assert cli.main(["trace", "smollm2-135m", "--gpu-memory", "1GiB", "--sequence-length", "512"]) == 3
+
+
+def test_trl_imported_before_there_was_a_triton_still_takes_the_road_of_a_card() -> None:
+    code = (
+        "import trl.kernels.chunked_logprob as before; assert not before._TRITON_AVAILABLE\n"
+        "from memfit.virtual import virtual_gpu\n"
+        "with virtual_gpu('l4'):\n"
+        "    import trl.kernels.chunked_logprob as after\n"
+        "    assert after._TRITON_AVAILABLE and after is not before\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

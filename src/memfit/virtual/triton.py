@@ -107,12 +107,28 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to execute."""
 
 
+_USERS = ("trl", "liger_kernel")  # ask for Triton once, when they are imported
+
+
+def _look_again() -> None:
+    """Libraries that were imported before there was a Triton are to be imported again."""
+    kernels = sys.modules.get("trl.kernels.chunked_logprob")
+    if kernels is None or getattr(kernels, "_TRITON_AVAILABLE", True):
+        return
+    for name in [n for n in sys.modules if n.partition(".")[0] in _USERS]:
+        del sys.modules[name]
+    asked: Any = getattr(sys.modules.get("transformers.utils.import_utils"), "is_triton_available", None)
+    if asked is not None:
+        asked.cache_clear()
+
+
 @contextmanager
 def launches_nothing() -> Iterator[None]:
     """While the card is active."""
     if importlib.util.find_spec("triton") is None:
         finder = _Finder()
         sys.meta_path.append(finder)
+        _look_again()
         try:
             yield
         finally:
