@@ -36,6 +36,7 @@ FLAGS = {
     "plan": [
         *CARDS,
         "--any-gpu",
+        "--trace",
         "--effective-batch",
         "--data",
         "--tokenizer",

@@ -131,3 +131,15 @@ def test_trl_imported_before_there_was_a_triton_still_takes_the_road_of_a_card()
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_can_be_confirmed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "smollm2-135m", "--gpu", "l4", "--sequence-length", "256", "--effective-batch", "2"]
+    assert cli.main([*words, "--trace", "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = codec.loads(out)
+    assert document.source == "traced" and "traced:" in err  # type: ignore[attr-defined]
+    assert cli.main([*words, "--json"]) == 0
+    plain = codec.loads(capsys.readouterr()[0])
+    assert plain.source == "formula" and plain.recipe == document.recipe  # type: ignore[attr-defined]
+    assert document.peak.requested == pytest.approx(plain.peak.requested, rel=0.02)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
+    from memfit.capacity import Progress
     from memfit.cli.asked import Asked
     from memfit.export import Target
     from memfit.plan import Plan
@@ -22,9 +24,10 @@ EXAMPLES = (
     "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
 )
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
+TRACE = Flag("trace", bool, "Confirm the answer by a trace: seconds, and needs memfit[trace].", default=False)
 
 
-@takes(*CARD, ANY, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, ANY, TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(
     model: str | None = None,
     **flags: Any,
@@ -47,6 +50,8 @@ def run(
     job, base = job_of(found, flags)
     with terminal.progress() as tell:
         plan = make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell)
+        if flags["trace"]:
+            plan = _confirmed(plan, model or (found.adopted.model if found.adopted else "") or "", found, tell)
     for line in found.notes:
         terminal.note(line)
     _show(plan, found, flags)
@@ -58,6 +63,20 @@ def run(
         assert target is not None
         _write(plan, target.key, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
+
+
+def _confirmed(plan: Plan, name: str, found: Asked, tell: Progress) -> Plan:
+    """The plan with the footprint and the verdict of its recipe's trace; says where they differ from the formula's."""
+    from memfit.cli.trace import traced
+    from memfit.units import gib
+
+    footprint, answer, _, _ = traced(plan.recipe, name, found, tell)
+    assert answer.judgement is not None
+    reserved = footprint.peak.levels.reserved
+    found.notes.append(
+        f"traced: {gib(reserved, 2)} GiB reserved where the formulas say {gib(plan.footprint.peak.levels.reserved, 2)}"
+    )
+    return replace(plan, footprint=footprint, judgement=answer.judgement)
 
 
 def _target(flags: dict[str, Any]) -> Target | None:

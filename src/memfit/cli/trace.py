@@ -12,7 +12,7 @@ from memfit.cli.verdict import EXIT_OF
 
 if TYPE_CHECKING:
     from memfit.alloc_conf import AllocSettings
-    from memfit.capacity import Capacity
+    from memfit.capacity import Capacity, Progress
     from memfit.cli.asked import Asked
     from memfit.footprint import Footprint
     from memfit.job import Recipe
@@ -34,31 +34,39 @@ def run(model: str | None = None, **flags: Any) -> int:
     Loads, trains two steps, evaluates and merges adapters with the installed transformers, PEFT and TRL, on tensors
     that have a shape and no data. The verdict is a replay of what was allocated, at the card's own capacity.
     """
-    from memfit import combinations, hub
-    from memfit.alloc_conf import parse_alloc_conf
-    from memfit.capacity import capacity
+    from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.replay import check
-    from memfit.replay import replay
-    from memfit.traced import footprint_of, judged
-    from memfit.virtual.tracing import trace_recipe
 
     check(flags)
     found = asked(model, flags)
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
-    config = hub.resolve_config(model or (found.adopted.model if found.adopted else "") or "")
     with terminal.progress() as tell:
-        tape, answered = trace_recipe(recipe, config, found.gpu, tell, lean=True)
-        settings = parse_alloc_conf(recipe.alloc_conf)
-        answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
+        name = model or (found.adopted.model if found.adopted else "") or ""
+        footprint, answer, tape, settings = traced(recipe, name, found, tell)
     for line in found.notes:
         terminal.note(line)
-    whole = replay(tape.events, settings=settings)
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
     _show(found, recipe, footprint, answer, settings, flags)
     _write(tape, found, flags, settings, answer)
     assert answer.judgement is not None
     return EXIT_OF[answer.judgement.verdict]
+
+
+def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
+    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about."""
+    from memfit import hub
+    from memfit.alloc_conf import parse_alloc_conf
+    from memfit.capacity import capacity
+    from memfit.replay import replay
+    from memfit.traced import footprint_of, judged
+    from memfit.virtual.tracing import trace_recipe
+
+    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=True)
+    settings = parse_alloc_conf(recipe.alloc_conf)
+    answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
+    whole = replay(tape.events, settings=settings)
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
+    return footprint, answer, tape, settings
 
 
 def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
