@@ -165,6 +165,11 @@ def test_the_answer_is_the_same_for_a_person_and_a_script(ran: Ran) -> None:
     assert f"peak {json.loads(data)['need'] / 2**30:.1f} GiB reserved" in text
 
 
+def test_a_flag_without_effect_is_said(ran: Ran) -> None:
+    assert "--lora-rank without effect" in ran("estimate", *RUN, "--lora-rank", "4")[2]
+    assert "without effect" not in ran("estimate", *RUN, "--lora-rank", "4", "--method", "lora")[2]
+
+
 def test_a_flag_is_honoured_to_the_letter(ran: Ran) -> None:
     wanted = {
         "optimizer": "sgd",

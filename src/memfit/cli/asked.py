@@ -141,14 +141,19 @@ def _notes(found: Asked) -> None:
         found.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
         if adopted.unknown:
             found.notes.append(f"{adopted.format}: not understood, may matter to memory: {', '.join(adopted.unknown)}")
-    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
-    if useless and found.wanted.get("method") == "full":
-        found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters")
+    if found.wanted.get("method") == "full":
+        _note_adapters(found)
     loop, loss = trainer(found.recipe.trainer), found.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:
         found.notes.append(
             f"--loss {loss} without effect: {found.recipe.trainer} always computes it {loop.default_loss}"
         )
+
+
+def _note_adapters(found: Asked) -> None:
+    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
+    if useless:
+        found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters (--method lora has)")
 
 
 # ---- estimate ------------------------------------------------------------------------------------------------------
@@ -159,6 +164,8 @@ def exact_recipe(found: Asked, method: str | None) -> Recipe:
     if method == "auto":
         raise BadInput("--method auto is for memfit plan", hint="choose one of full, lora, qlora")
     recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
+    if recipe.method == "full" and "method" not in found.wanted:
+        _note_adapters(found)
     if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in found.wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
         found.notes.append(f"QLoRA base taken as --quantization {QLORA_BASE}")
