@@ -51,19 +51,26 @@ def commands() -> str:
 
 
 def file_tree() -> str:
-    """Every module with the first sentence of its docstring."""
+    """Every module with the first sentence of its docstring, folder by folder."""
     rows, shown = ["```"], set()
-    for path in sorted(
-        (ROOT / "src" / "memfit").rglob("*.py"), key=lambda p: (len(p.relative_to(ROOT).parts) > 3, str(p))
-    ):
-        relative = path.relative_to(ROOT / "src")
-        parent = relative.parent
-        if parent not in shown:
-            shown.add(parent)
-            rows.append(f"{parent}/")
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        rows.append(f"  {relative.name:<18} {text.splitlines()[0] if text else ''}"[:150])
-    return "\n".join([*rows, "```"]) + "\n"
+    for folder in ("src/memfit", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (p.parent.parts, p.name)):
+            parent = path.relative_to(ROOT).parent
+            if parent not in shown:
+                shown.add(parent)
+                rows.append(f"{parent}/")
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            rows.append(f"  {path.name:<20} {text.splitlines()[0] if text else ''}"[:150].rstrip())
+    return "\n".join([*rows, *REST, "```"]) + "\n"
+
+
+REST = (  # what is no Python file
+    "src/memfit/            also glossary.toml, every word memfit prints, and py.typed",
+    "src/memfit/catalogue/  also gpus.toml (a table per card), models.json and models/*.json (published config.json files)",
+    "src/memfit/report/     also timeline.html, the page of a timeline",
+    "docs/                  the pages below; generate.py writes their generated parts",
+    "tests/                 test_X.py tests the module or package X; data/ holds records of real runs",
+)
 
 
 def accuracy() -> str:
