@@ -61,6 +61,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
     stated = {*values, *(adopted.stated if adopted else ())}
     if adopted:
         recipe = file_batch(recipe, adopted, set(values), notes)
+        recipe = _on_one_gpu(recipe, stated, values, notes)
     if architecture.learned_positions and "sequence_length" not in stated:
         recipe = recipe.but(
             sequence_length=min(recipe.sequence_length, architecture.max_positions or recipe.sequence_length)
@@ -107,6 +108,15 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     if reading := cards.reading(named, gpu):
         notes.append(reading)
     return gpu, count if count != 1 else None, words, notes
+
+
+def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
+    """A file's ZeRO stage on a single GPU shares nothing out; people set it there for the offloading it allows."""
+    single = recipe.num_gpus == 1 and (recipe.offload != "none" or "num_gpus" in stated)
+    if recipe.shard == "none" or "shard" in values or not single:
+        return recipe
+    notes.append("one GPU: nothing is sharded; for more say --num-gpus")
+    return recipe.but(shard="none")
 
 
 def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
