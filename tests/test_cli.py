@@ -67,20 +67,6 @@ FLAGS = {
 }
 
 
-@pytest.fixture
-def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ran:
-    """memfit, run in this process as in a pipe: (exit code, stdout, stderr)."""
-    for name in ("FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = cli.main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
 # ---- what is promised to scripts -------------------------------------------------------------------------------------
 
 
