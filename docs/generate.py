@@ -6,16 +6,26 @@ A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a f
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
 PART = re.compile(r"(<!-- generated: (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-PAGES = ["README.md", "docs/techniques.md", "docs/vocabulary.md", "docs/cli.md", "docs/extending.md"]
+PAGES = [
+    "README.md",
+    "docs/how-it-works.md",
+    "docs/techniques.md",
+    "docs/vocabulary.md",
+    "docs/cli.md",
+    "docs/extending.md",
+]
 
 
 def memfit(*arguments: str, columns: int = 100, terminal: bool = False) -> str:
@@ -51,19 +61,26 @@ def commands() -> str:
 
 
 def file_tree() -> str:
-    """Every module with the first sentence of its docstring."""
+    """Every module with the first sentence of its docstring, folder by folder."""
     rows, shown = ["```"], set()
-    for path in sorted(
-        (ROOT / "src" / "memfit").rglob("*.py"), key=lambda p: (len(p.relative_to(ROOT).parts) > 3, str(p))
-    ):
-        relative = path.relative_to(ROOT / "src")
-        parent = relative.parent
-        if parent not in shown:
-            shown.add(parent)
-            rows.append(f"{parent}/")
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        rows.append(f"  {relative.name:<18} {text.splitlines()[0] if text else ''}"[:150])
-    return "\n".join([*rows, "```"]) + "\n"
+    for folder in ("src/memfit", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (p.parent.parts, p.name)):
+            parent = path.relative_to(ROOT).parent
+            if parent not in shown:
+                shown.add(parent)
+                rows.append(f"{parent}/")
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            rows.append(f"  {path.name:<20} {text.splitlines()[0] if text else ''}"[:150].rstrip())
+    return "\n".join([*rows, *REST, "```"]) + "\n"
+
+
+REST = (  # what is no Python file
+    "src/memfit/            also glossary.toml, every word memfit prints, and py.typed",
+    "src/memfit/catalogue/  also gpus.toml (a table per card), models.json and models/*.json (published config.json files)",
+    "src/memfit/report/     also timeline.html, the page of a timeline",
+    "docs/                  the pages below; generate.py writes their generated parts",
+    "tests/                 test_X.py tests the module or package X; data/ holds records of real runs",
+)
 
 
 def accuracy() -> str:
@@ -109,6 +126,86 @@ def quantizations() -> str:
     return "\n".join(rows) + "\n"
 
 
+# what articles print, and what is right; the figures are computed below
+ARTICLES = (
+    ("AdamW takes 8, 12 or 16 bytes per parameter.",
+     "All three exist: {pure:g} when weights, gradients and states are bf16 (`--precision bf16`); {wide:g} with fp32 states "
+     "beside them (`--optimizer adamw-32bit`); {master:g} with an fp32 copy of the weights (`bf16-master`) or fp32 weights "
+     "under autocast (`bf16-mixed`)."),
+    ("An 8-bit optimizer stores 1 byte per parameter.",
+     "That is one of two states. Both with their scales are {eight:.2f} bytes."),
+    ("Mixed precision halves weights and gradients.",
+     "Autocast (`bf16=True` in a trainer) leaves weights, gradients and states as they are and halves activations only. "
+     "What halves the rest is to load the weights in 16 bits."),
+    ("Activations are batch x sequence x width x layers x 2 bytes.",
+     "That is the input of each block, {inputs:.2f} GiB for Llama-2-7B at 2,048 tokens: what checkpointing leaves. Without "
+     "it a block keeps its other tensors too, {kept:.1f} GiB in all."),
+    ("Checkpointing brings activations from O(layers) to O(√layers).",
+     "If one block in √layers is a checkpoint. The frameworks keep the input of every block: O(layers) with a small factor."),
+    ("Attention, and so a longer sequence, is quadratic in memory.",
+     "Only where the score matrix is made (`--attention eager`, or SDPA's math fallback). Fused kernels keep one number per "
+     "row and head: linear."),
+    ("7B parameters in 4 bits are 3.5 GB.",
+     "The payload, if every weight were packed. Embeddings, norms and head stay in 16 bits, and scales come on top: "
+     "{packed:.2f} GB for Llama-2-7B."),
+    ("LoRA costs the base plus gradients and states of the adapter.",
+     "And the adapter itself. Its activations do not shrink at all."),
+    ("QLoRA of a 7B model takes about 6 GB (rank 16 on attention, 4 x 2,048 tokens, checkpointing, paged 8-bit AdamW).",
+     "{qlora:.1f} GiB reserved with today's TRL. More than half of it is neither weights nor states, so micro-batch and "
+     "sequence decide."),
+    ("LoRA of a 70B model fits one card of 80 GB, QLoRA one of 40 GB.",
+     "The frozen 16-bit base alone is {base70:.0f} GiB. QLoRA reserves {qlora70:.1f} GiB at 2,048 tokens: a card of 48 GB."),
+    ("Frameworks add up to 30 % of overhead.",
+     "There is no such constant. Fragmentation depends on the order of allocations, so it is replayed; the CUDA context is "
+     "0.2 to 0.6 GiB."),
+    ("Emptying the cache saves memory.",
+     "PyTorch gives back every cached block by itself before it fails. It helps other processes on the card, not this one."),
+)  # fmt: skip
+
+
+def articles() -> str:
+    """What articles print about memory, with what the code says of it."""
+    from memfit import resolve_model
+    from memfit.thumb import checkpointed_activations
+
+    checkpointed = ("--gpu", "rtx-4090", "--method", "qlora", "--checkpointing", "full")
+    plain = estimated("llama-2-7b", "--gpu", "rtx-4090", "--why")
+    small = estimated(
+        "llama-2-7b", *checkpointed, "--micro-batch", "4", "--accumulation", "4", "--optimizer", "paged-adamw-8bit",
+        "--lora-targets", "q_proj,k_proj,v_proj,o_proj", "--lora-dropout", "0.05",
+    )  # fmt: skip
+    large, base = (
+        estimated("llama-3.1-70b", *checkpointed),
+        estimated("llama-3.1-70b", "--gpu", "b200", "--method", "lora"),
+    )
+    figures = {
+        "pure": _static(precision="bf16"), "wide": _static(optimizer="adamw-32bit"), "master": _static(precision="bf16-master"),
+        "eight": _static(precision="bf16-master", optimizer="adamw-8bit") - 8,
+        "inputs": checkpointed_activations(resolve_model("llama-2-7b"), 1, 2048) / GIB,
+        "kept": sum(k["bytes"] * k["count"] for k in plain["kept"]) / GIB,
+        "packed": _weights(small) / 10**9, "qlora": small["peak"]["reserved"] / GIB,
+        "base70": _weights(base) / GIB, "qlora70": large["peak"]["reserved"] / GIB,
+    }  # fmt: skip
+    rows = ["| articles say | what is right |", "|---|---|"]
+    return "\n".join([*rows, *(f"| {said} | {right.format(**figures)} |" for said, right in ARTICLES)]) + "\n"
+
+
+def estimated(*arguments: str) -> dict[str, Any]:
+    """The document of one estimate."""
+    return json.loads(memfit("estimate", *arguments, "--json"))
+
+
+def _static(**recipe: str) -> float:
+    from memfit import Recipe, static_lines
+
+    return sum(line.bytes for line in static_lines(10**9, Recipe(**recipe))) / 10**9
+
+
+def _weights(document: dict[str, Any]) -> int:
+    worst = max(document["phases"], key=lambda p: p["levels"]["reserved"])
+    return sum(line["bytes"] for line in worst["lines"] if line["label"] in ("base weights", "quantisation scales"))
+
+
 def help_pages() -> str:
     """--help of every command."""
     from memfit.cli import app
@@ -146,7 +243,19 @@ EXAMPLES = {
 
 GENERATORS = {
     f.__name__: f
-    for f in (screen, commands, file_tree, accuracy, speed, techniques, optimizers, quantizations, help_pages, glossary)
+    for f in (
+        screen,
+        commands,
+        file_tree,
+        accuracy,
+        speed,
+        techniques,
+        optimizers,
+        quantizations,
+        articles,
+        help_pages,
+        glossary,
+    )
 } | {name: partial(excerpt, *where) for name, where in EXAMPLES.items()}
 
 

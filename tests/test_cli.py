@@ -68,20 +68,6 @@ FLAGS = {
 }
 
 
-@pytest.fixture
-def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ran:
-    """memfit, run in this process as in a pipe: (exit code, stdout, stderr)."""
-    for name in ("FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = cli.main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
 # ---- what is promised to scripts -------------------------------------------------------------------------------------
 
 
@@ -164,6 +150,11 @@ def test_the_answer_is_the_same_for_a_person_and_a_script(ran: Ran) -> None:
     _, text, _ = ran("estimate", *RUN)
     _, data, _ = ran("estimate", *RUN, "--json")
     assert f"peak {json.loads(data)['need'] / 2**30:.1f} GiB reserved" in text
+
+
+def test_a_flag_without_effect_is_said(ran: Ran) -> None:
+    assert "--lora-rank without effect" in ran("estimate", *RUN, "--lora-rank", "4")[2]
+    assert "without effect" not in ran("estimate", *RUN, "--lora-rank", "4", "--method", "lora")[2]
 
 
 def test_a_flag_is_honoured_to_the_letter(ran: Ran) -> None:

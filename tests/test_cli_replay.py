@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit import cli, codec, tape_file
+from memfit import codec, tape_file
 from memfit.cli import replay as command
 from memfit.errors import BadInput
 from memfit.snapshot import read
@@ -18,20 +18,6 @@ from memfit.units import GIB
 
 SNAPSHOT = Path(__file__).parent / "data" / "snapshots" / "plain-full.pickle.gz"
 Ran = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ran:
-    """memfit, run in this process as in a pipe: (exit code, stdout, stderr)."""
-    for name in ("FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = cli.main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -46,6 +46,9 @@ FILES: list[tuple[str, str, Any, tuple[str, ...], int]] = [
                                      "zero_optimization": ZERO, "bf16": {"enabled": True}}, (), 64),
     ("deepspeed", "ds_config.json", {"train_batch_size": 32, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 0}}, (), 32),
     ("deepspeed", "ds_config.json", {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, ("--gpu", "2xl4"), 8),
+    ("deepspeed", "ds_config.json", {"train_batch_size": 8, "bf16": {"enabled": True},
+                                     "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), 8),
+    ("accelerate", "accelerate.yaml", {"distributed_type": "FSDP", "num_processes": 1, "mixed_precision": "bf16", "fsdp_config": {}}, (), 16),
     ("deepspeed", "ds_config.json", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}, (), 16),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from memfit.formula.losses import LOSSES
 from memfit.job import check_values
 from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
 from memfit.quantization import QUANTIZATIONS, Quantization
-from memfit.trainers import TRAINERS, Trainer, trainer
+from memfit.trainers import TRAINERS, Trainer, taken_as, trainer
 
 BIG = Weight("w", (4096, 1024), "linear")
 SMALL = Weight("norm.weight", (1024,), "norm")
@@ -45,6 +45,11 @@ def test_state_bytes_are_the_measured_ones(key: str, column: int, itemsize: int)
 
 def test_bitsandbytes_keeps_small_tensors_in_32_bits() -> None:
     assert OPTIMIZERS["adamw-8bit"].state_bytes(SMALL, 2) == 8 * SMALL.numel
+
+
+@pytest.mark.parametrize(("key", "each"), [("adamw-8bit", 8), ("lion-8bit", 4), ("paged-adamw-8bit", 0)])
+def test_transformers_keeps_embedding_states_in_32_bits_paged_ones_in_the_host(key: str, each: int) -> None:
+    assert OPTIMIZERS[key].in_32bit().state_bytes(BIG, 2) == each * BIG.numel
 
 
 def test_foreach_copies_everything_a_loop_only_neighbours_fused_nothing() -> None:
@@ -89,6 +94,14 @@ def test_every_trainer_names_losses_that_exist(row: Trainer) -> None:
 )
 def test_a_version_selects_its_row(spec: str, loss: str) -> None:
     assert trainer(spec).default_loss == loss
+
+
+@pytest.mark.parametrize(
+    ("spec", "known"),
+    [("trl", ""), ("trl==1.16.3", ""), ("trl==99", "1.16"), ("trl==0.8", ""), ("transformers==4.40", "5.23")],
+)
+def test_a_version_beyond_what_is_known_is_said(spec: str, known: str) -> None:
+    assert taken_as(spec) == known
 
 
 @pytest.mark.parametrize("spec", ["trl==", "tlr", "trl>=1", "", "trl==x"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from memfit.architecture import Architecture
 from memfit.gpu import Gpu, Platform
 from memfit.job import Recipe
+from memfit.trainers import taken_as
 
 PLATFORMS: dict[Platform, str] = {
     "cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel's XPU", "hpu": "Gaudi's HPU", "mps": "Apple's Metal",
@@ -32,6 +33,10 @@ CAUTIONS: tuple[Caution, ...] = (
     Caution(
         lambda a, r, g: not g.bf16 and r.precision == "fp16-mixed",
         lambda a, r, g: f"fp16 because {g.name} has no bf16 units",
+    ),
+    Caution(
+        lambda a, r, g: bool(taken_as(r.trainer)),
+        lambda a, r, g: f"{r.trainer} behaves like {taken_as(r.trainer)}, the version memfit knows",
     ),
     # the pages of ROCm's allocator are CUDA's, renamed; the other devices have allocators and kernels of their own
     Caution(

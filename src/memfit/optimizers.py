@@ -6,7 +6,7 @@ A new optimizer is one row. Measured rows: recorded on PyTorch 2.13 and bitsandb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.architecture import Weight
 from memfit.errors import UnknownName
@@ -57,6 +57,10 @@ class Optimizer:
     def state_bytes(self, weight: Weight, itemsize: int) -> int:
         """Bytes of all states of one trained weight on the card."""
         return sum(self.state_tensors(weight, itemsize))
+
+    def in_32bit(self) -> Optimizer:
+        """The same optimizer with fp32 states, as bitsandbytes' `register_module_override(..., {"optim_bits": 32})` makes it."""
+        return replace(self, width=4, block=0)
 
     def step_temporaries(self, weights: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
         """Temporaries of step(), group by group in order, for (elements, itemsize) of every trained weight.

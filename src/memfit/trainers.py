@@ -107,12 +107,27 @@ def trainer(spec: str) -> Trainer:
     rows = [t for t in TRAINERS if t.name == found["name"]]
     if not rows:
         raise UnknownName("trainer", found["name"], {t.name for t in TRAINERS}, hint="see: memfit glossary trainer")
-    version = (
-        tuple(int(p) for p in found["version"].split(".")) if found["version"] else CURRENT.get(rows[0].name, (10**6,))
-    )
+    version = _numbers(found["version"]) if found["version"] else CURRENT[rows[0].name]
     fitting = [t for t in rows if t.since <= version]
     if not fitting:
         raise BadInput(
             f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
         )
     return fitting[-1]
+
+
+def taken_as(spec: str) -> str:
+    """The version whose facts stand for the one in `spec`, when it is newer than all known or of an older major one.
+
+    Empty when they are its own.
+    """
+    name, _, version = spec.partition("==")
+    if not version or trainer(spec) is not trainer(name):
+        return ""
+    known = CURRENT[name]
+    asked = _numbers(version)
+    return ".".join(map(str, known)) if asked[: len(known)] > known or asked[0] < known[0] else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

@@ -61,6 +61,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
     stated = {*values, *(adopted.stated if adopted else ())}
     if adopted:
         recipe = file_batch(recipe, adopted, set(values), notes)
+        recipe = _on_one_gpu(recipe, stated, values, notes)
     if architecture.learned_positions and "sequence_length" not in stated:
         recipe = recipe.but(
             sequence_length=min(recipe.sequence_length, architecture.max_positions or recipe.sequence_length)
@@ -109,6 +110,15 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     return gpu, count if count != 1 else None, words, notes
 
 
+def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
+    """A file's ZeRO stage on a single GPU shares nothing out; people set it there for the offloading it allows."""
+    single = recipe.num_gpus == 1 and (recipe.offload != "none" or "num_gpus" in stated)
+    if recipe.shard == "none" or "shard" in values or not single:
+        return recipe
+    notes.append("one GPU: nothing is sharded; for more say --num-gpus")
+    return recipe.but(shard="none")
+
+
 def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
     """The card a recipe.toml was planned for."""
     if adopted is None or adopted.format != "recipe" or not path:
@@ -141,14 +151,19 @@ def _notes(found: Asked) -> None:
         found.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
         if adopted.unknown:
             found.notes.append(f"{adopted.format}: not understood, may matter to memory: {', '.join(adopted.unknown)}")
-    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
-    if useless and found.wanted.get("method") == "full":
-        found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters")
+    if found.wanted.get("method") == "full":
+        _note_adapters(found)
     loop, loss = trainer(found.recipe.trainer), found.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:
         found.notes.append(
             f"--loss {loss} without effect: {found.recipe.trainer} always computes it {loop.default_loss}"
         )
+
+
+def _note_adapters(found: Asked) -> None:
+    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
+    if useless:
+        found.notes.append(f"{', '.join(useless)} without effect: full fine-tuning has no adapters (--method lora has)")
 
 
 # ---- estimate ------------------------------------------------------------------------------------------------------
@@ -159,6 +174,8 @@ def exact_recipe(found: Asked, method: str | None) -> Recipe:
     if method == "auto":
         raise BadInput("--method auto is for memfit plan", hint="choose one of full, lora, qlora")
     recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
+    if recipe.method == "full" and "method" not in found.wanted:
+        _note_adapters(found)
     if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in found.wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
         found.notes.append(f"QLoRA base taken as --quantization {QLORA_BASE}")

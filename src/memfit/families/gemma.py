@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import memfit.families.windows as windows
 from memfit.architecture import Attention, Mlp
-from memfit.families import windows
 from memfit.families.blocks import gated_weights
 from memfit.families.decoder import frame
 from memfit.families.dialect import Dialect, flag

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import memfit.families.vision as vision
 from memfit.architecture import Architecture
-from memfit.families import vision
 from memfit.families.classic import CLASSICS
 from memfit.families.decoder import decoder
 from memfit.families.dialect import Dialect

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from memfit.families import windows
+import memfit.families.windows as windows
 from memfit.families.blocks import (
     Moe,
     by_sparse_step,

@@ -6,6 +6,8 @@ the earlier ones keep is counted together, what they only pass through is that o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memfit.architecture import Attention
 from memfit.errors import Unsupported
 from memfit.formula import ops
@@ -238,76 +240,101 @@ def _scan(
     rec: Recorder, core: Tensor, new_values: Tensor, seen: Tensor, q: Tensor, k: Tensor, intra: Tensor, a: Attention
 ) -> tuple[Tensor, Tensor]:
     """The loop over the chunks: each keeps its new values and the state that enters it. Returns the last state too."""
-    values, keys, pairs = ({"B": CHUNK * a.heads * n} for n in (a.value_dim, a.head_dim, CHUNK))
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
     per_state = 4 * state["B"]
     if rec.autocast:  # products keep casts of both operands instead
         per_token = rec.autocast * a.heads * (3 * a.head_dim + 2 * a.value_dim + CHUNK)
         per_state += 2 * rec.autocast * state["B"]
-    one_chunk, whole = CHUNK * per_token + per_state, {"core": core, "q": q, "k": k, "seen": seen, "intra": intra}
-    like = {name: x.blueprint() for name, x in whole.items()}
+    one_chunk = CHUNK * per_token + per_state
+    back = _ScanBackward(rec, a, *(x.blueprint() for x in (core, seen, q, k, intra)))
     slices = [] if rec.autocast else [q, seen, intra]
-    del whole
-
-    def backward_before_last(grads: list[Tensor | None]) -> ops.Grads:
-        value_grad, part = rec.new(values, 4, "gradient of new values"), rec.new(keys, 4, "gradient of a chunk of keys")
-        key_grad = rec.like(like["k"], "gradient of keys")
-        del part
-        product, through = rec.new(state, 4, "gradient of the decay"), rec.new(state, 4, "gradient of the state")
-        del product
-        grads[1] = None
-        rest, own = rec.like(like["core"], "gradient of the rest"), rec.new(values, 4, "gradient of a chunk")
-        zeros = rec.new(values, 4, "zeros")
-        del zeros
-        grads[0] = None
-        added, part = rec.new(values, 4, "gradient of new values"), rec.new(pairs, 4, "gradient of a chunk of pairs")
-        total = rec.new(values, 4, "gradient sum")
-        del value_grad, added
-        for name in ("intra", "q", "seen"):  # written into zeros of the whole, then added in place
-            zeros = rec.like(like[name], "gradient of the whole")
-            del zeros
-        del part, total, through, rest, own
-        return [None, None, None, key_grad, None]
-
-    def backward_last(g: Tensor) -> ops.Grads:
-        value_grad, part = (
-            rec.new(values, 4, "gradient of new values"),
-            rec.new(pairs, 4, "gradient of a chunk of pairs"),
-        )
-        intra_grad = rec.like(like["intra"], "gradient of pairs")
-        del part
-        read, part = rec.new(state, 4, "gradient of the state"), rec.new(keys, 4, "gradient of a chunk of queries")
-        q_grad = rec.like(like["q"], "gradient of queries")
-        del part
-        negated, more = rec.new(values, 4, "negated gradient"), rec.new(state, 4, "gradient of the state")
-        part = rec.new(keys, 4, "gradient of a chunk of keys")
-        del negated
-        total = rec.new(state, 4, "gradient sum")
-        del read, more
-        seen_grad = rec.like(like["seen"], "gradient of keys seen")
-        del part
-        values_grad = rec.like(like["core"], "gradient of new values")
-        del value_grad
-        return [values_grad, seen_grad, q_grad, intra_grad, total]
 
     entering = rec.new(state, 4, "state of the last chunk")
     earlier = rec.buffer({"T64": per_token + per_state // CHUNK, "B": -one_chunk}, "kept for the chunks before")
     outputs = [core.view(), entering]
-    rec.record_all(
-        outputs,
-        [new_values, seen, q, k, intra],
-        [earlier, *slices, *([] if rec.autocast else [k])],
-        backward_before_last,
-    )
-    del earlier
+    kept_before = [earlier, *slices, *([] if rec.autocast else [k])]
+    rec.record_all(outputs, [new_values, seen, q, k, intra], kept_before, back.before_last)
+    del earlier, kept_before
     kept = rec.buffer({"B": one_chunk - 4 * state["B"]}, "kept for the last chunk")
-    part = rec.new(values, 4, "values read")
-    out = rec.new(values, 4, "output of a chunk")
+    part = rec.new(back.values, 4, "values read")
+    out = rec.new(back.values, 4, "output of a chunk")
     inputs, written, entering = [new_values, seen, q, intra, outputs[1]], outputs[0], outputs[1]
-    out = rec.record(out, inputs, [kept, entering, *slices], backward_last)
+    out = rec.record(out, inputs, [kept, entering, *slices], back.last)
     written = ops.copy_into(rec, written, out)
     del out
     terms = [rec.new(state, 4, "decayed state"), rec.new(state, 4, "update")]
     last = rec.new(state, 4, "last state")
     del terms, part
     return written, last
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanBackward:
+    """The scan's two steps backward, in fp32: B x heads times one chunk's rows or one state at a time.
+
+    `core`, `seen`, `q`, `k` and `intra` are blueprints of the whole tensors whose gradients are born here.
+    """
+
+    rec: Recorder
+    a: Attention
+    core: Tensor
+    seen: Tensor
+    q: Tensor
+    k: Tensor
+    intra: Tensor
+
+    @property
+    def values(self) -> Elements:
+        return {"B": CHUNK * self.a.heads * self.a.value_dim}
+
+    def _values(self, label: str) -> Tensor:
+        return self.rec.new(self.values, 4, label)
+
+    def _keys(self, label: str) -> Tensor:
+        return self.rec.new({"B": CHUNK * self.a.heads * self.a.head_dim}, 4, label)
+
+    def _pairs(self, label: str) -> Tensor:
+        return self.rec.new({"B": CHUNK * self.a.heads * CHUNK}, 4, label)
+
+    def _state(self, label: str) -> Tensor:
+        return self.rec.new({"B": self.a.heads * self.a.head_dim * self.a.value_dim}, 4, label)
+
+    def before_last(self, grads: list[Tensor | None]) -> ops.Grads:
+        """All chunks but the last; `grads` are those of the rest and of the state that enters the last one."""
+        value_grad, part = self._values("gradient of new values"), self._keys("gradient of a chunk of keys")
+        key_grad = self.rec.like(self.k, "gradient of keys")
+        del part
+        product, through = self._state("gradient of the decay"), self._state("gradient of the state")
+        del product
+        grads[1] = None
+        rest, own = self.rec.like(self.core, "gradient of the rest"), self._values("gradient of a chunk")
+        zeros = self._values("zeros")
+        del zeros
+        grads[0] = None
+        added, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
+        total = self._values("gradient sum")
+        del value_grad, added
+        for whole in (self.intra, self.q, self.seen):  # written into zeros of the whole, then added in place
+            zeros = self.rec.like(whole, "gradient of the whole")
+            del zeros
+        del part, total, through, rest, own
+        return [None, None, None, key_grad, None]
+
+    def last(self, g: Tensor) -> ops.Grads:
+        """The last chunk."""
+        value_grad, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
+        intra_grad = self.rec.like(self.intra, "gradient of pairs")
+        del part
+        read, part = self._state("gradient of the state"), self._keys("gradient of a chunk of queries")
+        q_grad = self.rec.like(self.q, "gradient of queries")
+        del part
+        negated, more = self._values("negated gradient"), self._state("gradient of the state")
+        part = self._keys("gradient of a chunk of keys")
+        del negated
+        total = self._state("gradient sum")
+        del read, more
+        seen_grad = self.rec.like(self.seen, "gradient of keys seen")
+        del part
+        values_grad = self.rec.like(self.core, "gradient of new values")
+        del value_grad
+        return [values_grad, seen_grad, q_grad, intra_grad, total]

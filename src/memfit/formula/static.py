@@ -114,7 +114,7 @@ def _state_tensors(
     tensors: list[tuple[int, ...]] = [(optimizer.tables,)] if optimizer.tables else []
     for w, size in trained:
         if wide and w.kind == "embedding":
-            tensors.append((4 * w.numel,) * optimizer.moments)
+            tensors.append(optimizer.in_32bit().state_tensors(w, 4))
         else:
             tensors.append(optimizer.state_tensors(w, 4 if n.master else size))
     return tuple(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from memfit import combinations
 from memfit.architecture import Architecture
@@ -13,6 +13,7 @@ from memfit.formula.estimate import estimate
 from memfit.formula.numerics import attention_kernel
 from memfit.gpu import Gpu
 from memfit.job import Recipe
+from memfit.report.models import Entry
 from memfit.verdicts import verdict_of
 
 SETTING = (
@@ -47,19 +48,6 @@ class GpuRow:
 
     gpu: Gpu
     good_for: Mapping[str, Largest]
-
-
-class Entry(Protocol):
-    """What is needed of a catalogue entry."""
-
-    @property
-    def stem(self) -> str: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def parameters(self) -> int | None: ...
 
 
 E = TypeVar("E", bound=Entry)

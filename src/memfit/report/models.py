@@ -13,8 +13,8 @@ from memfit.report.words import tokens
 from memfit.units import billions
 
 
-class Row(Protocol):
-    """What a catalogue entry shows."""
+class Entry(Protocol):
+    """What views need of a catalogue entry."""
 
     @property
     def stem(self) -> str: ...
@@ -24,6 +24,11 @@ class Row(Protocol):
     def family(self) -> str: ...
     @property
     def parameters(self) -> int | None: ...
+
+
+class Row(Entry, Protocol):
+    """What the table shows of it."""
+
     @property
     def refused(self) -> str: ...
 
