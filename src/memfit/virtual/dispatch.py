@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from memfit.virtual.native import shadowed, structured
+from memfit.virtual.ledger import UNNAMED
+from memfit.virtual.native import delegates, registered, shadowed, structured
 from memfit.virtual.shapes import Shapes, blueprint
 from memfit.virtual.temporaries import GEMMS, SCRIPTS
 from memfit.virtual.values import base, keeps, tensors
@@ -47,14 +48,17 @@ def _register() -> None:
     if _REGISTERED:
         return
     everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    for name in shadowed():
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(aten, packet), overload or "default")
-        own.impl(name, bound(op), "CUDA")
+    for name in dict.fromkeys((*registered(), *shadowed())):
+        own.impl(name, bound(_operator(name)), "CUDA")
     everything.fallback(_kernel, "CUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "AutogradCUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "CUDA")
     _REGISTERED.extend([everything, own])
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
 
 
 def bound(op: Any) -> Callable[..., Any]:
@@ -83,6 +87,9 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _handler(op: Any) -> Handler:
     """How an operator is done, by its name or else by its schema."""
     schema = op._schema
+    delegate = delegates().get(str(op).removeprefix("aten.").removesuffix(".default"))
+    if delegate and schema.name.startswith("aten::"):  # builds with CUDA kernels ask for these; others compose them
+        return _delegated(_operator(delegate), schema.name.endswith("_"))
     special = SPECIAL.get(schema.name.removeprefix("aten::")) or SPECIAL.get(str(op).removeprefix("aten."))
     if special:
         return special
@@ -97,6 +104,19 @@ def _handler(op: Any) -> Handler:
     if torch.Tag.dynamic_output_shape in op.tags:
         return _dynamic
     return _functional(str(op))
+
+
+def _delegated(out_op: Any, in_place: bool) -> Handler:
+    """A structured operator as PyTorch's generated code does it: shapes, outputs, then the kernel that fills them."""
+    names = [a.name for a in out_op._schema.arguments if a.is_out]
+
+    def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = args[0] if in_place else card.tensors(SHAPES(op, args, kwargs), UNNAMED)
+        outs = dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))
+        _kernel(out_op, *args, **kwargs, **outs)
+        return made
+
+    return run
 
 
 def _without_out(op: Any) -> Any:

@@ -28,6 +28,7 @@ def install() -> None:
     try:
         if torch.version.cuda is None:
             _register_guard()
+        torch._C._ensureCUDADeviceGuardSet()  # seeing a guard of no devices, PyTorch puts its own no-op guard there
         _patch_hooks()
     except (AttributeError, OSError, ValueError) as error:
         raise BadInput(
@@ -45,7 +46,6 @@ def _register_guard() -> None:
     guard = (ctypes.c_void_p * 4)(ctypes.addressof(table), 0, 0, 0)
     _KEPT.extend([none, table, guard])
     register(_CUDA, ctypes.addressof(guard))
-    torch._C._ensureCUDADeviceGuardSet()  # seeing a guard of no devices, PyTorch puts its own no-op guard in its place
 
 
 def _virtual_functions(header: str, name: str) -> list[str]:

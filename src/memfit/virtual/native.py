@@ -28,6 +28,13 @@ def structured() -> frozenset[str]:
 
 
 @lru_cache(maxsize=1)
+def delegates() -> dict[str, str]:
+    """Operators that are a structured one with an output made for it: `add.Tensor` and `add_.Tensor` -> `add.out`."""
+    found = ((name, re.search(r"\n  structured_delegate: (\S+)", entry)) for name, entry in _entries().items())
+    return {name: delegate[1] for name, delegate in found if delegate}
+
+
+@lru_cache(maxsize=1)
 def shadowed() -> tuple[str, ...]:
     """Operators with a CUDA kernel in place of which a build without CUDA would run some composite of others.
 
@@ -44,3 +51,10 @@ def shadowed() -> tuple[str, ...]:
             if has(full, "CUDA") and (name in _SPECIAL or not structured_default):
                 found.append(name)
     return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def registered() -> tuple[str, ...]:
+    """Operators of ATen that this build has CUDA kernels for: none in a build without CUDA."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    return tuple(sorted({name.removeprefix("aten::") for name in names if name.startswith("aten::")}))
