@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,10 @@ def _register() -> None:
     if _REGISTERED:
         return
     everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    for name in dict.fromkeys((*registered(), *shadowed())):
-        own.impl(name, bound(_operator(name)), "CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced is the point
+        for name in dict.fromkeys((*registered(), *shadowed())):
+            own.impl(name, bound(_operator(name)), "CUDA")
     everything.fallback(_kernel, "CUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "AutogradCUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "CUDA")

@@ -56,5 +56,7 @@ def shadowed() -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def registered() -> tuple[str, ...]:
     """Operators of ATen that this build has CUDA kernels for: none in a build without CUDA."""
+    if not torch.backends.cuda.is_built():
+        return ()
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     return tuple(sorted({name.removeprefix("aten::") for name in names if name.startswith("aten::")}))
