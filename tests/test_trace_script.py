@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from memfit import cli  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
@@ -107,6 +109,55 @@ def test_trls_dpo_trainer(elsewhere: Path) -> None:
     assert (outcome.ending, outcome.steps) == ("finished", 2)
 
 
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_memfits_own_exports_need_what_its_formulas_say(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    asked = [
+        "qwen2.5-0.5b",
+        "--gpu",
+        "rtx-4090",
+        "--method",
+        method,
+        "--sequence-length",
+        "512",
+        "--effective-batch",
+        "4",
+    ]
+    assert cli.main(["plan", *asked, "--out", "run", "--target", "trl"]) == 0
+    capsys.readouterr()
+    cli.main(["estimate", "--from", "run/recipe.toml", "--json"])
+    formula = json.loads(capsys.readouterr().out)["peak"]
+    chat = [
+        [{"role": "user", "content": "what " * n}, {"role": "assistant", "content": "that " * n}] for n in (900, 90)
+    ]
+    Path("data.jsonl").write_text("".join(json.dumps({"messages": chat[i % 2]}) + "\n" for i in range(32)))
+    tape, outcome = trace_script(Path("run/train.py"), ["--data", "data.jsonl"], "rtx-4090")
+    assert (outcome.ending, outcome.steps) == ("finished", 2)
+    peak = replay(tape.events).peak
+    for level in ("requested", "reserved"):
+        print(f"{method} {level}: traced {getattr(peak, level):,}, formula {formula[level]:,}")
+    assert peak.requested == pytest.approx(formula["requested"], rel=0.03)
+    assert peak.reserved == pytest.approx(formula["reserved"], rel=0.03)
+
+
+def test_liger_kernels_keep_no_logits(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel", reason="pip install liger-kernel")
+    script = written(
+        tmp_path,
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM, LlamaConfig\n"
+        "from liger_kernel.transformers import apply_liger_kernel_to_llama, AutoLigerKernelForCausalLM\n"
+        "config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8)\n"
+        "model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()\n"
+        "apply_liger_kernel_to_llama(model=model) if sys.argv[1:] else None\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\nids = torch.randint(0, 32000, (16, 512), device='cuda')\n"
+        "for _ in range(2):\n    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )  # fmt: skip
+    plain, fused = (replay(trace_script(script, args, "rtx-4090")[0].events).peak.requested for args in ([], ["liger"]))
+    assert plain - fused > 2 * 16 * 512 * 32000 * 4
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_get_equal_shares_whatever_the_implementation(family: str) -> None:
     peaks = {}
@@ -157,7 +208,7 @@ def test_answers_that_mean_nothing(setting: str) -> None:
     ("text", "message", "hint"),
     [
         ("import torch\nx = 1\nraise ValueError('no such key')\n", "train.py:3: ValueError: no such key", "--answer"),
-        ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install"),
+        ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install it"),
         ("x = (\n", "train.py:1: SyntaxError", ""),
         ("open('not/here.txt')\n", "train.py:1: FileNotFoundError", "current folder"),
         ("import sys\nsys.exit('no data')\n", "train.py gave up: no data", "printed"),

@@ -49,7 +49,7 @@ class Outcome:
 
 # Which error -> what to do about it; the first row that fits. Names are those of the exception's type and its bases.
 _HINTS: tuple[tuple[str, str, str], ...] = (
-    ("ModuleNotFoundError", "", "install it where memfit is installed"),
+    ("ImportError", "", "install it where memfit is installed"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
     ("OfflineModeIsEnabled", "", "no network: give the script local files, or load them into the cache once"),
     ("ConnectionError", "", "no network: give the script local files, or load them into the cache once"),
@@ -85,6 +85,8 @@ def trace_script(
             ending, error = run.attempt()
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": torch.__version__}
         tape = observer.tape(about)
+        if any(label.startswith("aten.convolution") for label in card.ledger.labels):
+            run.note("convolutions: without cuDNN's workspaces")
         where, message = run.place(error), str(error) if error is not None else ""
         survived = len(card.ledger.refused) - (ending == "oom")
         return tape, Outcome(
