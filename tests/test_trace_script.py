@@ -43,11 +43,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plain_loop_trains_evaluates_and_saves(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tape, outcome = trace("plain_loop", "--batch", "64")
     assert (outcome.ending, outcome.steps) == ("finished", 2)
+    assert outcome.assumed == ("convolutions: without cuDNN's workspaces",)
     peaks = replay(tape.events).by_phase()
     assert set(peaks) == {"load", "first_step", "step", "eval", "save"}
     activation = 64 * 32 * 32 * 32 * 2  # of the first convolution, in fp16
     assert peaks["step"].requested > 3 * activation
     assert "accuracy" in capsys.readouterr().out
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_loop_with_accelerate(elsewhere: Path) -> None:
+    tape, outcome = trace("accelerated")
+    assert (outcome.ending, outcome.steps) == ("finished", 3)  # accelerate reads a batch ahead
+    assert "save" in replay(tape.events).by_phase()
     assert list(elsewhere.iterdir()) == []
 
 
@@ -238,6 +246,21 @@ def test_errors_name_the_line_and_what_to_do(elsewhere: Path, text: str, message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
     assert kept.read_text() == "mine"
+
+
+def test_a_model_in_eval_mode_that_is_trained_is_no_evaluation(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "import torch\nfrom transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
+        "name = 'bert-base-uncased'\ntokenizer = AutoTokenizer.from_pretrained(name)\n"
+        "model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=3).cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "batch = tokenizer(['a sentence'] * 4, padding='max_length', max_length=64, return_tensors='pt').to('cuda')\n"
+        "for _ in range(9):\n    model(**batch, labels=torch.zeros(4, dtype=torch.long, device='cuda')).loss.backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n",
+    )  # fmt: skip
+    tape, _ = trace_script(script, [], "l4")
+    assert list(replay(tape.events).by_phase()) == ["load", "first_step", "step"]
 
 
 def test_there_must_be_a_script_and_a_step(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
 
 EVALUATED = 4  # forward passes over one loader that only evaluates; later ones find the memory as these left it
+AHEAD = 1  # steps beyond: accelerate reads a batch ahead, and steps once more with the last one
 _DRY = 1000  # empty epochs, after which a script is taken to cycle through its loader for ever
 _ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
@@ -37,6 +38,10 @@ class ScriptObserver(Observer):
 
     def mark(self, phase: Phase, instant: str) -> None:
         """An instant begins."""
+        marks = self.card.ledger.marks
+        if instant == "backward" and marks[-1][1:] == ("eval", "forward"):  # models read from files are in eval mode
+            marks[-1] = (marks[-1][0], phase, "forward")
+            self.evaluations -= 1
         self.backwards += instant == "backward"
         self.evaluations += phase == "eval"
         super().mark(phase, instant)
@@ -48,7 +53,7 @@ class ScriptObserver(Observer):
             raise EnoughSteps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.over:
+        if self.done >= self.enough + AHEAD:
             raise EnoughSteps
         super()._before_step(optimizer, args, kwargs)
 
@@ -57,7 +62,7 @@ class ScriptObserver(Observer):
         batches = self.read and self.read()
         if batches is not None:
             self.trained.add(batches.loader)
-        elif self.over:
+        elif self.over and not self._dry:
             raise EnoughSteps
 
 

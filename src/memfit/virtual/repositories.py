@@ -85,7 +85,7 @@ class Repositories:
             shutil.copy(path, folder / path.name)
         self._note(f"weights of {name}: shapes only")
         if not kept:
-            tokenizer(made.get_text_config().vocab_size, config | config.get("text_config", {}), folder)
+            tokenizer(made.get_text_config().to_dict() | config | config.get("text_config", {}), folder)
             self.invented.add(str(folder))
             self._note(f"tokenizer of {name}: a stand-in, {CHARACTERS} characters per token")
 
@@ -115,10 +115,11 @@ def _check(name: str, config: dict[str, Any]) -> None:
         )
 
 
-def tokenizer(size: int, config: dict[str, Any], folder: Path) -> None:
-    """Files of a tokenizer with a vocabulary of `size`, for which every few characters are one token."""
+def tokenizer(config: dict[str, Any], folder: Path) -> None:
+    """Files of a tokenizer with the model's vocabulary size, for which every few characters are one token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+    size = config["vocab_size"]
     words = {i: f"<{i}>" for i in range(size)}
     special = {"eos_token": words[size - 1]}  # where the config names none; every tokenizer has one
     for role in ("bos", "eos", "pad"):

@@ -60,6 +60,10 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("RuntimeError", "NCCL", "trace runs one process on one card: leave out torchrun and init_process_group"),
     ("RuntimeError", "process group", "trace runs one process on one card: leave out init_process_group"),
 )
+_APPROXIMATE = (  # the start of an operator's name, and what is not known of its CUDA kernel
+    ("aten.convolution", "convolutions: without cuDNN's workspaces"),
+    ("aten._thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
+)
 _OTHER = (
     "if plain 'python' runs it on a GPU, a value that a trace cannot know may be why: see --answer; --debug shows more"
 )
@@ -85,8 +89,9 @@ def trace_script(
             ending, error = run.attempt()
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": torch.__version__}
         tape = observer.tape(about)
-        if any(label.startswith("aten.convolution") for label in card.ledger.labels):
-            run.note("convolutions: without cuDNN's workspaces")
+        for start, text in _APPROXIMATE:
+            if any(label.startswith(start) for label in card.ledger.labels):
+                run.note(text)
         where, message = run.place(error), str(error) if error is not None else ""
         survived = len(card.ledger.refused) - (ending == "oom")
         return tape, Outcome(
