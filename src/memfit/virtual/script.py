@@ -61,8 +61,8 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("RuntimeError", "process group", "trace runs one process on one card: leave out init_process_group"),
 )
 _APPROXIMATE = (  # the start of an operator's name, and what is not known of its CUDA kernel
-    ("aten.convolution", "convolutions: without cuDNN's workspaces"),
-    ("aten._thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
+    ("convolution", "convolutions: without cuDNN's workspaces"),
+    ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
 _OTHER = (
     "if plain 'python' runs it on a GPU, a value that a trace cannot know may be why: see --answer; --debug shows more"
