@@ -38,12 +38,9 @@ class Guard:
         own = str(folder.resolve())
         self._exempt = tuple(p for p in _exempt() if not _within(own, p))
         self._made: list[str] = []
-        self.active = False
 
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        """The audit hook."""
-        if not self.active:
-            return
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Something happens (sys.addaudithook). Raises Refused where a file would be lost."""
         if event == "open":
             path, mode, flags = args
             cuts = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
@@ -98,16 +95,27 @@ def _real(path: Any) -> str | None:
         return None  # a file descriptor
 
 
+_HOOKED: list[bool] = []
+_GUARDS: list[Guard] = []  # of the traces under way
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    for guard in _GUARDS:
+        guard.audit(event, args)
+
+
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """While the block runs. The hook itself stays, idle: Python removes none."""
+    """While the block runs."""
+    if not _HOOKED:
+        sys.addaudithook(_audit)  # stays until the process ends: Python removes none
+        _HOOKED.append(True)
     guard = Guard(folder)
-    sys.addaudithook(guard)
-    guard.active = True
+    _GUARDS.append(guard)
     try:
         yield
     finally:
-        guard.active = False
+        _GUARDS.remove(guard)
         guard.clean()
 
 
