@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memfit.errors import BadInput, UnknownName
 from memfit.virtual.values import LARGEST, Values
 
 _INDICES = (
@@ -24,6 +26,13 @@ _INDICES = (
     "searchsorted",
 )
 
+# a setting of --answer -> the field it sets, and what may stand behind the sign
+SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "item": ("number", float, "a number"),
+    "mask": ("truth", {"true": True, "false": False}.__getitem__, "true or false"),
+    "routing": ("balanced", {"balanced": True, "first": False}.__getitem__, "balanced or first"),
+}
+
 
 @dataclass(slots=True)
 class Answers:
@@ -37,6 +46,21 @@ class Answers:
     truth: bool = False
     balanced: bool = True
     asked: dict[str, int] = field(default_factory=dict)  # how often each operator had to be answered
+
+    @classmethod
+    def of(cls, settings: Iterable[str]) -> Answers:
+        """From `item=2.5`, `mask=true`, `routing=first`. Raises BadInput for any other."""
+        made = cls()
+        for setting in settings:
+            name, _, text = setting.partition("=")
+            if name not in SETTINGS:
+                raise UnknownName("answer", name, SETTINGS, hint="such as item=1.0")
+            attribute, read, allowed = SETTINGS[name]
+            try:
+                setattr(made, attribute, read(text.strip()))
+            except (KeyError, ValueError):
+                raise BadInput(f"answer {name}={text[:40]} means nothing", hint=f"{name} takes {allowed}") from None
+        return made
 
     def item(self, t: Tensor) -> Any:
         """The one element of a tensor."""
@@ -68,7 +92,7 @@ class Answers:
             return filler(x.shape, dtype=x.dtype)
         return type(x)(self.stand_in(values, i) for i in x) if type(x) in (list, tuple) else x
 
-    def fill(self, values: Values, op: Any, made: list[Tensor]) -> None:
+    def fill(self, values: Values, op: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
         """Give the outputs of an operator values that are not known; only indices get any."""
         name = op._schema.name.removeprefix("aten::")
         if name not in _INDICES:
@@ -76,12 +100,20 @@ class Answers:
         for t in made:
             if t.dtype == torch.int64:
                 self._ask(name)
-                values.set(t, self._indices(t))
+                values.set(t, self._indices(t, _choices(op, args)))
 
-    def _indices(self, t: Tensor) -> Tensor:
+    def _indices(self, t: Tensor, choices: int) -> Tensor:
         if not self.balanced:
             return torch.zeros(t.shape, dtype=t.dtype)
-        return torch.arange(t.numel()).reshape(t.shape)
+        return (torch.arange(t.numel()) % choices).reshape(t.shape)
 
     def _ask(self, what: str) -> None:
         self.asked[what] = self.asked.get(what, 0) + 1
+
+
+def _choices(op: Any, args: tuple[Any, ...]) -> int:
+    """Out of how many an index was chosen: the size of the dimension that the operator went along."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+    source = next(a for a in args if isinstance(a, Tensor))
+    dim = given.get("dim", None if op._schema.name in ("aten::argmax", "aten::argmin") else -1)
+    return max(source.numel() if dim is None or not source.dim() else source.shape[dim], 1)

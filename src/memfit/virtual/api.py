@@ -40,7 +40,7 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_maybeExchangeDevice": lambda _: 0,
         "_cuda_init": nothing,
         "_cuda_synchronize": nothing,
-        "_cuda_emptyCache": lambda *_: card.settled().empty_cache(),
+        "_cuda_emptyCache": lambda *_: card.empty_cache(),
         "_cuda_memoryStats": lambda _: _nested(card),
         "_cuda_resetPeakMemoryStats": lambda _: card.settled().reset_peak_stats(),
         "_cuda_resetAccumulatedMemoryStats": nothing,
@@ -115,6 +115,27 @@ class Event:
         return 0.0
 
 
+class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_AnyGenerator):
+    """torch.Generator, whose random numbers for the card come from the host: nobody sees them."""
+
+    made_for: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        made = super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)  # type: ignore[call-arg]
+        made.made_for = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device it was made for."""
+        return self.made_for
+
+
 def _properties(card: Card) -> SimpleNamespace:
     major, minor = card.capability
     return SimpleNamespace(
@@ -168,11 +189,15 @@ def answered(card: Card) -> Iterator[None]:
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"],
     }  # fmt: skip
-    tensor = {"pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False}
+    tensor: dict[str, Any] = {
+        "pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False,
+        "record_stream": lambda self, stream: None,  # work on every stream is already done
+    }  # fmt: skip
     with (
         patched(torch._C, functions),
         patched(torch.Tensor, tensor),
         patched(torch.cuda, cuda),
+        patched(torch, {"Generator": Generator}),
         patched(torch.version, {"cuda": "13.0"}),
         # these modules took some names by value
         patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True}),

@@ -98,6 +98,11 @@ class Card:
         while self._workspaces:
             self.ledger.free(self._workspaces.popitem()[1])
 
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache()."""
+        self.settle()
+        self.ledger.empty_cache()
+
     def settled(self) -> Allocator:
         """The allocator as it is now."""
         self.settle()

@@ -221,7 +221,7 @@ def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return
     result = None if any(not keeps(t) for t in tensors(args)) else card.values.run(op, args, kwargs)
     if result is None:
-        card.answers.fill(card.values, op, made)
+        card.answers.fill(card.values, op, args, made)
         return
     for t, value in zip(tensors(out), tensors(result), strict=True):
         card.values.set(t, value)
@@ -242,6 +242,8 @@ def _know_written(
             return
     for t in written:
         card.values.unknown(t)
+    if fresh:
+        card.answers.fill(card.values, op, args, [t for t in written if keeps(t)])
 
 
 _OVERWRITES = frozenset({

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memfit.allocator import Allocator, Block
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.replay import EMPTY_CACHE
 from memfit.tape import Phase
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
@@ -16,7 +17,7 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` is what `memfit.replay.run` takes: n >= 0 allocates, ~number frees.
+    """Allocations are numbered from 0; `ops` is what `memfit.replay.run` takes: n >= 0 allocates, ~number frees, EMPTY_CACHE.
 
     labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
     allocation at an address that a tensor shows.
@@ -32,17 +33,23 @@ class Ledger:
     number_at: dict[int, int] = field(default_factory=dict)
     blocks: list[Block | None] = field(default_factory=list)
     stream: int = 0
+    refused: set[int] = field(default_factory=set)  # numbers of the requests that could not be served
 
     def alloc(self, size: int, label: str) -> int:
         """Allocate `size` bytes on the current stream; returns the number. Raises OutOfMemory where the card would."""
         number = len(self.blocks)
-        self.ops.append(size)  # a request that fails stands in the ledger too: a replay fails there again
+        self.ops.append(size)  # a request that fails stands in the ledger too: a replay makes it again
         self.labels.append(label)
         self.places.append(self.place())
         self.blocks.append(None)
         if self.stream:
             self.streams[number] = self.stream
-        block = self.blocks[number] = self.allocator.malloc(size, self.stream)
+        try:
+            block = self.blocks[number] = self.allocator.malloc(size, self.stream)
+        except OutOfMemory:
+            self.ops.append(~number)
+            self.refused.add(number)
+            raise
         if block is not None:
             self.number_at[BASE + block.addr] = number
         return number
@@ -55,6 +62,11 @@ class Ledger:
             self.number_at.pop(BASE + block.addr, None)
             self.allocator.free(block)
             self.blocks[number] = None
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache(), which a replay repeats."""
+        self.ops.append(EMPTY_CACHE)
+        self.allocator.empty_cache()
 
     def address(self, number: int) -> int:
         """The address of a live allocation; 0 for one of no bytes."""

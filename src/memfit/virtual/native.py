@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-_SPECIAL = ("copy_", "silu_backward")  # C++ kernels for every device that look for a CUDA one inside
+_SPECIAL = (
+    "copy_", "silu_backward", "convolution", "convolution_backward",
+)  # C++ kernels for every device that look for a CUDA one inside  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from memfit.tape import Alloc, Event, Free, Mark, Phase, Role, Tape
+from memfit.replay import EMPTY_CACHE
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Role, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.patching import patched
 from memfit.virtual.values import base, tensors
@@ -160,12 +161,20 @@ class Observer:
         number = 0
         for position, op in enumerate(ledger.ops):
             events += marks.get(position, ())
+            if op == EMPTY_CACHE:
+                events.append(EmptyCache())
             if op < 0:
-                events.append(Free(~op))
+                if op != EMPTY_CACHE and ~op not in ledger.refused:
+                    events.append(Free(~op))
+                continue
+            if number in ledger.refused:
+                events.append(Oom(op))
+                number += 1
                 continue
             label, place = ledger.labels[number], ledger.places[number]
             role: Role = "workspace" if label == "cuBLAS workspace" else roles.get(number, "temporaries")
             text = self._titles.get(number) or (f"{place}: {label}" if place else label)
             events.append(Alloc(number, op, role, sys.intern(text), ledger.streams.get(number, 0)))
             number += 1
+        events += marks.get(len(ledger.ops), ())  # instants in which nothing was allocated any more
         return Tape(tuple(events), "traced", about)

@@ -91,4 +91,9 @@ class Values:
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
         args, kwargs = held(args), {k: held(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
-        return None if missing else op(*args, **kwargs)
+        if missing:
+            return None
+        try:
+            return op(*args, **kwargs)
+        except NotImplementedError:  # the host has no kernel for this dtype: what the card would hold is not known
+            return None

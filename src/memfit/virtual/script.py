@@ -1,0 +1,227 @@
+"""A training script of the user's own, unmodified, on the virtual card: `python train.py ARGS` without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Literal
+
+import torch
+
+from memfit.errors import BadInput, MemfitError
+from memfit.gpu import Gpu
+from memfit.tape import Tape
+from memfit.virtual import Answers, virtual_gpu
+from memfit.virtual.files import Saves, guarded
+from memfit.virtual.host import hollow_host
+from memfit.virtual.imports import when_imported
+from memfit.virtual.loaders import ScriptObserver, enough_batches
+from memfit.virtual.observer import EnoughSteps
+from memfit.virtual.patching import patched
+from memfit.virtual.repositories import Repositories, changes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script's run ended, and what was taken for granted on the way.
+
+    ending: after enough steps, by itself, or out of memory; then `where` is the script's line and `message` PyTorch's
+    words. survived: how often the script caught an out-of-memory and went on. answered: reads of data nobody has.
+    """
+
+    ending: Literal["enough", "finished", "oom"]
+    steps: int
+    where: str = ""
+    message: str = ""
+    survived: int = 0
+    assumed: tuple[str, ...] = ()
+    answered: dict[str, int] = field(default_factory=dict)
+
+
+# Which error -> what to do about it; the first row that fits. Names are those of the exception's type and its bases.
+_HINTS: tuple[tuple[str, str, str], ...] = (
+    ("ImportError", "", "install it where memfit is installed"),
+    ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
+    ("OfflineModeIsEnabled", "", "no network: give the script local files, or load them into the cache once"),
+    ("ConnectionError", "", "no network: give the script local files, or load them into the cache once"),
+    ("LocalEntryNotFoundError", "", "no network: give the script local files, or load them into the cache once"),
+    ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
+    ("NotImplementedError", "", "the operator has no shape function: torch.library.register_fake gives it one"),
+    ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
+    ("RuntimeError", "NCCL", "trace runs one process on one card: leave out torchrun and init_process_group"),
+    ("RuntimeError", "process group", "trace runs one process on one card: leave out init_process_group"),
+)
+_APPROXIMATE = (  # the start of an operator's name, and what is not known of its CUDA kernel
+    ("convolution", "convolutions: without cuDNN's workspaces"),
+    ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
+)
+_OTHER = (
+    "if plain 'python' runs it on a GPU, a value that a trace cannot know may be why: see --answer; --debug shows more"
+)
+
+
+def trace_script(
+    path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
+    answers: Answers | None = None, capacity: int | None = -1,
+) -> tuple[Tape, Outcome]:  # fmt: skip
+    """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
+
+    capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
+    Raises BadInput for what cannot be run, naming the script's line.
+    """
+    if not path.is_file():
+        raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
+    if steps < 1:
+        raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
+    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers) as card:
+        observer = ScriptObserver(card, steps)
+        run = _Run(path, observer)
+        with run.prepared(list(args)):
+            ending, error = run.attempt()
+        about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": torch.__version__}
+        tape = observer.tape(about)
+        for start, text in _APPROXIMATE:
+            if any(label.startswith(start) for label in card.ledger.labels):
+                run.note(text)
+        where, message = run.place(error), str(error) if error is not None else ""
+        survived = len(card.ledger.refused) - (ending == "oom")
+        return tape, Outcome(
+            ending, observer.done, where, message, survived, tuple(run.assumed), dict(card.answers.asked)
+        )
+
+
+class _Run:
+    """One run of a script: its surroundings, its end, and what was assumed."""
+
+    def __init__(self, path: Path, observer: ScriptObserver) -> None:
+        self.path, self.observer = path.resolve(), observer
+        self.assumed: dict[str, None] = {}
+
+    def note(self, text: str) -> None:
+        """Something taken for granted, said once."""
+        self.assumed.setdefault(text)
+
+    @contextmanager
+    def prepared(self, args: list[str]) -> Iterator[None]:
+        """Everything that makes the process look as the script expects it."""
+        observer = self.observer
+        saves = Saves(lambda: observer.mark("save", "saving"), lambda: observer.mark("resume", "loading a checkpoint"))
+        with ExitStack() as stack:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            table = changes(Repositories(root, self.note)) | {
+                "transformers.trainer": self._fewer_steps,
+                "safetensors.torch": lambda module: patched(module, {"save_file": saves.save}),
+            }
+            words = {"save": saves.save, "load": saves.load(torch.load), "compile": self._eager}
+            for context in (
+                guarded(self.path.parent), hollow_host(), enough_batches(observer), observer.watching(),
+                when_imported(table), patched(torch, words), patched(torch.nn.Module, {"compile": lambda module, *_, **__: self._eager(module) and None}),
+                _as_main(self.path, args),
+            ):  # fmt: skip
+                stack.enter_context(context)
+            yield
+
+    def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
+        """Run it. Raises BadInput where it fails before the steps are done."""
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        except EnoughSteps:
+            return "enough", None
+        except torch.OutOfMemoryError as error:
+            return "oom", error
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise BadInput(
+                    f"{self.path.name} gave up: {_first_line(error) or 'exit'}", hint="see what it printed"
+                ) from error
+        except Exception as error:
+            if not self.observer.over:
+                raise self._failure(error) from error
+            self.note(f"after its steps the script failed at {self.place(error)}: {type(error).__name__}")
+            return "enough", None
+        if not self.observer.done:
+            self.note("the script made no optimizer step")
+        return "finished", None
+
+    def place(self, error: BaseException | None) -> str:
+        """`train.py:41`, the innermost line of the script or of a module beside it."""
+        if error is None:
+            return ""
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{Path(error.filename).name}:{error.lineno}"
+        frames = [f for f in _frames(error.__traceback__) if self._own(f.filename)]
+        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else self.path.name
+
+    def _own(self, filename: str) -> bool:
+        path = Path(filename)
+        return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
+
+    def _failure(self, error: Exception) -> BadInput:
+        where = self.place(error)
+        if isinstance(error, MemfitError):
+            return BadInput(f"{where}: {error.message}", hint=error.hint)
+        kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
+        hint = next((h for kind, part, h in _HINTS if kind in kinds and part in text), _OTHER)
+        return BadInput(f"{where}: {type(error).__name__}: {_first_line(error)}", hint=hint)
+
+    # --- what is run in another way than the script says ---
+
+    def _eager(self, model: Any = None, **_: Any) -> Any:
+        """torch.compile: the model as it is; also as a decorator with arguments."""
+        if isinstance(model, torch.nn.Module) or self._own(sys._getframe(1).f_code.co_filename):
+            self.note("torch.compile: run eagerly; the compiler's own memory is not known")
+        return model if model is not None else lambda function: function
+
+    def _fewer_steps(self, module: ModuleType) -> Any:
+        """transformers.trainer: a Trainer ends by itself after the steps, and goes on to evaluate and save."""
+        real, enough = module.Trainer.train, self.observer.enough
+
+        @functools.wraps(real)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            wanted = trainer.args.max_steps
+            trainer.args.max_steps = enough if wanted <= 0 else min(wanted, enough)
+            return real(trainer, *args, **kwargs)
+
+        return patched(module.Trainer, {"train": train})
+
+
+def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(trace))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+@contextmanager
+def _as_main(path: Path, args: list[str]) -> Iterator[None]:
+    """sys.argv and sys.path as the interpreter would set them; modules beside the script are forgotten afterwards."""
+    before = set(sys.modules)
+    words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    environment = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
+    changed: dict[str, str | None] = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        with patched(sys, words):
+            yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        for name, value in changed.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).is_relative_to(path.parent) and "site-packages" not in file:
+                del sys.modules[name]
