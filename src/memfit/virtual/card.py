@@ -58,6 +58,20 @@ class Card:
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
 
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """storage.resize_: what it has from now on is there before the old memory is given back (resize_bytes_cuda)."""
+        self.settle()
+        if size == storage.nbytes():
+            return
+        number = self.allocate(size, "storage.resize_") if size else NOTHING
+        before = self.storages.exchange(storage, number, self.ledger.address(number) if size else 0, size)
+        self._free(before)
+
+    def _free(self, number: int) -> None:
+        if number != NOTHING:
+            self.values.forget(self.ledger.address(number))
+            self.ledger.free(number)
+
     def touch(self, sizes: Sequence[int], label: str) -> None:
         """Allocate and free a kernel's temporaries, which live together; the last one dies first."""
         self.settle()
@@ -106,9 +120,7 @@ class Card:
     def settle(self) -> None:
         """Free what died since the last time; before every allocation and every look at the allocator."""
         for number in self.storages.dead():
-            if number != NOTHING:
-                self.values.forget(self.ledger.address(number))
-                self.ledger.free(number)
+            self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
