@@ -32,16 +32,16 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def traced(case: dict[str, Any], config: dict[str, Any]) -> tuple[Tape, Any]:
-    """The tape of a case, and the settings it was made under."""
+def traced(case: dict[str, Any], config: dict[str, Any], *, late: bool) -> tuple[Tape, Any]:
+    """The tape of a case, and the settings it was made under. late: NCCL's watchdog looks late."""
     from memfit.cards import find_gpu
-    from memfit.virtual import virtual_gpu
+    from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
 
     capacity = case["total_gib"] << 30
     gpu = replace(find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=108)
-    with virtual_gpu(gpu, world_size=case["world"]) as card:
+    with virtual_gpu(gpu, world_size=case["world"], answers=Answers(late_watchdog=late)) as card:
         observer = Observer(card)
         with observer.watching():
             run(setup_of(case, config), observer)

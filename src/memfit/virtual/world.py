@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh, distributed_c10d
 
+from memfit.virtual.dispatch import current
 from memfit.virtual.patching import patched
+from memfit.virtual.values import keeps
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
@@ -44,7 +46,12 @@ def world(card: Card, size: int) -> Iterator[None]:
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
     started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
-    with patch.dict(os.environ, environment), patched(distributed_c10d, {"_new_process_group_helper": helper}):
+    untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
+    with (
+        patch.dict(os.environ, environment),
+        patched(distributed_c10d, {"_new_process_group_helper": helper}),
+        patched(dist.Logger, untimed),
+    ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
             with patched(dist, started), patched(distributed_c10d, started), patched(device_mesh, started):
@@ -55,28 +62,52 @@ def world(card: Card, size: int) -> Iterator[None]:
 
 
 def _register() -> None:
-    """The fake backend copies once per rank; here one copy that is repeated tells as much."""
+    """The fake backend copies once per rank, where one copy that is repeated tells as much; its results have no value."""
     if _REGISTERED:
         return
     library = torch.library.Library("c10d", "IMPL")
-    library.impl("_allgather_base_", _all_gather, "CUDA", allow_override=True)
-    library.impl("_reduce_scatter_base_", _reduce_scatter, "CUDA", allow_override=True)
+    for name, kernel in _COLLECTIVES.items():
+        library.impl(name, kernel, "CUDA", allow_override=True)
     _REGISTERED.append(library)
 
 
-def _all_gather(output: Tensor, source: Tensor, group: Any, asynchronous: bool = True, timeout: int = -1) -> Any:
+def _done(result: Sequence[Tensor]) -> Any:
+    """A dist.Work that is done, in the form that operators return; DDP reads its result."""
+    future: Any = torch.futures.Future()
+    future.set_result(list(result))
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+
+def _all_gather(output: Tensor, source: Tensor, *_: Any) -> Any:
     if source.numel():
         output.view(-1, source.numel()).copy_(source.view(1, -1))
-    return output, _done(output, group, asynchronous, timeout)
+    return output, _done([output])
 
 
-def _reduce_scatter(
-    output: Tensor, source: Tensor, group: Any, how: Any, asynchronous: bool = True, timeout: int = -1
-) -> Any:
+def _reduce_scatter(output: Tensor, source: Tensor, *_: Any) -> Any:
     output.view(-1).copy_(source.view(-1)[: output.numel()])
-    return output, _done(output, group, asynchronous, timeout)
+    return output, _done([output])
 
 
-def _done(t: Tensor, group: Any, asynchronous: bool, timeout: int) -> Any:
-    """Work that is done, as the fake backend makes it."""
-    return torch.ops.c10d.broadcast_([t], group, 0, 0, asynchronous, timeout)[1]
+def _all_gather_list(outputs: list[list[Tensor]], sources: list[Tensor], *_: Any) -> Any:
+    """ProcessGroupNCCL::allgather gathers into one flat tensor, then copies."""
+    current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
+    if keeps(sources[0]):
+        for t in outputs[0]:
+            t.copy_(sources[0])
+    return outputs, _done(outputs[0])
+
+
+def _all_reduce(results: list[Tensor], *_: Any) -> Any:
+    """NCCL's watchdog thread looks now and then for work that is done, and holds its result until then."""
+    card, backward = current(), torch._C._current_graph_task_id()
+    if backward >= 0 and card.answers.late_watchdog:
+        held = card.unseen.get(backward, [])
+        card.unseen = {backward: [*held, *results]}  # what earlier backward passes left is let go
+    return results, _done(results)
+
+
+_COLLECTIVES = {
+    "_allgather_base_": _all_gather, "_reduce_scatter_base_": _reduce_scatter, "allgather_": _all_gather_list,
+    "allreduce_": _all_reduce,
+}  # fmt: skip
