@@ -97,7 +97,7 @@ def answered(card: Card) -> Iterator[None]:
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
     }  # fmt: skip
-    tensor = {
+    tensor: dict[str, Any] = {
         "pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False,
         "record_stream": record_stream(card),
     }  # fmt: skip

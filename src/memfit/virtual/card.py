@@ -38,7 +38,9 @@ class Card:
         self.answers = answers or Answers()
         self.storages = Storages()
         self.workspace = next(size for least, size in WORKSPACE_BYTES if self.capability >= least)
-        self.unseen: dict[int, list[Tensor]] = {}  # backward pass -> results of all-reduces that the watchdog still holds
+        self.unseen: dict[
+            int, list[Tensor]
+        ] = {}  # backward pass -> results of all-reduces that the watchdog still holds
         self._workspaces: dict[tuple[int, int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from memfit.virtual.dispatch import current
 from memfit.virtual.patching import patched
 from memfit.virtual.values import keeps
 
-if TYPE_CHECKING:
-    from memfit.virtual.card import Card
-
-_REGISTERED: list[torch.library.Library] = []
+_c10d: Any = torch._C._distributed_c10d
 
 
 @contextmanager
-def world(card: Card, size: int) -> Iterator[None]:
-    """While the context is open the script runs as torchrun would start its rank 0; nothing is if `size` is 1.
+def world(size: int) -> Iterator[None]:
+    """While the context is open the script runs as torchrun would start its rank 0.
 
     Any backend is PyTorch's own fake one: NCCL allocates nothing through PyTorch beside the outputs it is given.
     """
-    if size == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    _register()
     real = distributed_c10d._new_process_group_helper
 
     def helper(group_size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,9 +43,12 @@ def world(card: Card, size: int) -> Iterator[None]:
     started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
     untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
     with (
-        patch.dict(os.environ, environment),
+        _environment(environment),
+        patched(sys, {"excepthook": sys.excepthook}),  # init_process_group puts the rank before every line
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
-        patched(dist.Logger, untimed),
+        patched(_c10d.Logger, untimed),
+        patched(_sharding_prop, _quick_propagation()),
+        _collectives(),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
@@ -61,21 +59,58 @@ def world(card: Card, size: int) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _register() -> None:
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in values if name in before})
+
+
+def _quick_propagation() -> dict[str, Any]:
+    """DTensor looks through all tensors of a list once for each of them; once per list is enough where none is strided.
+
+    With the thousand parameters of a deep model that would be half of the time. Empty where PyTorch has no such function.
+    """
+    real = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
+    if real is None:
+        return {}
+    plain: list[Any] = [None]  # the list seen last, if nothing in it is strided
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        if schema is plain[0]:
+            return
+        if any(type(p) is _StridedShard for spec in schema.args_spec for p in spec.placements):
+            real(strategy, schema)
+        else:
+            plain[0] = schema
+
+    return {"_propagate_use_strided_shard_flag": propagate}
+
+
+@contextmanager
+def _collectives() -> Iterator[None]:
     """The fake backend copies once per rank, where one copy that is repeated tells as much; its results have no value."""
-    if _REGISTERED:
-        return
     library = torch.library.Library("c10d", "IMPL")
-    for name, kernel in _COLLECTIVES.items():
-        library.impl(name, kernel, "CUDA", allow_override=True)
-    _REGISTERED.append(library)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
+            for name, kernel in _COLLECTIVES.items():
+                library.impl(name, kernel, "CUDA", allow_override=True)
+        yield
+    finally:
+        library._destroy()
 
 
 def _done(result: Sequence[Tensor]) -> Any:
     """A dist.Work that is done, in the form that operators return; DDP reads its result."""
     future: Any = torch.futures.Future()
     future.set_result(list(result))
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    return _c10d._create_work_from_future(future).boxed()
 
 
 def _all_gather(output: Tensor, source: Tensor, *_: Any) -> Any:

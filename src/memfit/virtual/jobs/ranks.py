@@ -32,7 +32,7 @@ def unsynchronised(setup: Setup, model: Any, last: bool) -> AbstractContextManag
     if setup.world_size > 1 and setup.shard == "parameters":
         model.set_requires_gradient_sync(not quiet)
     elif quiet and setup.world_size > 1:
-        return model.no_sync()  # type: ignore[no-any-return]
+        return model.no_sync()
     return nullcontext()
 
 

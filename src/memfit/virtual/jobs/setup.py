@@ -31,7 +31,7 @@ class Setup:
     steps: int = 2
     evaluate: bool = False
     merge: bool = False  # put the adapters into the weights at the end
-    load: Literal["host", "checkpoint", "device", "meta"] = "host"  # built on the host, read from a file, built on the card
+    load: Literal["host", "checkpoint", "device", "meta"] = "host"  # built there, or read from a file to the card
     world_size: int = 1  # cards; below, what several do
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
     reshard: bool = True  # FSDP2 frees a block's parameters after its forward
