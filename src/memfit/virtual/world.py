@@ -61,14 +61,14 @@ def world(size: int) -> Iterator[None]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
+    """What trainers write there (ACCELERATE_USE_FSDP, say) is forgotten as well."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in values if name in before})
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _quick_propagation() -> dict[str, Any]:
