@@ -85,7 +85,6 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
     import torch
 
     from memfit.cards import find_gpu
-    from memfit.replay import replay
     from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
@@ -104,14 +103,22 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
         except torch.OutOfMemoryError:
             pass
         tape = observer.tape({})
-        timeline = replay(tape.events, capacity=capacity, settings=card.ledger.allocator.settings)
+    peaks, oom = peaks_of(tape, capacity, card.ledger.allocator.settings)
+    return Outcome(peaks, oom, len(card.ledger.blocks))
+
+
+def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None]:
+    """A tape's peaks by phase in the manner of `phase_of`, and the phase it ran out of memory in."""
+    from memfit.replay import replay
+
+    timeline = replay(tape.events, capacity=capacity, settings=settings)
     peaks: Peaks = {}
     last = ""
     names = _names(tape.events)
     for span in timeline.spans:
         last = names[span.first]
         _raise(peaks, last, (span.peak.requested, span.peak.allocated, span.peak.reserved))
-    return Outcome(peaks, last if timeline.oom else None, len(card.ledger.blocks))
+    return peaks, last if timeline.oom else None
 
 
 def _names(events: Any) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
@@ -16,19 +16,33 @@ __all__ = ["Answers", "Card", "virtual_gpu"]
 
 @contextmanager
 def virtual_gpu(
-    gpu: str | Gpu, *, capacity: int | None = -1, alloc_conf: str = "", answers: Answers | None = None
+    gpu: str | Gpu,
+    *,
+    capacity: int | None = -1,
+    alloc_conf: str = "",
+    answers: Answers | None = None,
+    world_size: int = 1,
 ) -> Iterator[Card]:
     """While the context is open, `cuda` is the named card: its memory, its capability, no data.
 
-    capacity: bytes its driver can hand out (None: any number; default: the card's own).
+    capacity: bytes its driver can hand out (None: any number; default: the card's own). world_size: cards of its kind
+    that torch.distributed finds, of which this one is rank 0's.
     """
     noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
     guard.install()
     limit = noun.usable_bytes() if capacity == -1 else capacity
     card = Card(noun, limit, alloc_conf, answers)
-    with api.answered(card), libraries.installed(), triton.launches_nothing():
+    with api.answered(card), libraries.installed(), triton.launches_nothing(), _world(world_size):
         dispatch.activate(card)
         try:
             yield card
         finally:
             dispatch.deactivate(card)
+
+
+def _world(size: int) -> AbstractContextManager[None]:
+    if size == 1:
+        return nullcontext()
+    from memfit.virtual.world import world  # torch.distributed takes its time
+
+    return world(size)

@@ -36,15 +36,18 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
 
 @dataclass(slots=True)
 class Answers:
-    """Defaults for values nobody can know before the run.
+    """Defaults for what nobody can know before the run.
 
     number: what `.item()` and copies to the host give for floating point (a loss, a norm); truth: for booleans.
     balanced: unknown indices (of a router, say) go round all their possible values; otherwise all are 0.
+    late_watchdog: NCCL's watchdog thread, which holds the result of an all-reduce of gradients until it next looks (every
+    100 ms), does so only once the next backward pass reduces; otherwise at once. Recorded runs show both.
     """
 
     number: float = 1.0
     truth: bool = False
     balanced: bool = True
+    late_watchdog: bool = True
     asked: dict[str, int] = field(default_factory=dict)  # how often each operator had to be answered
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.virtual.patching import patched
+from memfit.virtual.streams import record_stream, stream_functions
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
@@ -57,64 +58,6 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
     }
 
 
-class Stream:
-    """A CUDA stream: work on it is already done; allocations under it come from its own pool."""
-
-    _count = 0
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        Stream._count += 1
-        self.stream_id = self.cuda_stream = Stream._count
-        self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing is ever waited for."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing is ever waited for."""
-
-    def record_event(self, event: Any = None) -> Event:
-        """An event that has happened."""
-        return event or Event()
-
-    def synchronize(self) -> None:
-        """Nothing is ever waited for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
-
-    def __hash__(self) -> int:
-        return self.stream_id
-
-
-class Event:
-    """A CUDA event that has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        """It has happened already."""
-
-    def wait(self, stream: Any = None) -> None:
-        """It has happened already."""
-
-    def synchronize(self) -> None:
-        """It has happened already."""
-
-    def query(self) -> bool:
-        """It has happened."""
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        """Milliseconds; time does not pass on a virtual card."""
-        return 0.0
-
-
 class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch._C.Generator)
@@ -146,34 +89,22 @@ def _properties(card: Card) -> SimpleNamespace:
     )  # fmt: skip
 
 
-class _Default(Stream):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stream_id = self.cuda_stream = 0
+def _resize(card: Card) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+    """UntypedStorage.resize_, which this build has for the host alone."""
+    real = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return real(self, size)
+        card.resize(self, size)
+        return self
+
+    return resize
 
 
 @contextmanager
 def answered(card: Card) -> Iterator[None]:
     """While the card is active, torch.cuda describes it."""
-    default = _Default()
-    current = [default]
-
-    def set_stream(stream: Any) -> None:
-        current[0] = stream
-        card.ledger.stream = stream.stream_id
-
-    class Using:
-        def __init__(self, stream: Any) -> None:
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            self.before = current[0]
-            if self.stream is not None:
-                set_stream(self.stream)
-
-        def __exit__(self, *_: Any) -> None:
-            set_stream(self.before)
-
     functions = _functions(card)
     free = functions.pop("_memfit_free")
     cuda = {
@@ -184,18 +115,17 @@ def answered(card: Card) -> Iterator[None]:
         "get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), "memory_snapshot": lambda *_, **__: [],
-        "Stream": Stream, "Event": Event, "stream": Using, "StreamContext": Using, "set_stream": set_stream,
-        "current_stream": lambda *_: current[0], "default_stream": lambda *_: default,
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
-        "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"],
+        "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
     }  # fmt: skip
     tensor: dict[str, Any] = {
         "pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False,
-        "record_stream": lambda self, stream: None,  # work on every stream is already done
+        "record_stream": record_stream(card),
     }  # fmt: skip
     with (
         patched(torch._C, functions),
         patched(torch.Tensor, tensor),
+        patched(torch.UntypedStorage, {"resize_": _resize(card)}),
         patched(torch.cuda, cuda),
         patched(torch, {"Generator": Generator}),
         patched(torch.version, {"cuda": "13.0"}),

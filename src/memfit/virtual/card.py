@@ -38,6 +38,9 @@ class Card:
         self.answers = answers or Answers()
         self.storages = Storages()
         self.workspace = next(size for least, size in WORKSPACE_BYTES if self.capability >= least)
+        self.unseen: dict[
+            int, list[Tensor]
+        ] = {}  # backward pass -> results of all-reduces that the watchdog still holds
         self._workspaces: dict[tuple[int, int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
@@ -57,6 +60,20 @@ class Card:
             return self.ledger.alloc(size, label)
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """storage.resize_: what it has from now on is there before the old memory is given back (resize_bytes_cuda)."""
+        self.settle()
+        if size == storage.nbytes():
+            return
+        number = self.allocate(size, "storage.resize_") if size else NOTHING
+        before = self.storages.exchange(storage, number, self.ledger.address(number) if size else 0, size)
+        self._free(before)
+
+    def _free(self, number: int) -> None:
+        if number != NOTHING:
+            self.values.forget(self.ledger.address(number))
+            self.ledger.free(number)
 
     def touch(self, sizes: Sequence[int], label: str) -> None:
         """Allocate and free a kernel's temporaries, which live together; the last one dies first."""
@@ -111,9 +128,7 @@ class Card:
     def settle(self) -> None:
         """Free what died since the last time; before every allocation and every look at the allocator."""
         for number in self.storages.dead():
-            if number != NOTHING:
-                self.values.forget(self.ledger.address(number))
-                self.ledger.free(number)
+            self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:

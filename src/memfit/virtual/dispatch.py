@@ -101,7 +101,7 @@ def _handler(op: Any) -> Handler:
     outs = [a.name for a in schema.arguments if a.is_out]
     if outs:
         trusted = str(op).removeprefix("aten.").replace(".default", "") in structured()
-        return _into(outs, trusted, str(op), _without_out(op))
+        return _into(outs, trusted or not schema.returns, str(op), _without_out(op))
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return _in_place(str(op), schema)
     if torch.Tag.dynamic_output_shape in op.tags:
@@ -172,7 +172,7 @@ def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
     script, gemm, title = SCRIPTS.get(name), name in GEMMS, _title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = [kwargs[n] for n in outs]
+        out = list(tensors([kwargs[n] for n in outs]))
         for t in out:
             card.ledger.rename(base(t), title)
         if not trusted or (not out[0].numel() and torch.Tag.dynamic_output_shape not in plain.tags):
@@ -185,7 +185,7 @@ def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
         if gemm:
             card.need_workspace()
         _know_written(card, op, args, kwargs, out, True)
-        return out[0] if len(out) == 1 else tuple(out)
+        return None if not op._schema.returns else out[0] if len(out) == 1 else tuple(out)
 
     return run
 

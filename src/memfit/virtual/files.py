@@ -31,12 +31,12 @@ def _exempt() -> tuple[str, ...]:
 class Guard:
     """Refuses to overwrite or remove what was there, and removes what was made. `folder`: the script's own.
 
-    Caches and temporary folders are left to the script, unless the script itself lies in one.
+    Caches and temporary folders are left to the script, unless it lies in one or runs there.
     """
 
     def __init__(self, folder: Path) -> None:
-        own = str(folder.resolve())
-        self._exempt = tuple(p for p in _exempt() if not _within(own, p))
+        own = str(folder.resolve()), str(Path.cwd().resolve())
+        self._exempt = tuple(p for p in _exempt() if not any(_within(o, p) for o in own))
         self._made: list[str] = []
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,12 +74,19 @@ def _patch_hooks() -> None:
     table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
     answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     one, zero = answer(lambda _: 1), answer(lambda _: 0)
-    answers = {
-        **dict.fromkeys(("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs"), one),
+    core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
+    pageable = core._ZN3c1015GetCPUAllocatorEv()
+    pinned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: pageable)  # nothing is copied from the host
+    answers: dict[str, Any] = {
+        "getPinnedMemoryAllocator": pinned,
+        **dict.fromkeys(
+            ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr"), one
+        ),
         **dict.fromkeys(("init", "setCurrentDevice", "getCurrentDevice", "current_device"), zero),
         **dict.fromkeys(("exchangeDevice", "maybeExchangeDevice"), zero),
     }
     for name, function in answers.items():
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
-    _KEPT.extend([one, zero, table])
+    _KEPT.extend([one, zero, pinned, table])

@@ -68,6 +68,12 @@ class Ledger:
         self.ops.append(EMPTY_CACHE)
         self.allocator.empty_cache()
 
+    def record_stream(self, address: int, stream: int) -> None:
+        """The allocation at an address is used on `stream` too."""
+        number = self.number_at.get(address)
+        if number is not None:
+            self.allocator.record_stream(self.blocks[number], stream)
+
     def address(self, number: int) -> int:
         """The address of a live allocation; 0 for one of no bytes."""
         block = self.blocks[number]

@@ -26,6 +26,8 @@ _DIMENSIONS = 12
 _SLOT = _MANAGED.size + 16 * _DIMENSIONS
 _SLOTS = 4096  # per arena
 
+_POINTER = struct.Struct("=Q")
+
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype, _libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 _capsule = ctypes.pythonapi.PyCapsule_New
@@ -41,6 +43,9 @@ class Storages:
     def __init__(self) -> None:
         self._deaths = Deaths()
         self._live: dict[int, tuple[int, Slot]] = {}  # address of the slot -> number of the storage, slot
+        self._resized: dict[int, int] = {}  # address of a StorageImpl -> address of the slot
+        self._impls: dict[int, int] = {}  # the other way round
+        self._offsets: tuple[int, int] | None = None
         self._free: list[Slot] = []
 
     def tensor(
@@ -68,7 +73,40 @@ class Storages:
             number, slot = self._live.pop(at)
             self._free.append(slot)
             numbers.append(number)
+            if at in self._impls:
+                del self._resized[self._impls.pop(at)]
         return numbers
+
+    def exchange(self, storage: torch.UntypedStorage, number: int, address: int, size: int) -> int:
+        """Let a storage have other memory, to be known as `number`; returns the number of what it had."""
+        impl = storage._cdata
+        at = self._resized.get(impl)
+        if at is None:
+            at = self._resized[impl] = self._slot_of(storage.data_ptr())
+            self._impls[at] = impl
+        before, slot = self._live[at]
+        self._live[at] = number, slot
+        pointer, nbytes = self._layout()
+        ctypes.c_uint64.from_address(impl + pointer).value = address
+        ctypes.c_uint64.from_address(impl + nbytes).value = size
+        return before
+
+    def _slot_of(self, address: int) -> int:
+        """The slot of the youngest live storage made at an address."""
+        for at in reversed(self._live):
+            arena, offset = self._live[at][1][1:]
+            if _POINTER.unpack_from(arena, offset)[0] == address:
+                return at
+        raise LookupError(f"no storage of the card at {address:#x}")
+
+    def _layout(self) -> tuple[int, int]:
+        """Offsets of the pointer and of the size in a c10::StorageImpl, found by making one that has two odd numbers there."""
+        if self._offsets is None:
+            address, size = 0x5A5A_5A5A_5A00, 0x1234_567
+            probe = self.tensor(-1, address, (size,), (1,), torch.uint8).untyped_storage()
+            words = list((ctypes.c_uint64 * 16).from_address(probe._cdata))
+            self._offsets = 8 * words.index(address), 8 * words.index(size)
+        return self._offsets
 
     def _more(self) -> None:
         """Another arena; C++ reads it until the process ends, so it is never given back."""

@@ -8,7 +8,7 @@ i-th output; outputs that the script does not name are made first, in their orde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -225,6 +225,28 @@ def _foreach_norm(card: Card, args: Call, kwargs: Words) -> Script:
     return (4 * chunks * len(args[0]),)
 
 
+_TILE = 2048  # bytes that one block copies at a time (TensorShape.cu)
+
+
+def _split_copy(card: Card, args: Call, kwargs: Words) -> Script:
+    """split_with_sizes_copy_out_cuda: addresses, sizes and the split of every block, as int64 on the card."""
+    source, sizes = args[0], args[1]
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    parts = [size * source.stride(dim) * source.element_size() for size in sizes]
+    chunks = prod(source.shape[:dim])
+    turns = _up(sum(_up(part, _TILE) for part in parts) * chunks, card.multiprocessors * (2048 // 128) * 2)
+    repeats = _up(turns, min(ceil(sqrt(turns)), chunks)) if turns else 1
+    return (8 * (4 * len(parts) + 1 + sum(_up(part, _TILE * repeats) for part in parts)),)
+
+
+def _chunk_cat(card: Card, args: Call, kwargs: Words) -> Script:
+    """_chunk_cat_out_cuda: six lists by tensor and the tensor of every block, as int64 on the card."""
+    parts, (dim, chunks) = args[0], args[1:3]
+    size = kwargs["out"].element_size()
+    blocks = sum(_up(_up(t.shape[dim], chunks) * prod(t.shape[dim + 1 :]) * size, _TILE) for t in parts)
+    return (8 * (6 * len(parts) + 2 + blocks),)
+
+
 def _softmax_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """SoftMax.cu: gradient * output, written out."""
     return (_bytes(args[0]),)
@@ -258,6 +280,8 @@ SCRIPTS: dict[str, Row] = {
     "bitsandbytes.quantize_blockwise.default": _second_first,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten.split_with_sizes_copy.out": _split_copy,
+    "aten._chunk_cat.out": _chunk_cat,
     "aten.cumsum.out": _cumsum,
     "aten._softmax_backward_data.out": _softmax_backward,
     **dict.fromkeys(("aten.mm.out", "aten.bmm.out", "aten.baddbmm.out"), _matrices),

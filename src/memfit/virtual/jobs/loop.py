@@ -9,6 +9,7 @@ import torch
 
 from memfit.virtual.jobs.models import DTYPES, load
 from memfit.virtual.jobs.parts import CHECKPOINTING, make_optimizer, sample, with_adapters
+from memfit.virtual.jobs.ranks import distributed, unsynchronised
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.observer import Observer
 
@@ -16,23 +17,25 @@ from memfit.virtual.observer import Observer
 def run(setup: Setup, observer: Observer) -> None:
     """Load, train `setup.steps` optimizer steps, evaluate if asked."""
     model = _prepared(setup)
+    called = distributed(setup, model)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(setup.optimizer, parameters)
     one = sample(setup)
     for _ in range(setup.steps):
-        for _ in range(setup.accumulation):
+        for micro in range(setup.accumulation):
             batch = {name: torch.stack([row] * setup.micro_batch).to("cuda") for name, row in one.items()}
-            if setup.holds_outputs:
-                with _autocast(setup):
-                    outputs = model(**batch)
-                    loss = outputs.loss
-            else:
-                with _autocast(setup):
-                    loss = model(**batch).loss
-            if setup.accumulation > 1:
-                loss = loss / setup.accumulation
-            loss.backward()
+            with unsynchronised(setup, called, micro == setup.accumulation - 1):
+                if setup.holds_outputs:
+                    with _autocast(setup):
+                        outputs = called(**batch)
+                        loss = outputs.loss
+                else:
+                    with _autocast(setup):
+                        loss = called(**batch).loss
+                if setup.accumulation > 1:
+                    loss = loss / setup.accumulation
+                loss.backward()
         if setup.clip:
             observer.mark(observer.phase, "clip")
             torch.nn.utils.clip_grad_norm_(parameters, setup.clip)

@@ -22,6 +22,7 @@ from memfit.virtual.patching import patched
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
+_BUILT = {"device": "cuda", "meta": "meta"}
 _IGNORED = ("torch_dtype", "dtype", "transformers_version", "architectures", "auto_map", "quantization_config")
 
 
@@ -55,7 +56,7 @@ def load(setup: Setup) -> Any:
         with tempfile.TemporaryDirectory() as folder, hollow_files():
             checkpoint(config, dtype, Path(folder))
             return class_of(config).from_pretrained(folder, device_map={"": 0}, local_files_only=True, **arguments)
-    with torch.device("cuda" if setup.load == "device" else "cpu"), no_init_weights():
+    with torch.device(_BUILT.get(setup.load, "cpu")), no_init_weights():
         model = class_of(config).from_config(config, **arguments)
     model.tie_weights()
     return model

@@ -31,7 +31,13 @@ class Setup:
     steps: int = 2
     evaluate: bool = False
     merge: bool = False  # put the adapters into the weights at the end
-    load: Literal["host", "checkpoint", "device"] = "host"  # built on the host, read from a file, built on the card
+    load: Literal["host", "checkpoint", "device", "meta"] = "host"  # built there, or read from a file to the card
+    world_size: int = 1  # cards; below, what several do
+    shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
+    reshard: bool = True  # FSDP2 frees a block's parameters after its forward
+    offload: bool = False  # FSDP2 keeps the shards on the host
+    sync_each: bool = False  # gradients are reduced after every micro-batch
+    bucket_view: bool = False  # DDP's gradients lie in its buckets
     mask: Literal["ones", "none", "padded"] = "ones"
     labelled: float = 1.0  # share of positions with a label
     holds_outputs: bool = False  # the hand-written loop keeps `outputs` through backward

@@ -54,6 +54,12 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
     }  # fmt: skip
     if setup.checkpointing != "none":
         words["gradient_checkpointing_kwargs"] = {"use_reentrant": CHECKPOINTING[setup.checkpointing]}
+    if setup.world_size > 1 and setup.shard == "parameters":
+        words["fsdp"] = True
+        words["fsdp_config"] = {
+            "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": setup.reshard,
+            "cpu_offload": setup.offload, "cpu_ram_efficient_loading": False,
+        }  # fmt: skip
     return words | setup.arguments
 
 

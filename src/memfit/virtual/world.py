@@ -1,0 +1,148 @@
+"""torch.distributed on a virtual card: the process is rank 0 of a world of any size whose other ranks do not exist."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+from memfit.virtual.dispatch import current
+from memfit.virtual.patching import patched
+from memfit.virtual.values import keeps
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+@contextmanager
+def world(size: int) -> Iterator[None]:
+    """While the context is open the script runs as torchrun would start its rank 0.
+
+    Any backend is PyTorch's own fake one: NCCL allocates nothing through PyTorch beside the outputs it is given.
+    """
+    real = distributed_c10d._new_process_group_helper
+
+    def helper(group_size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= {"backend_options": None, "device_id": None}
+        return real(group_size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
+
+    environment = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(min(size, 8)),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
+    untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
+    with (
+        _environment(environment),
+        patched(sys, {"excepthook": sys.excepthook}),  # init_process_group puts the rank before every line
+        patched(distributed_c10d, {"_new_process_group_helper": helper}),
+        patched(_c10d.Logger, untimed),
+        patched(_sharding_prop, _quick_propagation()),
+        _collectives(),
+    ):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        try:
+            with patched(dist, started), patched(distributed_c10d, started), patched(device_mesh, started):
+                yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """What trainers write there (ACCELERATE_USE_FSDP, say) is forgotten as well."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _quick_propagation() -> dict[str, Any]:
+    """DTensor looks through all tensors of a list once for each of them; once per list is enough where none is strided.
+
+    With the thousand parameters of a deep model that would be half of the time. Empty where PyTorch has no such function.
+    """
+    real = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
+    if real is None:
+        return {}
+    plain: list[Any] = [None]  # the list seen last, if nothing in it is strided
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        if schema is plain[0]:
+            return
+        if any(type(p) is _StridedShard for spec in schema.args_spec for p in spec.placements):
+            real(strategy, schema)
+        else:
+            plain[0] = schema
+
+    return {"_propagate_use_strided_shard_flag": propagate}
+
+
+@contextmanager
+def _collectives() -> Iterator[None]:
+    """The fake backend copies once per rank, where one copy that is repeated tells as much; its results have no value."""
+    library = torch.library.Library("c10d", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
+            for name, kernel in _COLLECTIVES.items():
+                library.impl(name, kernel, "CUDA", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _done(result: Sequence[Tensor]) -> Any:
+    """A dist.Work that is done, in the form that operators return; DDP reads its result."""
+    future: Any = torch.futures.Future()
+    future.set_result(list(result))
+    return _c10d._create_work_from_future(future).boxed()
+
+
+def _all_gather(output: Tensor, source: Tensor, *_: Any) -> Any:
+    if source.numel():
+        output.view(-1, source.numel()).copy_(source.view(1, -1))
+    return output, _done([output])
+
+
+def _reduce_scatter(output: Tensor, source: Tensor, *_: Any) -> Any:
+    output.view(-1).copy_(source.view(-1)[: output.numel()])
+    return output, _done([output])
+
+
+def _all_gather_list(outputs: list[list[Tensor]], sources: list[Tensor], *_: Any) -> Any:
+    """ProcessGroupNCCL::allgather gathers into one flat tensor, then copies."""
+    current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
+    if keeps(sources[0]):
+        for t in outputs[0]:
+            t.copy_(sources[0])
+    return outputs, _done(outputs[0])
+
+
+def _all_reduce(results: list[Tensor], *_: Any) -> Any:
+    """NCCL's watchdog thread looks now and then for work that is done, and holds its result until then."""
+    card, backward = current(), torch._C._current_graph_task_id()
+    if backward >= 0 and card.answers.late_watchdog:
+        held = card.unseen.get(backward, [])
+        card.unseen = {backward: [*held, *results]}  # what earlier backward passes left is let go
+    return results, _done(results)
+
+
+_COLLECTIVES = {
+    "_allgather_base_": _all_gather, "_reduce_scatter_base_": _reduce_scatter, "allgather_": _all_gather_list,
+    "allreduce_": _all_reduce,
+}  # fmt: skip

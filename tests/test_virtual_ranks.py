@@ -1,0 +1,124 @@
+"""Several ranks on the virtual card: streams, storages that are resized, FSDP2 and DDP as recorded, accelerate's own road."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import torch.distributed as dist  # noqa: E402
+
+import oracle_sharded  # noqa: E402
+from memfit.virtual import virtual_gpu  # noqa: E402
+from memfit.virtual.jobs import Setup, run  # noqa: E402
+from memfit.virtual.observer import Observer  # noqa: E402
+
+DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
+MIB = 1 << 20
+TINY = {
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_resized_storage_frees_its_memory_and_takes_new() -> None:
+    with virtual_gpu("rtx-4090"):
+        t = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        storage, view = t.untyped_storage(), t[MIB:]
+        storage.resize_(0)
+        assert torch.cuda.memory_allocated() == storage.size() == 0
+        other = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        storage.resize_(8 * MIB)
+        assert torch.cuda.memory_allocated() == 16 * MIB
+        assert view.data_ptr() == t.data_ptr() + MIB != other.data_ptr() + MIB
+        storage.resize_(2 * MIB)
+        del t, view, storage, other
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_each_stream_has_its_own_free_blocks() -> None:
+    with virtual_gpu("rtx-4090"):
+        side = torch.cuda.Stream()
+        a = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        del a
+        one = torch.cuda.memory_reserved()
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() == side
+            b = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 2 * one
+        b.record_stream(torch.cuda.current_stream())
+        del b
+        with torch.cuda.stream(side):
+            torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 2 * one
+
+
+def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values() -> None:
+    with virtual_gpu("h100", world_size=64) as card:
+        dist.init_process_group("nccl")  # as a script does that torchrun started
+        assert dist.get_world_size() == 64
+        assert dist.get_rank() == 0
+        ids = torch.tensor([3, 5], device="cuda")
+        everyone = torch.empty(128, dtype=torch.int64, device="cuda")
+        big, part = torch.empty(64 * MIB, device="cuda"), torch.empty(MIB, device="cuda")
+        before = len(card.ledger.blocks)
+        dist.all_gather_single(everyone, ids)
+        dist.reduce_scatter_single(part, big)
+        dist.all_reduce(part)
+        dist.barrier()
+        assert len(card.ledger.blocks) == before
+        assert everyone.tolist() == [3, 5] * 64
+        gathered = [torch.empty(2, dtype=torch.int64, device="cuda") for _ in range(64)]
+        dist.all_gather(gathered, ids)
+        assert gathered[63].tolist() == [3, 5]
+        assert card.ledger.ops[card.ledger.ops.index(64 * 16)] == 64 * 16  # NCCL gathers into one flat tensor first
+        group = dist.new_group(list(range(8)), backend="gloo")
+        assert dist.get_world_size(group) == 8
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "recorded",
+    [r for r in DATA["runs"] if r["case"]["model"] == "qwen3-0.6b" and r["case"]["accum"] == 1],
+    ids=lambda r: r["id"],
+)
+def test_the_traced_run_is_the_recorded_one(recorded: dict[str, Any]) -> None:
+    """A DDP run equals one of two: the watchdog let go of the first step's buckets before the second, or did not."""
+    case, real = recorded["case"], oracle_sharded.distilled(recorded)
+    traces = [
+        oracle_sharded.traced(case, DATA["configs"][case["model"]], late=late) for late in oracle_sharded.ways(case)
+    ]
+    assert [] in [oracle_sharded.told(real, ours) for ours in traces]
+    assert any(ours["s2.m1.backward"][0] == recorded["backward"] for ours in traces)
+
+
+def _peak(world_size: int, **words: Any) -> int:
+    with virtual_gpu("h100", world_size=world_size) as card:
+        observer = Observer(card)
+        with observer.watching():
+            run(
+                Setup(config=TINY, sequence=64, dtype="fp32", autocast="bf16", world_size=world_size, **words), observer
+            )
+        assert card.settled().allocated < 1 << 30
+        return card.settled().requested_peak
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_accelerate_shards_and_replicates(trainer: Any) -> None:
+    alone, sharded = _peak(1, trainer=trainer), _peak(8, trainer=trainer, shard="parameters")
+    assert sharded < alone < _peak(8, trainer=trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_offloaded_shards_leave_the_card() -> None:
+    words: dict[str, Any] = {"trainer": "torch", "load": "meta", "shard": "parameters", "use_cache": False}
+    assert _peak(2, offload=True, clip=0.0, **words) < _peak(2, clip=0.0, **words)
