@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +63,15 @@ def _slots() -> dict[str, int]:
     return {name: number + 2 for number, name in enumerate(names)}
 
 
+def _ordinary_memory() -> Any:
+    """A hook that gives the host's allocator: there is no device that memory could be pinned for."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    getter = library._ZN3c1015GetCPUAllocatorEv
+    getter.restype, getter.argtypes = ctypes.c_void_p, []
+    address = getter()
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: address)
+
+
 def _patch_hooks() -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     getter = library._ZN2at6detail12getCUDAHooksEv
@@ -73,12 +83,13 @@ def _patch_hooks() -> None:
     table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
     answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     one, zero = answer(lambda _: 1), answer(lambda _: 0)
-    answers = {
+    answers: dict[str, Any] = {
         **dict.fromkeys(("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs"), one),
         **dict.fromkeys(("init", "setCurrentDevice", "getCurrentDevice", "current_device"), zero),
         **dict.fromkeys(("exchangeDevice", "maybeExchangeDevice"), zero),
     }
+    answers["getPinnedMemoryAllocator"] = _ordinary_memory()
     for name, function in answers.items():
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
-    _KEPT.extend([one, zero, table])
+    _KEPT.extend([*answers.values(), table])
