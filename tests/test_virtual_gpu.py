@@ -260,3 +260,15 @@ def test_two_cards_one_after_the_other() -> None:
             assert isinstance(card, Card)
             torch.mm(torch.empty(8, 8, device="cuda"), torch.empty(8, 8, device="cuda"))
             assert torch.cuda.memory_stats()["requested_bytes.all.current"] == card.workspace
+
+
+def test_pinned_host_memory_and_convolutions_are_there() -> None:
+    with virtual_gpu("rtx-4090"):
+        host = torch.empty(1000, pin_memory=True)
+        assert torch.cuda.memory_allocated() == 0
+        x = host.to("cuda", non_blocking=True).reshape(1, 10, 100).requires_grad_()
+        y = torch.conv1d(x, torch.empty(20, 5, 1, device="cuda"), groups=2)
+        assert y.shape == (1, 20, 100)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape

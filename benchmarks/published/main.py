@@ -16,6 +16,7 @@ from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
 from published.rows import Row, read_rows
+from published.traced_table import Traced, lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = ROOT.parent / "shared" / "data" / "measured_runs.csv"
@@ -115,7 +116,7 @@ four simulated orders stay below.
 """
 
 
-def page(results: list[Result], refused: Counter[tuple[str, str]]) -> str:
+def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[Traced]) -> str:
     """docs/accuracy.md."""
     best = [r for r in results if r.row.quality == "A"]
     summary = [
@@ -127,7 +128,7 @@ def page(results: list[Result], refused: Counter[tuple[str, str]]) -> str:
     ]
     return "\n".join([
         "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "", "## Published runs", "", METHOD,
-        *table(results), "", "## Every row", "", *listing(results), "", "## Not covered", "", *reasons(refused), "",
+        *table(results), "", *lines(found), "## Every row", "", *listing(results), "", "## Not covered", "", *reasons(refused), "",
     ])  # fmt: skip
 
 
@@ -145,11 +146,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    results, refused = run(row for row in read_rows(asked.csv) if asked.only in row.id)
+    rows = [row for row in read_rows(asked.csv) if asked.only in row.id]
+    results, refused = run(rows)
+    found = traced(rows, {r.row.id: r.predicted for r in results})
     print("\n".join([*listing(results), "", *reasons(refused), "", *table(results)] if results else reasons(refused)))
+    print("\n".join(["", *lines(found)]))
     if asked.write:
-        _replace(PAGE, page(results, refused))
-    if asked.check and PAGE.read_text(encoding="utf-8") != page(results, refused):
+        _replace(PAGE, page(results, refused, found))
+    if asked.check and PAGE.read_text(encoding="utf-8") != page(results, refused, found):
         print(f"error: {PAGE} is stale\nhint: python benchmarks/accuracy.py --write", file=sys.stderr)
         return 1
     return 0

@@ -202,6 +202,11 @@ def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
     return [_bytes(t) for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1 and not _ready(t)]
 
 
+def _convolution(card: Card, args: Call, kwargs: Words) -> Script:
+    """Convolution.cpp before cuDNN: operands that are not contiguous are copied. cuDNN's own workspace is not modelled."""
+    return [_bytes(t) for t in args[:3] if isinstance(t, Tensor) and not t.is_contiguous()]
+
+
 def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """embedding_backward_cuda_kernel: above 3072 indices they are sorted (CUB), and partial sums kept in fp32."""
     gradient, indices = args[0], args[1]
@@ -279,6 +284,7 @@ SCRIPTS: dict[str, Row] = {
     "bitsandbytes.quantize_4bit.default": _second_first,
     "bitsandbytes.quantize_blockwise.default": _second_first,
     "aten.embedding_dense_backward.default": _embedding_backward,
+    **dict.fromkeys(("aten.convolution.default", "aten.convolution_backward.default"), _convolution),
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.split_with_sizes_copy.out": _split_copy,
     "aten._chunk_cat.out": _chunk_cat,

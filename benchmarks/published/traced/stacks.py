@@ -1,0 +1,68 @@
+"""Which releases run a row: the earliest that can be installed and know its model, and the current ones to compare with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from published.rows import Row
+
+_FABRIC = ("lightning==2.3.0", "lightning_utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0")
+_FABRIC += ("bitsandbytes==0.42.0", "setuptools==75.8.0")
+_RECENT = ("lightning==2.6.6", "lightning_utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0")
+
+# name -> what is installed, without dependencies, in a folder before the development environment's packages
+STACKS: dict[str, tuple[str, ...]] = {
+    "litgpt 0.3.0": ("litgpt==0.3.0", *_FABRIC),
+    "litgpt 0.4.3": ("litgpt==0.4.3", *_FABRIC),
+    "litgpt 0.4.8": ("litgpt==0.4.8", *_FABRIC),
+    "litgpt 0.4.13": ("litgpt==0.4.13", *_FABRIC),
+    "litgpt 0.5.13": ("litgpt==0.5.13", *_RECENT),
+    "torchtune 0.6.1": ("torchtune==0.6.1", "torchao==0.9.0", "torchdata==0.11.0", "omegaconf==2.4.0"),
+    "transformers 4.49": (
+        "transformers==4.49.0",
+        "tokenizers==0.21.4",
+        "huggingface_hub==0.36.0",
+        "accelerate==1.4.0",
+        "peft==0.14.0",
+        "datasets==3.2.0",
+        "bitsandbytes==0.42.0",
+        "setuptools==75.8.0",
+    ),
+    "transformers 4.57": ("transformers==4.57.1", "peft==0.18.1", "tokenizers==0.22.2", "huggingface_hub==0.36.0"),
+    "transformers 5.23": (),
+}
+
+# source, model -> its own stack: litgpt from 0.3.0 (April 2024) on, the first release that has the model's config
+OWN: tuple[tuple[str, str, str], ...] = (
+    ("litgpt", r"Llama-3\.2", "litgpt 0.4.13"), ("litgpt", r"gemma-2-|Llama-3\.1", "litgpt 0.4.8"),
+    ("litgpt", r"Phi-3", "litgpt 0.4.3"), ("litgpt", r"", "litgpt 0.3.0"),
+    ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
+)  # fmt: skip
+CURRENT: tuple[tuple[str, str], ...] = (
+    ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"), ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"),
+)  # fmt: skip
+
+
+def own(row: Row) -> str:
+    """The stack nearest to the row's."""
+    return next(
+        stack for source, model, stack in OWN if row.group.split("_")[0] == source and re.search(model, row.model)
+    )
+
+
+def current(row: Row) -> str:
+    """The stack of today."""
+    return next(stack for source, stack in CURRENT if row.group.split("_")[0] == source)
+
+
+def folder(stack: str, root: Path) -> Path:
+    """Where a stack is installed, installing it the first time."""
+    at = root / stack.replace(" ", "-")
+    at.mkdir(parents=True, exist_ok=True)
+    if STACKS[stack] and not any(at.iterdir()):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(at), *STACKS[stack]]
+        subprocess.run(command, check=True)
+    return at
