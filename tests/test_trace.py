@@ -143,3 +143,35 @@ def test_a_plan_can_be_confirmed(capsys: pytest.CaptureFixture[str]) -> None:
     plain = codec.loads(capsys.readouterr()[0])
     assert plain.source == "formula" and plain.recipe == document.recipe  # type: ignore[attr-defined]
     assert document.peak.requested == pytest.approx(plain.peak.requested, rel=0.02)  # type: ignore[attr-defined]
+
+
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
+
+
+def test_a_script_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["trace", str(SCRIPTS / "plain_loop.py"), "--gpu", "l4"]
+    assert cli.main([*words, "--save-tape", str(tmp_path / "run.tape.gz")]) == 0
+    out, err = capsys.readouterr()
+    assert "FITS" in out and "traced on a virtual card" in out
+    assert "epoch 0" in err and "epoch 0" not in out  # data on stdout, the script's own words beside it
+    assert cli.main([*words, "--json", "--steps", "1"]) == 0
+    document = codec.loads(capsys.readouterr()[0])
+    assert document.source == "traced" and document.about["script"] == "plain_loop.py"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-such.py", "--gpu", "l4"], "no-such.py"),
+        ([str(SCRIPTS / "plain_loop.py")], "no card named"),
+        ([str(SCRIPTS / "plain_loop.py"), "--gpu", "l4", "--method", "lora"], "--method without effect"),
+        ([str(SCRIPTS / "plain_loop.py"), "--gpu", "l4", "--steps", "0"], "--steps must be at least 1"),
+        ([str(SCRIPTS / "plain_loop.py"), "--gpu", "l4", "--answer", "weather=fine"], "weather"),
+        (["smollm2-135m", "gpt2", "--gpu", "l4"], "one model at a time"),
+        (["smollm2-135m", "--gpu", "l4", "--steps", "3"], "--steps is for scripts"),
+    ],
+)
+def test_a_wrong_trace_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert cli.main(["trace", *words]) == 2
+    _, err = capsys.readouterr()
+    assert said in err and "hint:" in err and "Traceback" not in err

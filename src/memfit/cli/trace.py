@@ -1,4 +1,4 @@
-"""memfit trace: the recipe's own trainer, run on a virtual card without data."""
+"""memfit trace: a recipe's own trainer, or a script of the user's, run on a virtual card without data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
+from memfit.errors import BadInput
 
 if TYPE_CHECKING:
     from memfit.alloc_conf import AllocSettings
@@ -21,24 +22,46 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
     "memfit trace --from run/recipe.toml --gpu l4 --html timeline.html",
+    "memfit trace train.py --gpu l4 -- --epochs 1",
 )
+WHAT = Argument(
+    "what", "a model as for 'memfit plan', or a training script and its arguments", "MODEL|SCRIPT.py", many=True
+)
+STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
+ANSWER = Flag("answer", str, "What a script reads from data nobody has; see docs/trace.md.", "item=1,mask=true,...")
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, FROM, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=MODEL)
-def run(model: str | None = None, **flags: Any) -> int:
-    """Run a recipe's real trainer on a virtual GPU.
+@takes(*CARD, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+def run(what: tuple[str, ...] = (), **flags: Any) -> int:
+    """Run real training code on a virtual GPU.
 
-    Loads, trains two steps, evaluates and merges adapters with the installed transformers, PEFT and TRL, on tensors
-    that have a shape and no data. The verdict is a replay of what was allocated, at the card's own capacity.
+    A recipe's own trainer, or a script of yours, on tensors that have a shape and no data: loads, trains two steps,
+    evaluates, saves. The verdict is a replay of what was allocated, at the card's own capacity.
     """
-    from memfit import combinations
-    from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.replay import check
 
     check(flags)
+    if what and what[0].endswith(".py"):
+        from memfit.cli.trace_script import run_script
+
+        return run_script(what[0], list(what[1:]), flags)
+    if len(what) > 1:
+        raise BadInput(
+            f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
+        )
+    for name in ("steps", "answer"):
+        if flags[name] is not None:
+            raise BadInput(f"--{name} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4")
+    return _run_recipe(what[0] if what else None, flags)
+
+
+def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
+    from memfit import combinations
+    from memfit.cli.asked import asked, exact_recipe
+
     found = asked(model, flags)
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
     with terminal.progress() as tell:

@@ -87,7 +87,7 @@ def trace_script(
         run = _Run(path, observer)
         with run.prepared(list(args)):
             ending, error = run.attempt()
-        about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": torch.__version__}
+        about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
         tape = observer.tape(about)
         for start, text in _APPROXIMATE:
             if any(label.startswith(start) for label in card.ledger.labels):

@@ -1,0 +1,91 @@
+"""The script side of memfit trace: the user's own code, unmodified, on the card that was named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import recipe_values
+from memfit.cli.verdict import EXIT_OF
+from memfit.errors import EXIT_MISFIT, BadInput
+
+if TYPE_CHECKING:
+    from memfit.gpu import Gpu
+    from memfit.virtual.script import Outcome
+
+
+def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
+    """Run it, replay its tape at the card's capacity, show the answer; what the script prints goes to stderr."""
+    import contextlib
+    import sys
+
+    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.capacity import capacity
+    from memfit.cli.replay import card, reserve, write
+    from memfit.traced import judged
+    from memfit.virtual.answers import Answers
+    from memfit.virtual.tracing import installed
+
+    gpu, conf = _checked(flags, card(flags)), flags["alloc_conf"] or ""
+    if hint := installed():
+        raise BadInput("a trace needs the training libraries", hint=hint)
+    answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+    from memfit.virtual.script import trace_script
+
+    kept = reserve(flags, gpu)
+    with contextlib.redirect_stdout(sys.stderr):
+        tape, outcome = trace_script(
+            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
+            capacity=gpu.usable_bytes(kept),
+        )  # fmt: skip
+    settings = parse_alloc_conf(conf)
+    with terminal.progress() as tell:
+        answer = capacity(judged(tape), settings, LATEST_TORCH, gpu, kept, tell)
+    judgement = answer.judgement
+    assert judgement is not None
+    if outcome.survived and outcome.ending != "oom":  # the script made itself small enough
+        answer = replace(answer, judgement=replace(judgement, verdict="tight"))
+    write(tape, f"{path} on {gpu.name}", flags, settings, LATEST_TORCH, judgement.usable)
+    version = tape.about["torch"]
+    if flags["json"]:
+        from memfit.replay_doc import replay_doc
+
+        terminal.show_json(replay_doc(tape, answer, gpu, version, conf))
+    else:
+        from memfit.report.replay import replay_view
+
+        terminal.show(replay_view(path, tape, answer, settings, version, conf, gpu))
+    for line in said(outcome):
+        terminal.note(line)
+    assert answer.judgement is not None
+    return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+
+
+def said(outcome: Outcome) -> list[str]:
+    """How the run ended, and what was taken for granted."""
+    endings = {
+        "enough": f"stopped after {outcome.steps} optimizer steps",
+        "finished": f"the script came to its end after {outcome.steps} optimizer steps",
+        "oom": f"out of memory at {outcome.where}: {outcome.message[:160]}",
+    }
+    lines = [endings[outcome.ending]]
+    if outcome.survived:
+        lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
+    if outcome.answered:
+        lines.append("answered for data: " + ", ".join(f"{name} {n}x" for name, n in outcome.answered.items()))
+    return [*lines, *outcome.assumed]
+
+
+def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:
+    """A script has its own recipe, and needs a card."""
+    given = sorted(set(recipe_values(flags)) - {"alloc_conf"} | ({"from"} if flags["from_"] else set()))
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")
+    if flags["steps"] is not None and flags["steps"] < 1:
+        raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="2 is enough: later steps are alike")
+    if gpu is None:
+        raise BadInput("no card named", hint="memfit trace train.py --gpu l4")
+    return gpu
