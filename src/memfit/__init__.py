@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.planner import make_plan as make_plan
     from memfit.thumb import static_lines as static_lines
     from memfit.verdicts import judge as judge
+    from memfit.virtual import virtual_gpu as virtual_gpu
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _LAZY = {
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.hub",
     "static_lines": "memfit.thumb",
+    "virtual_gpu": "memfit.virtual",
 }
 __all__ = sorted(_LAZY)
 
