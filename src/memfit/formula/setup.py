@@ -9,7 +9,7 @@ from memfit.formula import shifted
 from memfit.formula.embedding import EmbeddingStyle
 from memfit.formula.head import HeadStyle
 from memfit.formula.masks import MaskStyle
-from memfit.formula.numerics import Capability, Numerics, attention_kernel, lora_modules
+from memfit.formula.numerics import Capability, Numerics, adapted, attention_kernel
 from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
 from memfit.formula.style import Kernel, Mask, Style
@@ -38,7 +38,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
     common = Style(
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=n.residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
-        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else lora_modules(a, r.lora_targets),
+        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else adapted(a, r.lora_targets),
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
