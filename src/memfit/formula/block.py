@@ -105,5 +105,5 @@ def _plain(block: Block, x: Tensor) -> Tensor:
     """fc2(act(fc1(x)))."""
     m, rec = block.layer.mlp, block.rec
     x = block.linear("fc1", x, m.width, "mlp")
-    x = activation(rec, x, m.activation)
+    x = activation(rec, x, m.activation, block.style.trained)
     return block.linear("fc2", x, block.width, "mlp")
