@@ -73,7 +73,10 @@ def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
     below = ops.add(rec, scaled, ops.scale(rec, x, "linear part"), "negative branch")
     del scaled
     return rec.record(
-        rec.like(above, "xielu"), [above, below], [positive], lambda g: [rec.like(g, "gradient of a branch") for _ in "ab"]
+        rec.like(above, "xielu"),
+        [above, below],
+        [positive],
+        lambda g: [rec.like(g, "gradient of a branch") for _ in "ab"],
     )
 
 

@@ -66,7 +66,10 @@ def router_weight(block: Block, elements: int) -> Tensor:
 def _factors(block: Block, name: str, of_b: int, of_a: int) -> Factors:
     """Both as views per expert, cast where the adapter is wider; B's is permuted, so its gradient is copied back."""
     rec, style = block.rec, block.style
-    a, b = ops.weight(of_a, style.adapter, f"{name}.lora_A", True), ops.weight(of_b, style.adapter, f"{name}.lora_B", True)
+    a, b = (
+        ops.weight(of_a, style.adapter, f"{name}.lora_A", True),
+        ops.weight(of_b, style.adapter, f"{name}.lora_B", True),
+    )
     by_expert = rec.record(b.view(), [b], [], lambda g: [rec.like(g, "contiguous gradient")])
     return ops.cast(rec, by_expert, style.weight, "lora_B"), ops.cast(rec, a, style.weight, "lora_A")
 
