@@ -111,6 +111,8 @@ class Recorder:
         self.accumulating = False  # a gradient exists already
         self.release_gradients = False  # optimizer in backward: gradients die at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
+        self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
+        self.running: Node | None = None
         self.saves = 0  # tensors saved so far
         # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
         self.lingering: set[int] = set()
@@ -202,10 +204,10 @@ class Recorder:
             if incoming is None:
                 node.saved = []
                 continue
-            edges = node.edges
+            edges, self.running = node.edges, node
             results = list(node.apply(incoming[0] if node.outputs == 1 else incoming))
             del incoming
-            node.saved = []
+            node.saved, self.running = [], None
             for edge in edges:
                 result = results.pop(0)
                 if edge is not None and result is not None:
@@ -213,6 +215,11 @@ class Recorder:
                 del result
         received, self.input_gradient = self.input_gradient, [None]
         return received[0]
+
+    def returned_from_function(self) -> None:
+        """The gradients are computed; what remains is to bring them into their inputs' shape and dtype."""
+        if self.recomputed and self.running is not None:
+            self.running.saved = []
 
     def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
         node, slot = edge

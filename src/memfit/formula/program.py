@@ -184,6 +184,7 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
     again = CODES[style.code].block(block, x)
     rec.stop_at, rec.silent = None, False
     rec.exit_autocast()
+    rec.recomputed = True
     root = Tensor(None, again.elements, again.itemsize, True, again.grad_fn)
     del again
     result = rec.backward(root, gradient)
