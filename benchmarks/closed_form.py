@@ -1,5 +1,6 @@
 """The closed form against the trace over a grid of models and recipes: `python benchmarks/closed_form.py [--only TEXT]`.
 
+With --all-families the models are the smallest of every family in the catalogue, under FAMILY_RECIPES.
 Prints a row for every case: requested and reserved bytes of the worst phase by both, and the roles that differ most.
 Exits 1 if a case is out of BAND.
 """
@@ -13,10 +14,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
-from memfit import Recipe, estimate, find_gpu, resolve_model
+from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.architecture import Architecture
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, Unsupported
+from memfit.families import architecture
 from memfit.footprint import Footprint, PhasePeak
 from memfit.gpu import Gpu
 from memfit.hub import resolve_config
@@ -39,6 +42,10 @@ RECIPES = (
     Recipe(trainer="trl", loss="fused", method="qlora", quantization="nf4-double", sequence_length=2048, checkpointing="full"),
     Recipe(trainer="transformers", method="qlora", quantization="nf4", sequence_length=1024, micro_batch=2, checkpointing="full"),
 )  # fmt: skip
+FULL = Recipe(trainer="transformers", sequence_length=512)
+LORA = Recipe(trainer="trl", loss="fused", method="lora", sequence_length=1024, checkpointing="full")
+FAMILY_RECIPES = (FULL, LORA)
+LARGEST = 62e9  # parameters: a trace of a larger model takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +92,12 @@ class Compared:
         return ", ".join(shown) or "roles agree"
 
 
-def compared(model: str, recipe: Recipe, gpu: Gpu) -> Compared:
-    """Estimate and trace one case."""
-    architecture: Architecture = resolve_model(model)
-    formula = estimate(architecture, recipe, gpu)
+def compared(model: str, recipe: Recipe, gpu: Gpu, **changes: Any) -> Compared:
+    """Estimate and trace one case; `changes` to the model's config, such as fewer layers."""
+    config = {**resolve_config(model), **changes}
+    formula = estimate(architecture(config, model), recipe, gpu)
     began = time.perf_counter()
-    tape, _ = trace_recipe(recipe, resolve_config(model), gpu)
+    tape, _ = trace_recipe(recipe, config, gpu)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
     return Compared(model, recipe, _worst(formula), _worst(traced), time.perf_counter() - began)
@@ -102,9 +109,23 @@ def _worst(footprint: Footprint) -> PhasePeak:
     return max(steps, key=lambda p: p.levels.requested)
 
 
-def cases(only: str = "") -> Iterator[tuple[str, Recipe]]:
+def families() -> list[str]:
+    """The smallest model of every causal-lm family in the catalogue, from small to large."""
+    smallest: dict[str, Architecture] = {}
+    for entry in catalogue.entries():
+        try:
+            found = architecture(catalogue.config(entry), entry.id)
+        except Unsupported:
+            continue
+        best = smallest.get(found.model_type)
+        if found.task == "causal-lm" and (best is None or found.parameters < best.parameters):
+            smallest[found.model_type] = found
+    return [a.name for a in sorted(smallest.values(), key=lambda a: a.parameters) if a.parameters <= LARGEST]
+
+
+def cases(only: str = "", every_family: bool = False) -> Iterator[tuple[str, Recipe]]:
     """The grid."""
-    for model, recipe in product(MODELS, RECIPES):
+    for model, recipe in product(families(), FAMILY_RECIPES) if every_family else product(MODELS, RECIPES):
         if only in f"{model} {recipe.trainer} {recipe.method} {recipe.precision} {recipe.optimizer}":
             yield model, recipe
 
@@ -112,11 +133,12 @@ def cases(only: str = "") -> Iterator[tuple[str, Recipe]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
+    parser.add_argument("--all-families", action="store_true")
     parser.add_argument("--gpu", default="a100-80gb")
     options = parser.parse_args()
     gpu = find_gpu(options.gpu)
     count = bad = 0
-    for model, recipe in cases(options.only):
+    for model, recipe in cases(options.only, options.all_families):
         count += 1
         try:
             case = compared(model, recipe, gpu)

@@ -42,6 +42,30 @@ def test_the_closed_form_is_the_trace_for_every_kind_of_model(model: str) -> Non
     assert case.good, str(case)
 
 
+FIVE_LAYERS = {
+    "num_hidden_layers": 5, "layer_types": 4 * ["sliding_attention"] + ["full_attention"], "num_kv_shared_layers": 0
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "changes"),
+    [
+        ("qwen3-30b-a3b", closed_form.LORA, {"num_hidden_layers": 1}),  # adapters of stacked experts and of the router
+        ("deepseek-v2-lite", closed_form.LORA, {"num_hidden_layers": 2}),  # and dense layers of the same names without
+        ("apertus-8b-2509", closed_form.LORA, {"num_hidden_layers": 1}),  # xIELU in fp32
+        ("apertus-8b-2509", closed_form.FULL, {"num_hidden_layers": 1}),
+        ("starcoderbase-1b", closed_form.LORA, {"n_layer": 2}),  # a causal mask among the buffers, a leaf before dropout
+        ("gpt-neo-125m", closed_form.FULL, {}),  # a causal mask in every layer
+        ("bloom-560m", closed_form.LORA, {"n_layer": 2}),  # hidden states in fp32 behind the norm of the embedding
+        ("gemma-4-e2b", closed_form.FULL, FIVE_LAYERS),  # embeddings for every layer
+    ],
+    ids=lambda v: getattr(v, "trainer", v) if not isinstance(v, dict) else "",
+)  # fmt: skip
+def test_what_the_trace_taught_the_closed_form(model: str, recipe: Recipe, changes: dict[str, Any]) -> None:
+    case = closed_form.compared(model, recipe, A100, **changes)
+    assert abs(case.off("requested")) < 0.01, str(case)
+
+
 def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None:
     recipe = Recipe(method="lora", loss="fused", sequence_length=256, checkpointing="full")
     tape, answered = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)

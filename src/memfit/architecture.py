@@ -134,6 +134,9 @@ class Architecture:
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"
     embedding_dropout: float = 0.0
     logits_upcast: bool = True  # the model's own loss takes the logits in fp32
+    buffers: tuple[
+        int, ...
+    ] = ()  # bytes of the large tensors that modules hold beside their weights: causal masks, tables
     rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ
 
     @cached_property

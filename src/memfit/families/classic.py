@@ -130,6 +130,21 @@ def _baichuan(f: Fields, d: Dialect) -> Dialect:
     return replace(d, alibi=alibi, rotary=no_rotary if alibi else d.rotary)
 
 
+def _causal_mask(f: Fields) -> tuple[int, ...]:
+    """A bool for every pair of positions."""
+    return (f.size("max_position_embeddings") ** 2,)
+
+
+def _causal_masks(f: Fields) -> tuple[int, ...]:
+    return _causal_mask(f) * f.layers()
+
+
+def _sinusoids(f: Fields) -> tuple[int, ...]:
+    """In every layer, for every position, the fp32 sine and cosine of what is rotated of a head."""
+    rotated = f.size("rotary_dim", f.size("hidden_size"), least=0)
+    return (4 * f.size("max_position_embeddings") * rotated,) * f.layers()
+
+
 _MPT_ATTENTION: dict[str, object] = {"alibi": True, "attn_type": "multihead_attention", "qk_ln": False}
 
 GPT = Dialect(
@@ -145,7 +160,7 @@ GPT2 = replace(
 GPTJ = replace(
     GPT, defaults=_GPTJ_DEFAULTS, body=("ln_1", "@attention", "@mlp"), placement="parallel", rotary=_rotary_dim,
     o="out_proj", attention_order=("k", "v", "q", "o"), up="fc_in", down="fc_out", head_bias=True, sdpa=False,
-    code="gptj",
+    code="gptj", buffers=_sinusoids,
 )  # fmt: skip
 FUSED = Dialect(  # the layout of Megatron: BLOOM, Falcon, GPT-NeoX, ChatGLM
     attention=softmax_attention, mlp=plain_mlp, stem="transformer", layers="h", embed="word_embeddings", final="ln_f",
@@ -158,14 +173,14 @@ CLASSICS: dict[str, Dialect] = {
     "gpt2": GPT2,
     "gpt_bigcode": replace(
         GPT2, defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_pytorch_tanh"}, transposed=False,
-        kv_heads=_one_kv_head,
+        kv_heads=_one_kv_head, buffers=_causal_mask,
     ),
     "gptj": GPTJ,
     "codegen": replace(GPTJ, qkv="qkv_proj", attention_order=("qkv", "o")),
     "gpt_neo": replace(
         GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
-        positions="wpe", attention_module="attn.attention", attention_order=("k", "v", "q", "o"), o="out_proj",
+        buffers=_causal_masks, positions="wpe", attention_module="attn.attention", attention_order=("k", "v", "q", "o"), o="out_proj",
         out_bias=True, window=_neo_window, sdpa=False, up="c_fc", down="c_proj",
         attention_dropout="attention_dropout", residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
     ),

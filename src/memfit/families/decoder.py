@@ -41,6 +41,7 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
         embedding_dropout=f.number(d.embedding_dropout) if d.embedding_dropout else 0.0,
         logits_upcast=d.logits_upcast,
         rotary_tables=d.rotary_tables,
+        buffers=d.buffers(f),
     )
 
 

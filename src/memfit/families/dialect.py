@@ -105,6 +105,7 @@ class Dialect:
     rotary_how: str = "half"  # Attention.rotary
     rotary_tables: int = 1  # see Architecture
     logits_upcast: bool = True
+    buffers: Callable[[Fields], tuple[int, ...]] = lambda f: ()  # Architecture.buffers
     sdpa: bool = True
     transposed: bool = False  # Conv1D of GPT-2
     rotary: Callable[[Fields, int], int] = rotary

@@ -117,6 +117,7 @@ class Account:
         whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
         lines: list[tuple[Role, str, int]] = [
             ("parameters", "base weights", int(s.base * whole)),
+            ("parameters", "buffers of the model", s.buffers),
             ("parameters", "quantisation scales", int(s.scales * whole)),
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),

@@ -9,6 +9,7 @@ from memfit.formula.engine import Tensor
 from memfit.formula.mixers import attention
 from memfit.formula.modules import Block
 from memfit.formula.moe import gated, mixture
+from memfit.formula.per_layer import gated_in, scaled_in_place
 
 
 def forward(block: Block, x: Tensor) -> Tensor:
@@ -39,7 +40,10 @@ def _sandwich(block: Block, x: Tensor) -> Tensor:
     x = block.norm(x, "mlp_norm")
     x = mlp(block, x)
     x = block.norm(x, "post_mlp_norm")
-    return ops.add(block.rec, residual, x, "residual")
+    x = ops.add(block.rec, residual, x, "residual")
+    del residual
+    own = block.find("per_layer_input_gate", "attention")
+    return x if own is None else scaled_in_place(block.rec, gated_in(block, x, own.shape[0]))
 
 
 def _post_inner(block: Block, x: Tensor) -> Tensor:
@@ -105,5 +109,5 @@ def _plain(block: Block, x: Tensor) -> Tensor:
     """fc2(act(fc1(x)))."""
     m, rec = block.layer.mlp, block.rec
     x = block.linear("fc1", x, m.width, "mlp")
-    x = activation(rec, x, m.activation)
+    x = activation(rec, x, m.activation, block.style.trained)
     return block.linear("fc2", x, block.width, "mlp")

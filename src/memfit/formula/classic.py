@@ -19,7 +19,7 @@ def bloom(block: Block, x: Tensor, a: Attention) -> Tensor:
     k, v = cached(block, k, v)
     q, k, v = (ops.heads_first(rec, t) for t in (q, k, v))
     raw = ops.bmm(rec, q, k, scores, "scores")
-    masked = ops.add(rec, raw, ops.constant({"SS": 1}, block.style.residual), "masked scores")
+    masked = ops.add(rec, raw, ops.constant({"SS": 1}, block.style.norm_weight), "masked scores")
     weights = ops.cast(rec, ops.softmax(rec, masked, 4), q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
     context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))

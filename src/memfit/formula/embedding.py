@@ -10,6 +10,7 @@ from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.masks import MaskStyle, masks
 from memfit.formula.norms import norm
+from memfit.formula.per_layer import PerLayer, inputs
 from memfit.formula.program import GRADIENT, Program, finished, recorder, sharded
 from memfit.formula.style import Style
 
@@ -30,8 +31,9 @@ class EmbeddingStyle:
     scaled: bool = False  # Gemma
     dropout: float = 0.0
     module: bool = False  # the embeddings are a module of their own, whose local variables die early
-    leaf: bool = False  # frozen, but made to need a gradient: the output is a leaf whose .grad stays with the graph
+    leaf: bool = False  # frozen, but its output made to need a gradient: a leaf that stays with the graph, as its .grad
     checkpointed: bool = False  # blocks keep the masks and tables as arguments until they have run again
+    per_layer: PerLayer | None = None
     masks: MaskStyle = field(default_factory=MaskStyle)
     trained: bool = True
     itemsize: int = 2  # of the embedding weights
@@ -44,14 +46,18 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
     gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
     rec.taken()
-    x, held = _embed(rec, e, style)
+    x, held, leaf = _embed(rec, e, style)
+    own = inputs(rec, e.per_layer, x, e.width, e.itemsize, style) if e.per_layer else None
     x = ops.dropout(rec, x, e.dropout if style.dropout else 0.0)
     x = ops.cast(rec, x, style.residual)
+    into_own: list[Tensor | None] = []
+    if own and own.requires_grad:
+        x = rec.record(x.view(), [x, own], [], lambda g: [g, into_own.pop()])
     made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
     tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
     output = x.storage.id if x.storage else 0
-    if e.leaf:
-        rec.lingering |= {output, GRADIENT}
+    if leaf and leaf.storage:
+        rec.lingering |= {leaf.storage.id, GRADIENT if leaf.storage.id == output else 0} - {0}
     forward = rec.taken()
     del held
     if not e.checkpointed:
@@ -59,24 +65,32 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
-    if style.grad and e.trained:
+    if own and own.requires_grad:  # the sum of its gradients is there from the last block's backward on
+        into_own.append(rec.like(own, "gradient of every layer's input"))
+    exits = rec.taken()
+    del own
+    if style.grad and (e.trained or x.grad_fn):
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
         del x
-        rec.backward(root, gradient)
+        received = rec.backward(root, gradient)
+        rec.lingering |= {received.storage.id} if received and received.storage else set()
+        del leaf, received
         sharded(rec, style, beside=-style.unit)  # the reduction before is done
     gradient.clear()
     made.clear()
     tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one
     backward = [event for event in rec.taken() if event != -output]
-    return finished(rec, [forward, leave, [], backward], output, None)
+    return finished(rec, [forward, leave, exits, backward], output, None)
 
 
-def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor]]:
-    """The sum of all embeddings, and what the model's code still holds besides."""
+def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The sum of all embeddings, what the model's code still holds besides, and the leaf among them, if there is one."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
     if e.scaled:
         x = ops.scale(rec, x, "scaled embedding")
+    leaf = x if e.leaf else None
+    x.requires_grad |= e.leaf
     held = [x]
     if e.types:
         held.append(_table(rec, e, hidden, e.types, "type embedding"))
@@ -86,7 +100,7 @@ def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list
         x = ops.add(rec, x, held[-1], "with positions")
     if e.norm is not None:
         x = norm(rec, x, e.norm, e.width, style, "embedding norm")
-    return x, [] if e.module else held
+    return x, [] if e.module else held, leaf
 
 
 def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:

@@ -79,10 +79,11 @@ Backward = Callable[[Any], Sequence[Tensor | None]]
 class Node:
     """A backward function: where its gradients go and what it keeps until it runs."""
 
-    __slots__ = ("apply", "edges", "outputs", "saved")
+    __slots__ = ("apply", "edges", "outputs", "saved", "unpacks")
 
     def __init__(self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, outputs: int = 1) -> None:
         self.apply, self.saved, self.outputs = apply, saved, outputs
+        self.unpacks = bool(saved)  # asks for saved tensors, which starts the recomputation of a checkpointed block
         # an edge holds only where a gradient goes, never the forward tensor's storage
         self.edges: list[tuple[Node | str, int] | None] = [
             None if t is None or not t.requires_grad else (t.grad_fn or t.parameter or "input", t.slot) for t in inputs
@@ -101,6 +102,7 @@ class Recorder:
         self.roles: dict[int, Role] = {}
         self.labels: dict[int, str] = {}
         self.nodes: list[Node] = []
+        self.forgotten: list[Node] = []  # of the first forward of a checkpointed region
         self.scopes = [""]  # prefixes of labels, the innermost last
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
@@ -111,6 +113,8 @@ class Recorder:
         self.accumulating = False  # a gradient exists already
         self.release_gradients = False  # optimizer in backward: gradients die at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
+        self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
+        self.running: Node | None = None
         self.saves = 0  # tensors saved so far
         # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
         self.lingering: set[int] = set()
@@ -166,9 +170,10 @@ class Recorder:
             for t in kept:
                 if t.storage is not None and self.roles[t.storage.id] == "temporaries":
                     self.roles[t.storage.id] = "activations"
-        node = Node(inputs, kept if self.keep else [], apply, len(outs))
-        if self.keep:
-            self.nodes.append(node)
+        node = Node(inputs, kept, apply, len(outs))
+        if not self.keep:
+            node.saved = []
+        (self.nodes if self.keep else self.forgotten).append(node)
         for slot, out in enumerate(outs):
             out.requires_grad, out.grad_fn, out.slot = True, node, slot
         if self.stop_at is not None and self.saves >= self.stop_at:
@@ -196,23 +201,56 @@ class Recorder:
         if root.grad_fn is not None:
             buffers[root.grad_fn] = [gradient.pop()]
         del root
-        while self.nodes:
-            node = self.nodes.pop()
+        self._run(self.nodes, buffers)
+        received, self.input_gradient = self.input_gradient, [None]
+        return received[0]
+
+    def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
+        """The nodes behind a checkpointed region's last saved tensor run before it is computed again.
+
+        Returns how many of the region's nodes are left, and the gradients that wait for some of them.
+        """
+        buffers: Buffers = {}
+        if root.grad_fn is not None:
+            buffers[root.grad_fn] = [gradient.pop()]
+        del root
+        self._run(self.forgotten, buffers, ahead=True)
+        waiting = {i: buffers.pop(node) for i, node in enumerate(self.forgotten) if node in buffers}
+        left, self.forgotten = len(self.forgotten), []
+        return left, waiting
+
+    def resume(self, left: int, waiting: dict[int, list[Tensor | None]]) -> Tensor | None:
+        """The rest of the backward, through the nodes of the recomputation."""
+        del self.nodes[left:]
+        buffers = {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
+        self._run(self.nodes, buffers)
+        received, self.input_gradient = self.input_gradient, [None]
+        return received[0]
+
+    def _run(self, nodes: list[Node], buffers: Buffers, *, ahead: bool = False) -> None:
+        """Run nodes from the last on; `ahead`: up to the first that unpacks a saved tensor."""
+        while nodes:
+            if ahead and nodes[-1] in buffers and nodes[-1].unpacks:
+                return
+            node = nodes.pop()
             incoming = buffers.pop(node, None)
             if incoming is None:
                 node.saved = []
                 continue
-            edges = node.edges
+            edges, self.running = node.edges, node
             results = list(node.apply(incoming[0] if node.outputs == 1 else incoming))
             del incoming
-            node.saved = []
+            node.saved, self.running = [], None
             for edge in edges:
                 result = results.pop(0)
                 if edge is not None and result is not None:
                     self._deliver(buffers, edge, result)
                 del result
-        received, self.input_gradient = self.input_gradient, [None]
-        return received[0]
+
+    def returned_from_function(self) -> None:
+        """The gradients are computed; what remains is to bring them into their inputs' shape and dtype."""
+        if self.recomputed and self.running is not None:
+            self.running.saved = []
 
     def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
         node, slot = edge

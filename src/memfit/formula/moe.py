@@ -11,6 +11,7 @@ from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
+from memfit.formula.stacked import expert_factors, expert_weight, router_weight
 
 
 def mixture(block: Block, x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def gated(block: Block, x: Tensor, width: int) -> Tensor:
 def _router_logits(block: Block, x: Tensor, m: Mlp, wide: bool) -> Tensor:
     """A plain product, in fp32 where the router asks for it."""
     style, rec = block.style, block.rec
-    w = ops.weight(m.experts * block.width, style.weight, "router.weight", style.trained)
+    w = router_weight(block, m.experts * block.width)
     if wide:
         x, w = ops.cast(rec, x, 4, "fp32 hidden states"), ops.cast(rec, w, 4, "fp32 router")
     b = ops.weight(m.experts, style.weight, "router.bias", style.trained) if m.bias else None
@@ -110,21 +111,24 @@ def _best(rec: Recorder, scores: Tensor, m: Mlp, *, normed: bool) -> Tensor:
 def _experts(block: Block, x: Tensor, scores: Tensor) -> Tensor:
     """grouped_mm_experts_forward: tokens sorted by expert, two grouped products, and back."""
     m, rec, k = block.layer.mlp, block.rec, block.layer.mlp.experts_per_token
+    adapters = expert_factors(block)
     ids, order = _sorted(rec, k)
     selected = _index(rec, x, k * block.width, k, "selected hidden states")
     sample = _index(rec, scores, k, k, "sorted scores")
     counted = rec.new({"T": k}, 4, "expert of each row")
     biases = _expert_bias(block, 2 * m.width, "gate_up_proj_bias")
-    projected = _grouped(block, selected, 2 * m.width, "gate_up_proj", biases)
+    gate_up = expert_weight(block, "gate_up_proj", m.experts * block.width * 2 * m.width, adapters)
+    projected = _grouped(block, selected, gate_up, 2 * m.width, biases)
     projected = _gate(rec, projected, m)
     biases = _expert_bias(block, block.width, "down_proj_bias")
-    projected = _grouped(block, projected, block.width, "down_proj", biases)
+    down = expert_weight(block, "down_proj", m.experts * m.width * block.width, adapters)
+    projected = _grouped(block, projected, down, block.width, biases)
     weighted = ops.mul(rec, projected, sample, "weighted")
     inverse = rec.new({"T": k}, 8, "inverse order")
     weighted = _index(rec, weighted, k * block.width, 0, "in order again", [inverse])
     final = _sum_over_experts(rec, weighted, block.width)
     out = ops.cast(rec, final, x.itemsize, "experts' output")
-    del ids, order, selected, sample, counted, biases, projected, inverse, weighted, final
+    del ids, order, selected, sample, counted, biases, projected, inverse, weighted, final, gate_up, down, adapters
     return out
 
 
@@ -154,14 +158,12 @@ def _sum_over_experts(rec: Recorder, x: Tensor, width: int) -> Tensor:
     return rec.record(out, [x], [], lambda g: [rec.like(like, "expanded gradient")])
 
 
-def _grouped(block: Block, x: Tensor, out: int, name: str, biases: Tensor | None) -> Tensor:
+def _grouped(block: Block, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
     """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first."""
-    rec, style, m = block.rec, block.style, block.layer.mlp
-    ins = x.elements["T"] // m.experts_per_token
-    w = ops.weight(m.experts * ins * out, style.weight, f"experts.{name}", style.trained)
+    rec, m = block.rec, block.layer.mlp
     x = ops.cast(rec, x, w.itemsize, "in the dtype of the experts")
     need_x, need_w, x_like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()
-    y = rec.new({"T": m.experts_per_token * out}, w.itemsize, name)
+    y = rec.new({"T": m.experts_per_token * out}, w.itemsize, "output of the experts")
 
     def backward(g: Tensor) -> list[Tensor | None]:
         weight_grad = rec.like(w_like, "weight gradient") if need_w else None

@@ -89,7 +89,8 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
     """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
-    linears = {w.module for layer in architecture.kinds for w in layer.weights if w.kind == "linear"}
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
+    linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})
     if targets == ("attention",):

@@ -93,6 +93,8 @@ def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int)
     """A gradient brought back to its input's shape and dtype, as validate_outputs does."""
     if g is None:
         return None
+    if g.elements != elements or g.itemsize != itemsize:
+        rec.returned_from_function()
     if g.elements != elements:
         if set(elements) == {"1"}:
             g = column_sum(rec, elements["1"], g.itemsize, g.elements)

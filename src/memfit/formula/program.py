@@ -180,12 +180,16 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
     x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
     kept.clear()  # made again below, where the real run takes what was saved
     x.requires_grad = style.input_grad
+    root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
+    del out
+    left, waiting = rec.run_ahead(root, gradient)
+    del root
     rec.stop_at = saves
     again = CODES[style.code].block(block, x)
     rec.stop_at, rec.silent = None, False
     rec.exit_autocast()
-    root = Tensor(None, again.elements, again.itemsize, True, again.grad_fn)
+    rec.recomputed = True
     del again
-    result = rec.backward(root, gradient)
+    result = rec.resume(left, waiting)
     del x
     return result

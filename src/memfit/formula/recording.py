@@ -73,7 +73,12 @@ def _load(account: Account) -> Iterator[Name]:
     weights = _weights(account.architecture)
     trained = _trained(account)
     copies = [f"{name} (master)" for name in trained]
-    owners = weights + ([] if account.recipe.method == "full" else trained) + copies
+    owners = (
+        weights
+        + ["buffer"] * len(account.architecture.buffers)
+        + ([] if account.recipe.method == "full" else trained)
+        + copies
+    )
     for owner, item in zip(owners, account.static.stored, strict=False):
         if item.passing > 0:
             yield "temporaries", f"{owner} on its way"
@@ -120,5 +125,6 @@ def _trained(account: Account) -> list[str]:
     if r.method == "full":
         return _weights(a)
     targets = adapted(a, r.lora_targets)
-    parts = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)] + [("", a.head)]
+    blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
+    parts = [("", a.embedding), *blocks, ("", a.head)]
     return [prefix + w.name for prefix, weights in parts for w in adapter_weights(weights, targets, r.lora_rank)]

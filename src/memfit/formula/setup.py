@@ -9,7 +9,8 @@ from memfit.formula import shifted
 from memfit.formula.embedding import EmbeddingStyle
 from memfit.formula.head import HeadStyle
 from memfit.formula.masks import MaskStyle
-from memfit.formula.numerics import Capability, Numerics, attention_kernel, lora_modules
+from memfit.formula.numerics import Capability, Numerics, adapted, attention_kernel
+from memfit.formula.per_layer import per_layer_of
 from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
 from memfit.formula.style import Kernel, Mask, Style
@@ -34,11 +35,11 @@ class Situation:
 def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
               s: Situation) -> tuple[Style, ...]:  # fmt: skip
     """One style per layer; equal layers get equal styles, so they share a program."""
-    full = r.method == "full"
+    full, own = r.method == "full", per_layer_of(a)
     common = Style(
-        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=n.residual, trained=full,
+        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=_residual(a, n), trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
-        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else lora_modules(a, r.lora_targets),
+        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else adapted(a, r.lora_targets),
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
@@ -46,7 +47,8 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits,
         code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
-        mask_per_head=t.mask_per_head,
+        mask_per_head=t.mask_per_head, per_layer=own.joint if own else 0,
+        own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
     made: dict[int, Style] = {}
     styles = []
@@ -63,6 +65,16 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
             style = replace(style, input_grad=not frozen, holds_input=_embedding_alone(a))
         styles.append(style)
     return tuple(styles)
+
+
+def _residual(a: Architecture, n: Numerics) -> int:
+    """Width of the hidden states; autocast runs the LayerNorm of an embedding in fp32, and all that is added to it is."""
+    return 4 if n.autocast and _embedding_norm(a) else n.residual
+
+
+def _embedding_norm(a: Architecture) -> Norm | None:
+    """The norm right after the embedding."""
+    return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
 
 
 def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
@@ -123,10 +135,10 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
         tied=a.tied, tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
-        norm=Norm("layer") if any(w.kind == "norm" for w in a.embedding) else None, dropout=a.embedding_dropout,
+        norm=_embedding_norm(a), dropout=a.embedding_dropout,
         module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
         leaf=not full and r.checkpointing != "none" and s.train,
-        masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
+        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
     )  # fmt: skip
     masked = a.task == "masked-lm"
     head = HeadStyle(

@@ -25,6 +25,7 @@ class Static:
     """Everything that is not an activation. Plain numbers are bytes; each is one line of the account."""
 
     base: int  # weights as stored (payload alone when quantised)
+    buffers: int  # what modules hold beside their weights
     scales: int  # block scales and tables of a quantised base
     upcast: int  # what prepare_model_for_kbit_training's fp32 copies add
     adapter: int
@@ -45,7 +46,7 @@ class Static:
     @property
     def weights(self) -> int:
         """All weights on the card."""
-        return self.base + self.scales + self.upcast + self.adapter + self.master
+        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master
 
 
 @lru_cache(maxsize=512)
@@ -73,6 +74,7 @@ def static_bytes(
             stored.append(Stored((w.numel * width,), w.numel * n.weight if width != n.weight else 0))
             base += w.numel * n.weight
             upcast += w.numel * (width - n.weight)
+    stored += [Stored((size,)) for size in architecture.buffers]
     trained = trained_weights(architecture, method, rank, targets, n)
     adapter = 0
     if method != "full":
@@ -83,7 +85,7 @@ def static_bytes(
     sizes = [(w.numel, size) for w, size in trained]
     states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
-        base=base, scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
         largest_adapted=_largest_adapted(architecture, method, targets),
@@ -99,7 +101,7 @@ def trained_weights(
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
-    parts = [layer.weights for layer in architecture.layers] + [architecture.head]
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
     return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
 
 

@@ -37,6 +37,8 @@ class Style:
     shards: int = 0  # FSDP: a block's gradients become this share of them when its backward ends; 0: they stay
     shard_gradient: int = 0  # itemsize of those shares
     unit: int = 0  # bytes of a gathered block
+    per_layer: int = 0  # width of all layers' own embeddings together (Gemma 4)
+    own_input_grad: bool = False  # ... and they need a gradient
     use_cache: bool = False
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     code: str = "transformers"  # row of codes.CODES: whose model code runs
