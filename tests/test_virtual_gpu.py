@@ -12,12 +12,13 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.virtual import Card, virtual_gpu  # noqa: E402
 from memfit.virtual.deaths import Deaths  # noqa: E402
 from memfit.virtual.native import shadowed, structured  # noqa: E402
 from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
-from memfit.virtual.temporaries import flash_splits, reduction  # noqa: E402
+from memfit.virtual.temporaries import flash_splits  # noqa: E402
 
 MIB = 1 << 20
 
@@ -246,7 +247,7 @@ def test_operators_that_this_build_would_decompose_are_known() -> None:
     ],
 )  # fmt: skip
 def test_staging_of_sums_as_recorded(rows: int, columns: int, sms: int, expected: tuple[int, ...]) -> None:
-    assert reduction(rows, columns, fastest=False, multiprocessors=sms) == expected
+    assert reduction(rows, columns, fastest=False, multiprocessors=sms, threads=2048) == expected
 
 
 def test_split_keys_as_recorded() -> None:

@@ -18,11 +18,10 @@ from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
 from memfit.gpu import Gpu
 from memfit.job import Recipe
+from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.optimizers import Optimizer, optimizer
 from memfit.tape import Phase, Role
 from memfit.trainers import Trainer, trainer
-
-WORKSPACE_BYTES = ((9, 33_554_432), (0, 8_519_680))  # cuBLAS, per thread that multiplies, by capability (2.13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +66,11 @@ class Account:
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
-        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, _threads(gpu))
-        self.meter = meter_of(dims)
         capability = gpu.compute_capability or (8, 0)
-        self.workspace = next(size for major, size in WORKSPACE_BYTES if capability[0] >= major)
+        threads = threads_per_multiprocessor(capability)
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
+        self.meter = meter_of(dims)
+        self.workspace = cublas_workspace(capability)
         self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask
 
     @property
@@ -253,11 +253,6 @@ _MICRO: dict[tuple[Any, ...], MicroStep] = {}
 @lru_cache(maxsize=64)
 def _windows(a: Architecture) -> tuple[int, ...]:
     return tuple(sorted({layer.attention.window for layer in a.kinds if layer.attention.window is not None}))
-
-
-def _threads(gpu: Gpu) -> int:
-    """Threads per multiprocessor: 2048 on data-centre parts up to cc 9 and 10, 1536 on cc 8.6, 8.9 and 12, 1024 on 7.5."""
-    return {(8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (7, 5): 1024}.get(gpu.compute_capability or (8, 0), 2048)
 
 
 def _named(peak: Peak) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SPLIT_GOAL = 200  # blocks of keys times heads that the memory-efficient kernel's backward aims at
+from memfit.launches import key_splits, reduction
 
 Basis = str | tuple[str, int, int]
 Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys
@@ -80,9 +80,9 @@ class Dims:
             if kind == "mask":
                 return b * s * (columns * _ceil(s, width) if s % width else s)
             if kind == "keysplit":
-                return b * columns * width * min(max(SPLIT_GOAL // (b * columns), 1), -(-s // 64))
+                return b * columns * width * key_splits(b * columns, s)
             if kind == "reduce":
-                return reduce_staging(b * s * width, columns, 4, self.multiprocessors, self.threads_per_multiprocessor)
+                return self._staging(b * s * width, columns)
             return embedding_sort(b * s, columns, width)
         match basis:
             case "1":
@@ -111,6 +111,13 @@ class Dims:
                 return b * _ceil(s, 128)
         raise KeyError(basis)
 
+    def _staging(self, rows: int, columns: int) -> int:
+        """Bytes of the staging buffer of `x.sum(0)` over [rows, columns]."""
+        found = reduction(
+            rows, columns, fastest=False, multiprocessors=self.multiprocessors, threads=self.threads_per_multiprocessor
+        )
+        return found[0] if found else 0
+
     def bytes(self, size: Size) -> int:
         """A size for this batch, in bytes."""
         return sum(c * self.value(k) for k, c in size.items())
@@ -118,37 +125,6 @@ class Dims:
 
 def _ceil(n: int, step: int) -> int:
     return -(-n // step) * step
-
-
-def _power_of_two_below(n: int) -> int:
-    return 1 << (n.bit_length() - 1) if n > 0 else 1
-
-
-def reduce_staging(
-    rows: int, columns: int, acc_bytes: int, multiprocessors: int, threads_per_multiprocessor: int
-) -> int:
-    """Bytes of the staging buffer of `x.sum(0)` over [rows, columns] (ATen Reduce.cuh, setReduceConfig).
-
-    Source: the launch rules of at::native::gpu_reduce_kernel, checked against recorded kernels on cc 8.0 and 9.0.
-    """
-    if not columns or not rows:
-        return 0
-    vec = next(v for v in (4, 2, 1) if columns % v == 0)
-    most = 512 // vec
-    p0, p1 = min(_power_of_two_below(columns // vec), most), min(_power_of_two_below(rows), most)
-    width = min(p0, 32)
-    height = min(p1, most // width)
-    width = min(p0, most // height)
-    threads = width * height
-    per_thread = rows
-    if per_thread < min(height * 16, 256):
-        return 0
-    per_thread = -(-rows // height)
-    grid, target = -(-(columns // vec) // width), multiprocessors * (threads_per_multiprocessor // threads)
-    if per_thread < 256 or grid > target:
-        return 0
-    blocks = max(min(-(-target // grid), -(-per_thread // 16)), -(-per_thread // 256))
-    return acc_bytes * columns * blocks * width * vec if blocks > 1 else 0
 
 
 EMBEDDING_SORT_FROM = 3072  # indices; below it embedding_backward uses one dense kernel without buffers

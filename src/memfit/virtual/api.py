@@ -83,7 +83,7 @@ def _properties(card: Card) -> SimpleNamespace:
     major, minor = card.capability
     return SimpleNamespace(
         name=f"{card.gpu.vendor} {card.gpu.name}", major=major, minor=minor, total_memory=card.gpu.total_bytes,
-        multi_processor_count=card.gpu.sm_count or 108, max_threads_per_multi_processor=2048, warp_size=32,
+        multi_processor_count=card.multiprocessors, max_threads_per_multi_processor=card.threads, warp_size=32,
         regs_per_multiprocessor=65536, shared_memory_per_block_optin=101376, gcnArchName="", is_integrated=False,
         is_multi_gpu_board=False, uuid="virtual", L2_cache_size=50 << 20, shared_memory_per_multiprocessor=102400,
     )  # fmt: skip

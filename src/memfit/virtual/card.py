@@ -12,6 +12,7 @@ from torch import Tensor
 from memfit.alloc_conf import parse_alloc_conf
 from memfit.allocator import Allocator, OutOfMemory
 from memfit.gpu import Gpu
+from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.answers import Answers
 from memfit.virtual.ledger import Ledger
 from memfit.virtual.shapes import Blueprint
@@ -19,7 +20,6 @@ from memfit.virtual.storage import Storages
 from memfit.virtual.values import Values
 
 NOTHING = -1  # the number of tensors without bytes
-WORKSPACE_BYTES = (((9, 0), 33_554_432), ((0, 0), 8_519_680))  # cuBLAS of torch 2.13, from that compute capability on
 
 
 class Card:
@@ -37,10 +37,10 @@ class Card:
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()
         self.storages = Storages()
-        self.workspace = next(size for least, size in WORKSPACE_BYTES if self.capability >= least)
-        self.unseen: dict[
-            int, list[Tensor]
-        ] = {}  # backward pass -> results of all-reduces that the watchdog still holds
+        self.threads = threads_per_multiprocessor(self.capability)
+        self.workspace = cublas_workspace(self.capability)
+        # backward pass -> results of all-reduces that the watchdog still holds
+        self.unseen: dict[int, list[Tensor]] = {}
         self._workspaces: dict[tuple[int, int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:

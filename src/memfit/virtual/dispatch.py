@@ -11,15 +11,15 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from memfit.virtual.ledger import UNNAMED
-from memfit.virtual.native import delegates, registered, shadowed, structured
+from memfit.virtual.native import delegates, operator, registered, shadowed, structured, title
 from memfit.virtual.shapes import Shapes, blueprint
+from memfit.virtual.special import SPECIAL
 from memfit.virtual.temporaries import GEMMS, SCRIPTS
 from memfit.virtual.values import base, keeps, tensors
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
 
-aten = torch.ops.aten
 Handler = Callable[["Card", Any, tuple[Any, ...], dict[str, Any]], Any]
 _REGISTERED: list[torch.library.Library] = []
 _CARD: list[Card] = []  # the one that is active
@@ -52,16 +52,11 @@ def _register() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced is the point
         for name in dict.fromkeys((*registered(), *shadowed())):
-            own.impl(name, bound(_operator(name)), "CUDA")
+            own.impl(name, bound(operator(name)), "CUDA")
     everything.fallback(_kernel, "CUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "AutogradCUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "CUDA")
     _REGISTERED.extend([everything, own])
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
 
 
 def bound(op: Any) -> Callable[..., Any]:
@@ -92,7 +87,7 @@ def _handler(op: Any) -> Handler:
     schema = op._schema
     delegate = delegates().get(str(op).removeprefix("aten.").removesuffix(".default"))
     if delegate and schema.name.startswith("aten::"):  # builds with CUDA kernels ask for these; others compose them
-        return _delegated(_operator(delegate), schema.name.endswith("_"))
+        return _delegated(operator(delegate), schema.name.endswith("_"))
     special = SPECIAL.get(schema.name.removeprefix("aten::")) or SPECIAL.get(str(op).removeprefix("aten."))
     if special:
         return special
@@ -133,7 +128,7 @@ def _dynamic(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The shape depends on data: computed on the host, where what is not known is answered for."""
     known = card.values.run(op, args, kwargs)
     result = known if known is not None else op(*card.answers.stand_in(card.values, args), **kwargs)
-    out = card.tensors(blueprint(result), str(op))
+    out = card.tensors(blueprint(result), title(str(op)))
     if known is not None:
         for t, value in zip(tensors(out), tensors(known), strict=True):
             card.values.set(t, value)
@@ -145,20 +140,13 @@ def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return op._op_dk(DispatchKey.CPU, *args, **kwargs)
 
 
-def _title(name: str) -> str:
-    """`aten.mm.out` -> `mm`."""
-    library, _, rest = name.partition(".")
-    short = rest.partition(".")[0]
-    return short if library == "aten" else f"{library}.{short}"
-
-
 def _functional(name: str) -> Handler:
-    script, gemm, title = SCRIPTS.get(name), name in GEMMS, _title(name)
+    script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         order = script(card, args, kwargs) if script else ()
-        out = card.scripted(planned, order, title) if order else card.tensors(planned, title)
+        out = card.scripted(planned, order, label) if order else card.tensors(planned, label)
         if gemm:
             card.need_workspace()
         _know(card, op, args, kwargs, out)
@@ -169,19 +157,19 @@ def _functional(name: str) -> Handler:
 
 def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
     """An `out=` variant of `plain`; one that is not `trusted` may find that its output has another shape."""
-    script, gemm, title = SCRIPTS.get(name), name in GEMMS, _title(name)
+    script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = list(tensors([kwargs[n] for n in outs]))
         for t in out:
-            card.ledger.rename(base(t), title)
+            card.ledger.rename(base(t), label)
         if not trusted or (not out[0].numel() and torch.Tag.dynamic_output_shape not in plain.tags):
             planned = SHAPES(op, args, kwargs)
             for t, (shape, _, _) in zip(out, planned if len(out) > 1 else [planned], strict=True):
                 if tuple(t.shape) != shape:
                     t.resize_(shape)
         if script:
-            card.touch(script(card, args, kwargs), f"inside {_title(name)}")
+            card.touch(script(card, args, kwargs), f"inside {label}")
         if gemm:
             card.need_workspace()
         _know_written(card, op, args, kwargs, out, True)
@@ -191,12 +179,13 @@ def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
 
 
 def _in_place(name: str, schema: Any) -> Handler:
-    script, gemm, overwrites = SCRIPTS.get(name), name in GEMMS, schema.name in _OVERWRITES
+    script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
+    overwrites = schema.name in _OVERWRITES
     returns, returns_self = len(schema.returns), bool(schema.returns and schema.returns[0].alias_info)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if script:
-            card.touch(script(card, args, kwargs), f"inside {_title(name)}")
+            card.touch(script(card, args, kwargs), f"inside {label}")
         if gemm:
             card.need_workspace()
         first = args[0]
@@ -209,7 +198,7 @@ def _in_place(name: str, schema: Any) -> Handler:
         if returns_self:
             return first
         planned = SHAPES(op, args, kwargs)
-        return card.tensors(planned, name)
+        return card.tensors(planned, label)
 
     return run
 
@@ -250,4 +239,3 @@ _OVERWRITES = frozenset({
     "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_",
 })  # fmt: skip
 _HANDLERS: dict[Any, Handler] = {}
-from memfit.virtual.special import SPECIAL  # noqa: E402  (its functions use those above)

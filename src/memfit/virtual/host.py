@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.virtual.native import operator
 from memfit.virtual.patching import patched
 
 LARGE = 1 << 20  # bytes of a floating-point tensor that are no longer written
@@ -26,11 +27,6 @@ _WRITERS = (
 def untouched(t: Tensor) -> bool:
     """Whether writes to a tensor are left out."""
     return t.is_floating_point() and t.numel() * t.element_size() >= LARGE and t.device.type == "cpu"
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
@@ -61,7 +57,7 @@ def hollow_host() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of every kernel that is replaced
         for name in _WRITERS:
-            op = _operator(name)
+            op = operator(name)
             library.impl(name, _kernel(op), "CPU", with_keyset=True)
     init = torch.nn.init._no_grad_trunc_normal_  # looks at what it has drawn
     words = {"_no_grad_trunc_normal_": lambda t, *args, **kwargs: t if untouched(t) else init(t, *args, **kwargs)}

@@ -5,12 +5,26 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _SPECIAL = (
     "copy_", "silu_backward", "convolution", "convolution_backward",
 )  # C++ kernels for every device that look for a CUDA one inside  # fmt: skip
+
+
+def operator(name: str) -> Any:
+    """`add.out` or `relu` -> the overload of ATen."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def title(name: str) -> str:
+    """`aten.mm.out` -> `mm`."""
+    library, _, rest = name.partition(".")
+    short = rest.partition(".")[0]
+    return short if library == "aten" else f"{library}.{short}"
 
 
 @lru_cache(maxsize=1)

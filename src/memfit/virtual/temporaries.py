@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memfit.launches import key_splits, reduction
+
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
 
@@ -27,51 +29,11 @@ def _up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _power_below(n: int) -> int:
-    return 1 << (n.bit_length() - 1) if n > 0 else 1
-
-
 def _bytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-# --- reductions: at::native::gpu_reduce_kernel, Reduce.cuh setReduceConfig ---
-
-
-def reduction(inputs: int, outputs: int, fastest: bool, multiprocessors: int, acc_bytes: int = 4) -> tuple[int, ...]:
-    """(staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
-
-    inputs: elements that become one; fastest: they lie side by side.
-    """
-    vector = 1
-    if fastest:
-        width, height = inputs, outputs
-        if width > 128:
-            width //= 4
-    else:
-        vector = next(v for v in (4, 2, 1) if outputs % v == 0)
-        width, height = outputs // vector, inputs
-    most = 512 // vector
-    p0 = _power_below(width) if width < most else most
-    p1 = _power_below(height) if height < most else most
-    columns = min(p0, 32)
-    rows = min(p1, most // columns)
-    columns = min(p0, most // rows)
-    threads = columns * rows
-    split_inputs, split_outputs = (columns, 1) if fastest else (1, columns)
-    across = _up(inputs, split_inputs) >= min(rows * 16, 256)
-    if across:
-        split_inputs *= rows
-    else:
-        split_outputs *= rows
-    grid, target = _up(outputs // vector, split_outputs), multiprocessors * (2048 // threads)
-    per_thread = _up(inputs, split_inputs)
-    if not (across and per_thread >= 256 and grid <= target):
-        return ()
-    blocks = max(min(_up(target, grid), _up(per_thread, 16)), _up(per_thread, 256))
-    if blocks <= 1:
-        return ()
-    return acc_bytes * outputs * blocks * (1 if fastest else columns * vector), 4 * grid
+# --- reductions ---
 
 
 def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
@@ -89,16 +51,15 @@ def _staging(card: Card, args: Call) -> Script:
     for a in args[1:]:
         if isinstance(a, list | tuple):
             dims = a
-    if not x.numel():
-        return ()
     kept = [i for i in range(x.dim()) if dims and i not in {d % x.dim() for d in dims}]
-    outputs = prod(x.shape[i] for i in kept)
-    if not kept or outputs == 1:
-        return reduction(x.numel(), 1, True, card.multiprocessors)
-    if kept == list(range(len(kept))):
-        return reduction(x.numel() // outputs, outputs, True, card.multiprocessors)
-    if kept == list(range(x.dim() - len(kept), x.dim())):
-        return reduction(x.numel() // outputs, outputs, False, card.multiprocessors)
+    outputs, leading = prod(x.shape[i] for i in kept), list(range(len(kept)))
+    words = {"multiprocessors": card.multiprocessors, "threads": card.threads}
+    if not x.numel() or outputs == 1:
+        return reduction(x.numel(), 1, fastest=True, **words)
+    if kept == leading:
+        return reduction(x.numel() // outputs, outputs, fastest=True, **words)
+    if kept == [x.dim() - len(kept) + i for i in leading]:
+        return reduction(x.numel() // outputs, outputs, fastest=False, **words)
     return ()
 
 
@@ -183,7 +144,9 @@ def _efficient_backward(card: Card, args: Call, kwargs: Words) -> Script:
         * (padded * columns + 4 * (_up(queries, tile) if tile == 64 else _up(queries, 128) * columns // 64))
     )
     if wide > 128 and not fp32:
-        size += batch * heads * _up(keys, 128) * 64 * sum(_up(h, 128) * 128 for h in (wide, wide_value))
+        size += (
+            batch * heads * key_splits(batch * heads, keys) * 64 * sum(_up(h, 128) * 128 for h in (wide, wide_value))
+        )
     return [*script, 4 * size]
 
 
@@ -227,7 +190,7 @@ _CHUNK = 65536  # elements of a tensor that one block of a multi-tensor kernel t
 def _foreach_norm(card: Card, args: Call, kwargs: Words) -> Script:
     """ForeachReduceOp.cu: one partial result per chunk of the longest tensor, for every tensor, in fp32."""
     chunks = max((_up(t.numel(), _CHUNK) for t in args[0]), default=0)
-    return (4 * chunks * len(args[0]),)
+    return (4 * chunks * len(args[0]), *(~i for i in range(len(args[0]))))
 
 
 _TILE = 2048  # bytes that one block copies at a time (TensorShape.cu)
@@ -239,7 +202,7 @@ def _split_copy(card: Card, args: Call, kwargs: Words) -> Script:
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     parts = [size * source.stride(dim) * source.element_size() for size in sizes]
     chunks = prod(source.shape[:dim])
-    turns = _up(sum(_up(part, _TILE) for part in parts) * chunks, card.multiprocessors * (2048 // 128) * 2)
+    turns = _up(sum(_up(part, _TILE) for part in parts) * chunks, card.multiprocessors * (card.threads // 128) * 2)
     repeats = _up(turns, min(ceil(sqrt(turns)), chunks)) if turns else 1
     return (8 * (4 * len(parts) + 1 + sum(_up(part, _TILE * repeats) for part in parts)),)
 
