@@ -38,10 +38,12 @@ def case(row: Row) -> Case:
     if context:
         gpu = replace(gpu, context_bytes=int(context[1]) << 20)
     # the embeddings got 8-bit states too: transformers 4.16 registered none of them for 32 bits
+    torch = row.version("torch")
     profile = replace(
-        trainer("transformers"), embeddings_32bit=False, zeroes_gradients=(0,) < row.version("torch") < (2,)
-    )
+        trainer("transformers"), embeddings_32bit=False, zeroes_gradients=(0,) < torch < (2,),
+        softmax_keeps_input=(0,) < torch < (1, 11),
+    )  # fmt: skip
     return Case(
         architecture=architecture(classifier, row.model), recipe=recipe, gpu=gpu, profile=profile,
-        compared=compared_of(row), torch=row.version("torch"),
+        compared=compared_of(row), torch=torch,
     )  # fmt: skip

@@ -29,9 +29,8 @@ from the measurement:
 - torchtune: the rows were compiled, which a virtual GPU is not; a stand-in takes the place of the compiled loss. The
   eager blocks need more inside.
 - PEFT: samples are at most 768 tokens long, and that is what is traced; how long the longest was is not published.
-- The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. With checkpointing the trace
-  agrees to 0.2 %; without, the real run holds 1.5 GiB more at batch 4, as much as one fp32 tensor of attention scores per
-  layer; what it is was not found.
+- The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. Two habits of that PyTorch are
+  put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).
 """
 
 

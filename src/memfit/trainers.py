@@ -32,6 +32,9 @@ class Trainer:
     clip_grad: bool = True
     returns_cache: bool = False  # use_cache stays on without checkpointing; accelerate casts keys and values to fp32
     mask_per_head: bool = False  # PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads it
+    softmax_keeps_input: bool = (
+        False  # PyTorch before 1.11: softmax saves its input too, for its dtype (pull request 65242)
+    )
     zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
     optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
     keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over

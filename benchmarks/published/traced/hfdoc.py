@@ -33,7 +33,7 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def run(row: Row) -> None:
-    """The guide's script; gradients are zeroed, not freed, as PyTorch did before 2.0."""
+    """The guide's script on PyTorch 1.10: gradients are zeroed, not freed, and softmax saves its input too."""
     if "sequence classification" not in row.model:
         raise NotCovered(f"{row.model} under a plain transformers Trainer")
     if "bnb" in row.optimizer:
@@ -48,7 +48,11 @@ def run(row: Row) -> None:
     config = transformers.BertConfig(**given, attn_implementation="eager")
     model = transformers.BertForSequenceClassification(config).to("cuda")
     batch, accumulation = row.number("micro_batch", 1), row.number("grad_accum", 1)
-    with tempfile.TemporaryDirectory() as folder, patched(torch.nn.Module, zeroing(torch.nn.Module)):
+    old = (
+        patched(torch.nn.Module, zeroing(torch.nn.Module)),
+        patched(torch.nn.functional, {"softmax": softmax_of_its_time(torch.nn.functional.softmax)}),
+    )
+    with tempfile.TemporaryDirectory() as folder, old[0], old[1]:
         words = {
             "output_dir": folder, "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation,
             "fp16": "AMP" in row.weight_dtype, "gradient_checkpointing": row.checkpointing == "on", "max_steps": STEPS,
@@ -66,6 +70,29 @@ def run(row: Row) -> None:
 def zeroing(owner: Any) -> dict[str, Any]:
     """zero_grad with the default of its time."""
     return {"zero_grad": partialmethod(owner.zero_grad, set_to_none=False)}
+
+
+class Kept(torch.autograd.Function):
+    """The identity, saving what it passes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def softmax_of_its_time(now: Any) -> Any:
+    """Before 1.11 softmax kept its input, of which the backward needs the dtype alone (PyTorch pull request 65242)."""
+
+    def softmax(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wide = x.float() if torch.is_autocast_enabled("cuda") else x
+        return now(Kept.apply(wide) if wide.requires_grad else wide, *args, **kwargs)
+
+    return softmax
 
 
 def eight_bit(model: Any) -> Any:

@@ -11,6 +11,10 @@ from published.rows import Row
 
 _FABRIC = ("lightning==2.3.0", "lightning_utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0")
 _FABRIC += ("bitsandbytes==0.42.0", "setuptools==75.8.0")
+# what the Hub's client and datasets needed before they changed to another HTTP library
+_HTTP = ("requests==2.32.5", "urllib3==2.5.0", "charset_normalizer==3.4.3", "idna==3.10", "certifi==2025.8.3")
+_HTTP += ("aiohttp==3.12.15", "multidict==6.6.4", "yarl==1.20.1", "frozenlist==1.7.0", "propcache==0.3.2")
+_HTTP += ("aiosignal==1.4.0", "attrs==25.3.0", "aiohappyeyeballs==2.6.1")
 _RECENT = ("lightning==2.6.6", "lightning_utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0")
 
 # name -> what is installed, without dependencies, in a folder before the development environment's packages
@@ -25,13 +29,20 @@ STACKS: dict[str, tuple[str, ...]] = {
         "transformers==4.49.0",
         "tokenizers==0.21.4",
         "huggingface_hub==0.36.0",
+        *_HTTP,
         "accelerate==1.4.0",
         "peft==0.14.0",
         "datasets==3.2.0",
         "bitsandbytes==0.42.0",
         "setuptools==75.8.0",
     ),
-    "transformers 4.57": ("transformers==4.57.1", "peft==0.18.1", "tokenizers==0.22.2", "huggingface_hub==0.36.0"),
+    "transformers 4.57": (
+        "transformers==4.57.1",
+        "peft==0.18.1",
+        "tokenizers==0.22.2",
+        "huggingface_hub==0.36.0",
+        *_HTTP,
+    ),
     "transformers 5.23": (),
 }
 

@@ -114,7 +114,8 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
         weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
     if rec.autocast and not a.upcast:
         weights = ops.cast(rec, weights, 4, "autocast copy")
-    weights = ops.softmax(rec, weights, 4 if a.upcast else weights.itemsize)
+    wide = 4 if a.upcast else weights.itemsize
+    weights = ops.softmax(rec, weights, wide, keeps_input=style.softmax_keeps_input)
     weights = ops.cast(rec, weights, q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")

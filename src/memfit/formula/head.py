@@ -34,6 +34,7 @@ class HeadStyle:
     causal: bool = True  # labels are shifted
     cached: tuple[int, ...] = ()  # elements per token of every key and value that the model returns in 16 bits
     batched: bool = False  # several sequences: dropping the last token of each leaves no view
+    pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
 
 
 @lru_cache(maxsize=1024)

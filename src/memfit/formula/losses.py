@@ -202,7 +202,21 @@ def _cut(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [x, w], [x, w, *kept], backward), []
 
 
+def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """A classifier of every token, or of sequences: what BertForSequenceClassification puts above its encoder."""
+    basis = "B" if h.pooled else "T"
+    if h.pooled:
+        x = ops.slice(rec, x, {"B": h.width})
+        dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
+        bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
+        x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", h.trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", h.trained) if h.bias else None
+    logits = ops.linear(rec, x, w, {basis: h.vocabulary}, b, "logits")
+    return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
+
+
 LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "shifted": _shifted, "fused": _fused, "chunked": _chunked, "liger": _liger, "torchtune": _torchtune, "cce": _cut,
+    "full": _full, "shifted": _shifted, "fused": _fused, "chunked": _chunked, "liger": _liger, "torchtune": _torchtune, "cce": _cut, "classes": _classes,
     **litgpt.LOSSES, **torchtune.LOSSES,
 }  # fmt: skip

@@ -343,7 +343,7 @@ def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
     return rec.record(out, [x], [mask], lambda g: [rec.like(g, "dropout gradient")])
 
 
-def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax") -> Tensor:
+def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False) -> Tensor:
     """F.softmax(x, dtype=...): x is cast first (not so fp16), the output kept; backward multiplies it by the gradient."""
     x = cast(rec, x, itemsize, "fp32 copy")
     out = rec.like(x, label)
@@ -354,7 +354,7 @@ def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax") -> 
         del product
         return [result]
 
-    return rec.record(out, [x], [out], backward)
+    return rec.record(out, [x], [out, x] if keeps_input else [out], backward)
 
 
 def layer_norm(rec: Recorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:

@@ -47,7 +47,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits,
         code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
-        mask_per_head=t.mask_per_head, per_layer=own.joint if own else 0,
+        mask_per_head=t.mask_per_head, softmax_keeps_input=t.softmax_keeps_input, per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
     made: dict[int, Style] = {}
@@ -140,15 +140,23 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         leaf=not full and r.checkpointing != "none" and s.train,
         per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
     )  # fmt: skip
-    masked = a.task == "masked-lm"
+    masked, classes = a.task == "masked-lm", _classes(a)
+    outputs = classes or rows["tokens"]
     head = HeadStyle(
-        vocabulary=rows["tokens"], width=a.width, norm=a.final_norm, loss=t.head(r.loss), tied=a.tied, trained=full,
+        vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else t.head(r.loss),
+        pooled=any("pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head),
+        tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
-        bias=any(w.name.endswith("bias") and w.shape == (rows["tokens"],) for w in a.head), causal=not masked,
+        bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
         cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
     )  # fmt: skip
     return embedding, head
+
+
+def _classes(a: Architecture) -> int:
+    """How many classes a classifier tells apart; 0 for a head that predicts tokens."""
+    return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
 
 
 def _returned_cache(a: Architecture) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class Style:
     adapter: int = 4  # itemsize of the adapter weights
     kernel: Kernel = "flash"
     mask: Mask = "none"
+    softmax_keeps_input: bool = False  # PyTorch before 1.11
     mask_per_head: bool = False  # a mask whose rows need padding is copied for every head
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     dropout: bool = True  # train mode: the model's own dropout is active
