@@ -24,6 +24,7 @@ PAGES = [
     "docs/techniques.md",
     "docs/vocabulary.md",
     "docs/cli.md",
+    "docs/explain.md",
     "docs/extending.md",
 ]
 
@@ -230,6 +231,24 @@ def excerpt(path: str, start: str, stop: str) -> str:
     return f"```{language}\n{text}\n```\n"
 
 
+def causes() -> str:
+    """Every cause memfit explain knows, with its first remedy."""
+    from memfit.explain.remedies import REMEDIES
+    from memfit.finding import CAUSES
+
+    rows = ["| cause | what happened | first remedy |", "|---|---|---|"]
+    rows += [f"| `{cause}` | {title} | {REMEDIES[cause][0].text} |" for cause, title in CAUSES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def oom_cases() -> str:
+    """What benchmarks/oom_cases.py prints for the reports in tests/data."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/oom_cases.py"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    return done.stdout
+
+
 EXAMPLES = {
     "example_gpu": ("src/memfit/catalogue/gpus.toml", 'name = "L4"', "[[gpu]]"),
     "example_optimizer": ("src/memfit/optimizers.py", 'key="lion-8bit"', "Optimizer("),
@@ -255,6 +274,8 @@ GENERATORS = {
         articles,
         help_pages,
         glossary,
+        causes,
+        oom_cases,
     )
 } | {name: partial(excerpt, *where) for name, where in EXAMPLES.items()}
 

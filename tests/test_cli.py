@@ -71,6 +71,7 @@ FLAGS = {
         "--force",
         *COMMON,
     ],
+    "explain": ["--model", "--from", *CARDS, "--device", "--html", "--force", *RECIPE, *COMMON],
     "gpus": COMMON,
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],

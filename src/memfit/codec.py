@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from memfit.architecture import Architecture
 from memfit.capacity import Capacity, Slack
 from memfit.errors import BadInput
+from memfit.explain_doc import ExplainDoc
 from memfit.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe, check_values
@@ -175,6 +176,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.techniques/1": TechniquesDoc,
     "memfit.gpus/1": GpusDoc,
     "memfit.replay/1": ReplayDoc,
+    "memfit.explain/1": ExplainDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # what a reader looks for first
 

@@ -8,10 +8,10 @@ from types import ModuleType
 import click
 
 from memfit import __version__
-from memfit.cli import data, estimate, export, glossary, gpus, models, plan, replay, techniques, trace
+from memfit.cli import data, estimate, explain, export, glossary, gpus, models, plan, replay, techniques, trace
 from memfit.cli.flags import TAKEN, Argument, Flag
 
-COMMANDS = (plan, estimate, trace, techniques, replay, gpus, models, data, glossary, export)
+COMMANDS = (plan, estimate, trace, techniques, replay, explain, gpus, models, data, glossary, export)
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 

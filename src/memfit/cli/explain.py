@@ -1,0 +1,155 @@
+"""memfit explain: the text of an out-of-memory, a log or a snapshot in; who filled the card, and what to change, out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Argument, Flag, takes
+from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
+
+if TYPE_CHECKING:
+    from memfit.explain import Evidence, Price
+    from memfit.finding import Remedy
+    from memfit.tape import Tape
+
+EXAMPLES = (
+    "memfit explain train.log --model qwen2.5-7b --gpu rtx-4090",
+    "memfit explain - < train.log",
+    "memfit explain oom.pickle --html oom.html",
+)
+WHAT = Argument(
+    "what",
+    "a log or traceback ('-': standard input), a snapshot of torch.cuda.memory, or a tape",
+    "FILE",
+    required=True,
+)
+OWN = (
+    Flag("model", str, "The model that was trained: what to change is then priced in bytes.", "MODEL"),
+    Flag("device", int, "Which card of a snapshot. Default: the one with the longest history.", "N"),
+    Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
+    Flag("force", bool, "Overwrite files.", default=False),
+)
+MAX_LOG = 64 << 20  # bytes read of a log: its end
+BINARY = (b"\x80", b"\x1f\x8b")  # a pickle, or anything packed with gzip
+TAPE = b'{"format'
+
+
+@takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
+def run(what: str, **flags: Any) -> int:
+    """Say why memory ran out: who filled the card, not who asked last.
+
+    Reads the out-of-memory messages of every PyTorch version, tracebacks, logs, and snapshots of torch.cuda.memory. With
+    --model or --from each remedy is priced. The exit code is 0 where a cause is named, 4 where none is known.
+    """
+    from memfit.explain import explain
+    from memfit.explain.reading import memory_of
+
+    if flags["html"]:
+        from memfit.cli.files import check_free
+
+        check_free([Path(flags["html"])], flags["force"])
+    text, tape = _read(what, flags["device"])
+    evidence = _evidence(text, memory_of(tape) if tape else None)
+    findings = explain(evidence, _price(flags, evidence))
+    if flags["json"]:
+        from memfit.explain_doc import explain_doc
+
+        terminal.show_json(explain_doc(evidence, findings))
+    else:
+        from memfit.report.explain import explain_view
+
+        name = "standard input" if what == "-" else Path(what).name
+        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags)))
+    if flags["html"]:
+        _write(flags, what, tape)
+    return EXIT_TIGHT if findings[0].cause == "not-known" else 0
+
+
+def _evidence(text: str, memory: Any) -> Evidence:
+    from memfit.explain import read_text
+
+    return read_text(text, memory)
+
+
+def _read(what: str, device: int | None) -> tuple[str, Tape | None]:
+    """(text, None) of a log; ("", tape) of a recorded history. Raises BadInput for what cannot be read."""
+    path = Path(what)
+    try:
+        if what == "-":
+            content = sys.stdin.buffer.read(MAX_LOG)
+        else:
+            with path.open("rb") as file:
+                head = file.read(len(TAPE))
+                if head.startswith(BINARY) or head == TAPE:
+                    from memfit.snapshot import read
+
+                    return "", read(path, device)
+                file.seek(max(path.stat().st_size - MAX_LOG, 0))
+                content = file.read(MAX_LOG)
+    except OSError as error:
+        raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
+    if not content.strip():
+        raise BadInput(f"{what} is empty", hint="give the log with the error in it, or a snapshot")
+    return content.decode("utf-8", "replace"), None
+
+
+def _price(flags: dict[str, Any], evidence: Evidence) -> Price | None:
+    """What a remedy saves of the run that the flags describe; None where they describe none."""
+    if not flags["model"] and not flags["from_"]:
+        return None
+    from memfit import combinations
+    from memfit.cli.asked import asked, exact_recipe
+    from memfit.formula.estimate import estimate
+
+    message = evidence.message
+    if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
+        flags = {**flags, "gpu_memory": str(message.total)}
+    found = asked(flags["model"], flags)
+    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    before = estimate(found.architecture, recipe, found.gpu).peak.levels.reserved
+    for line in found.notes:
+        terminal.note(line)
+
+    def price(remedy: Remedy) -> int | None:
+        try:
+            changed = combinations.check(recipe.but(**dict(remedy.change)), found.architecture, found.gpu)
+            return before - estimate(found.architecture, changed, found.gpu).peak.levels.reserved
+        except MemfitError:  # this run cannot take it
+            return None
+
+    return price
+
+
+def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
+    """What could be typed next."""
+    found = []
+    if tape is not None and not flags["html"]:
+        found.append(["memfit", "explain", what, "--html", "oom.html"])
+    if tape is not None:
+        found.append(["memfit", "replay", what, "--alloc-conf", "expandable_segments:True"])
+    if flags["model"]:
+        found.append(["memfit", "plan", flags["model"], *(["--gpu", flags["gpu"]] if flags["gpu"] else [])])
+    return [shlex.join(line) for line in found]
+
+
+def _write(flags: dict[str, Any], what: str, tape: Tape | None) -> None:
+    """The page of a history."""
+    if tape is None:
+        raise BadInput("a text has no timeline", hint="--html is for snapshots and tapes")
+    from importlib.resources import files
+
+    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.cli.files import write_files
+    from memfit.cli.replay import version
+    from memfit.report.timeline_html import timeline_html
+
+    torch = version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
+    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
+    template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
+    page = timeline_html(template, Path(what).name, tape, settings, torch)
+    write_files({Path(flags["html"]): page}, flags["force"])
+    terminal.note(f"wrote {flags['html']}")

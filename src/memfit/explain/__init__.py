@@ -1,0 +1,87 @@
+"""Why memory ran out: from Evidence to Findings, the best first. Pure: texts and histories are read elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from memfit.explain.clue import Clue
+from memfit.explain.evidence import Evidence, Frame, Root, read_text
+from memfit.explain.history import memory_clues
+from memfit.explain.memory import Memory, holders
+from memfit.explain.oom_text import Message, messages
+from memfit.explain.remedies import remedies_of
+from memfit.explain.text import clues
+from memfit.finding import CAUSES, Cause, Confidence, Finding, Proof, Remedy
+
+Price = Callable[[Remedy], int | None]
+CERTAIN, LIKELY = 80, 55  # weights of clues from which a cause is called so
+MOST = 4  # findings told
+NEAR = 25  # how much weaker a second finding may be and still be told
+
+__all__ = ["Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text"]
+
+
+def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ...]:
+    """The causes that the evidence points at, best first; one Finding "not-known" where it points at none.
+
+    price: bytes a remedy saves, by the planner's estimate. What a history shows weighs more than what a text says.
+    """
+    told = [*(memory_clues(evidence) if evidence.memory else ()), *clues(evidence)]
+    best: dict[Cause, int] = {}
+    for clue in told:
+        best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
+    ranked = sorted(best, key=lambda cause: -best[cause])
+    top = best[ranked[0]] if ranked else 0
+    found = [
+        _finding(cause, _confidence(cause, best, top), [c for c in told if c.cause == cause], evidence, price)
+        for cause in ranked[:MOST]
+        if best[cause] >= top - NEAR
+    ]
+    return tuple(found) or (_unknown(evidence),)
+
+
+def _confidence(cause: Cause, best: dict[Cause, int], top: int) -> Confidence:
+    """A cause is certain only where nothing else is said as loudly."""
+    weight = best[cause]
+    rivals = sum(other >= CERTAIN for other in best.values())
+    if weight >= CERTAIN and weight == top and rivals == 1:
+        return "certain"
+    return "likely" if weight >= LIKELY else "possible"
+
+
+def _finding(
+    cause: Cause, confidence: Confidence, told: list[Clue], evidence: Evidence, price: Price | None
+) -> Finding:
+    proofs = tuple(dict.fromkeys(clue.proof for clue in sorted(told, key=lambda clue: -clue.weight)))
+    line = next((clue.line for clue in told if clue.line), "") or evidence.line
+    held = holders(evidence.memory.groups) if evidence.memory else ()
+    found = (_priced(remedy, price) for remedy in remedies_of(cause, evidence))
+    return Finding(cause, CAUSES[cause], proofs, held, tuple(found), confidence, line)
+
+
+def _priced(remedy: Remedy, price: Price | None) -> Remedy:
+    return replace(remedy, saves=price(remedy)) if price and remedy.change else remedy
+
+
+def _unknown(evidence: Evidence) -> Finding:
+    """What there is, without a conclusion."""
+    message = evidence.message
+    said: Iterable[Proof] = ()
+    if message is not None:
+        named = (
+            ("asked for", message.tried),
+            ("allocated by PyTorch", message.allocated),
+            ("reserved, not allocated", message.unallocated),
+        )
+        said = (Proof(text, size) for text, size in named if size is not None)
+    held = holders(evidence.memory.groups) if evidence.memory else ()
+    return Finding(
+        "not-known",
+        CAUSES["not-known"],
+        tuple(said),
+        held,
+        remedies_of("not-known", evidence),
+        "possible",
+        evidence.line,
+    )

@@ -1,0 +1,20 @@
+"""The noun Clue: a cause, how much speaks for it, and why; and the scale that rules of text and history share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.finding import Cause, Proof
+
+SURE, STRONG, WEAK, FAINT = 90, 70, 50, 30  # how much a sign says; SURE is said with certainty, FAINT only as possible
+SHOWN = 10  # what a history shows over what a text says of the same thing
+
+
+@dataclass(frozen=True, slots=True)
+class Clue:
+    """`line`: the user's own line it happens at, where that is known."""
+
+    cause: Cause
+    weight: int
+    proof: Proof
+    line: str = ""

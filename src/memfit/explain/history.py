@@ -1,0 +1,260 @@
+"""Findings from a recorded history: who was alive when memory ran out, since when, and what the pass under way asks for.
+
+The passes before the one that failed are its measure: what it starts with more than they did was kept (a leak, optimizer
+states), what it asks for more than they did is its own (a longer sample, another batch).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from memfit.explain.clue import SHOWN, STRONG, SURE, WEAK, Clue
+from memfit.explain.evidence import Evidence, Root
+from memfit.explain.memory import Group, Memory
+from memfit.finding import Proof
+from memfit.units import human
+
+TELLS = 0.10  # share of what is alive from which a holder explains anything
+MOST_OF_IT = 0.60  # share from which it explains nearly everything
+MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
+CACHED = (
+    0.25  # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
+)
+
+_LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
+_ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product|\bbmm\b|baddbmm", re.IGNORECASE)
+_STATES = re.compile(r"zeros|full|exp_avg|momentum|_init_group", re.IGNORECASE)
+_CACHE = re.compile(r"past|cache|\bkv", re.IGNORECASE)
+_OTHER_MODEL = re.compile(r"\bref|teacher|ema|old|best|frozen|backup|copy", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
+
+
+def memory_clues(evidence: Evidence) -> list[Clue]:
+    """Everything the history and the live process point at."""
+    memory = evidence.memory
+    assert memory is not None
+    return [clue for rule in RULES if (clue := rule(memory, evidence))]
+
+
+def _fragmented(m: Memory, e: Evidence) -> Clue | None:
+    if m.asked and m.capacity is not None:
+        free = m.capacity - m.allocated
+        if free < m.asked:
+            return None
+        return Clue(
+            "fragmentation",
+            SURE + SHOWN + 5,
+            Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free),
+        )
+    idle = m.reserved - m.allocated
+    if idle < CACHED * m.reserved:
+        return None
+    return Clue(
+        "fragmentation", WEAK, Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
+    )
+
+
+def _kept(m: Memory) -> list[Group]:
+    """Places whose tensors of three earlier passes or more are alive: nothing of an ordinary step is."""
+    lasting = ("parameters", "optimizer_states", "gradients", "workspace")
+    return [g for g in m.groups if g.role not in lasting and len([t for t in g.turns if 0 <= t < m.turn]) >= 2]
+
+
+def _old(group: Group) -> int:
+    return group.bytes - group.now
+
+
+def _leaking(m: Memory, e: Evidence) -> Clue | None:
+    kept = _kept(m)
+    held = sum(map(_old, kept))
+    if not kept or held < TELLS * m.requested or (m.asked and held < m.asked and held < MOST_OF_IT * m.requested):
+        return None
+    most = max(kept, key=_old)
+    passes = len([t for t in most.turns if 0 <= t < m.turn])
+    proof = Proof(
+        f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
+    )
+    evaluating = sum(m.evals[t] for t in most.turns if 0 <= t < m.turn)
+    root = _root(e, "graph") or _root(e, "collection") or _root(e, "hook")
+    line = root.line if root else most.line
+    if m.phase == "eval" and evaluating:
+        graph = "gradients on" in m.instant
+        return Clue("eval-graph" if graph else "eval-logits", SURE + SHOWN, proof, line)
+    return Clue("leak", SURE + SHOWN, proof, line)
+
+
+def _root(e: Evidence, *whats: str) -> Root | None:
+    found = [root for root in e.roots if root.what in whats]
+    return max(found, key=lambda root: root.bytes, default=None)
+
+
+def _hoarded(m: Memory, e: Evidence) -> Clue | None:
+    """A variable of the program that holds much: a container of tensors, or a tensor with its whole graph."""
+    root = _root(e, "collection", "hook", "graph")
+    if root is None or root.bytes < TELLS * m.requested:
+        return None
+    proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
+    if _CHECKPOINT.search(root.name) and root.what == "collection" and m.turn < 1:
+        return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
+    if _CACHE.search(root.name) and root.count > 1 and "forward" in m.instant and _root(e, "graph") is None:
+        return Clue("kv-cache", SURE + SHOWN, proof, root.line)
+    if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
+        return None
+    if m.phase == "eval":
+        return Clue(
+            "eval-graph" if root.what == "graph" or "gradients on" in m.instant else "eval-logits",
+            SURE,
+            proof,
+            root.line,
+        )
+    return Clue("leak", SURE, proof, root.line)
+
+
+def _exception(m: Memory, e: Evidence) -> Clue | None:
+    root = _root(e, "exception")
+    if root is None or root.bytes < TELLS * m.requested:
+        return None
+    return Clue(
+        "exception",
+        SURE + SHOWN + 5,
+        Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes),
+        root.line,
+    )
+
+
+def _twice(m: Memory, e: Evidence) -> Clue | None:
+    """Two models, or a model and a bare copy of its tensors."""
+    models = sorted((root for root in e.roots if root.what == "model"), key=lambda root: -root.bytes)
+    if len(models) < 2 or models[1].bytes < 0.5 * models[0].bytes or models[1].bytes < TELLS * m.requested:
+        return None
+    second = next((root for root in models if _OTHER_MODEL.search(root.name)), models[1])
+    names = " and ".join(f"'{root.name}'" for root in models[:2])
+    return Clue("two-copies", SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
+
+
+def _wide(m: Memory, e: Evidence) -> Clue | None:
+    """Weights in 32 bits that would have had room in 16."""
+    model = _root(e, "model")
+    if model is None or not model.wide or m.capacity is None or m.phase != "load":
+        return None
+    if model.bytes - model.wide < model.wide or m.requested + m.asked - model.wide // 2 <= m.capacity:
+        return Clue(
+            "wrong-dtype", SURE, Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits", model.wide), e.line
+        )
+    return None
+
+
+def _upcast(m: Memory, e: Evidence) -> Clue | None:
+    """A model in 16 bits whose embedding or head is in 32."""
+    model = _root(e, "model")
+    if model is None or not model.wide or model.wide > 0.9 * model.bytes or model.wide < TELLS * m.requested:
+        return None
+    return Clue(
+        "kbit-upcast",
+        SURE,
+        Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits, the rest is narrower", model.wide),
+        model.line,
+    )
+
+
+def _stepping(m: Memory, e: Evidence) -> Clue | None:
+    if not m.instant.startswith("optimizer step"):
+        return None
+    fresh = [g for g in m.groups if g.fresh]
+    states = sum(g.fresh for g in fresh if _STATES.search(g.label))
+    there = m.of("optimizer_states")
+    passing = sum(g.fresh for g in fresh) - states
+    asks_states = bool(_STATES.search(m.asked_by)) if m.asked_by else states >= passing
+    if (there and not asks_states) or passing > states or (m.asked_by and not asks_states):
+        return Clue(
+            "optimizer-step",
+            SURE + SHOWN,
+            Proof("the step's temporaries, beside states that are there", passing + m.asked),
+            e.line,
+        )
+    return Clue("optimizer-states", SURE + SHOWN, Proof("the first step makes the states", states + m.asked), e.line)
+
+
+def _grown(m: Memory, e: Evidence) -> Clue | None:
+    """What this pass starts with, and asks for, more than an earlier one of its kind."""
+    alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
+    if not alike or m.instant.startswith("optimizer") or m.phase == "load":
+        return None
+    demand = m.requested + m.asked - m.floors[m.turn]
+    before = max(m.peaks[t] - m.floors[t] for t in alike)
+    floor = m.floors[m.turn] - min(m.floors[t] for t in alike)
+    if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
+        proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
+        return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
+    states = m.of("optimizer_states")
+    if states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2:
+        proof = Proof(f"the first step had room; since it ended, {human(states)} of optimizer states are there", states)
+        return Clue("optimizer-states", SURE + 3, proof, e.line)
+    return None
+
+
+def _evaluating(m: Memory, e: Evidence) -> Clue | None:
+    if m.phase != "eval":
+        return None
+    if "gradients on" in m.instant:
+        return Clue("eval-graph", SURE, Proof("the evaluation runs with gradients on"), e.line)
+    gradients = m.of("gradients")
+    if gradients >= TELLS * m.requested and gradients >= m.asked:
+        return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
+    trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
+    if trained:
+        return Clue(
+            "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line
+        )
+    return None
+
+
+def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
+    """Bytes of the pass under way born at places that match, the failed request among them; and the largest's line."""
+    found = [
+        g
+        for g in m.groups
+        if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.label)
+    ]
+    asked = m.asked if pattern.search(m.asked_by) else 0
+    line = max(found, key=lambda g: g.bytes).line if found else ""
+    return sum(g.now if m.turn >= 0 else g.bytes for g in found) + asked, line
+
+
+def _logits(m: Memory, e: Evidence) -> Clue | None:
+    size, line = _share(m, _LOSS)
+    if size < 2 * TELLS * (m.requested + m.asked):
+        return None
+    return Clue("logits", SURE, Proof("logits and their copies in the loss", size), line or e.line)
+
+
+def _attention(m: Memory, e: Evidence) -> Clue | None:
+    """Only score matrices make attention's own places hold most of what a pass keeps."""
+    size, line = _share(m, _ATTENTION)
+    passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
+    if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
+        return None
+    if not any("softmax" in text for text in (*(g.label for g in m.groups), m.asked_by)) or _LOSS.search(m.asked_by):
+        return None
+    return Clue("attention", SURE - 3, Proof("score matrices and what is computed from them", size), line or e.line)
+
+
+def _room(m: Memory, e: Evidence) -> Clue | None:
+    """Nothing special: what lasts, or what the pass keeps, is too much."""
+    lasting = m.of("parameters", "gradients", "optimizer_states")
+    if m.phase == "load":
+        return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)
+    if lasting >= 0.7 * m.limit:
+        return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
+    kept = m.of("activations", "temporaries")
+    if kept < TELLS * m.requested:
+        return None
+    most = max((g for g in m.groups if g.role in ("activations", "temporaries")), key=lambda g: g.bytes)
+    return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), e.line or most.line)
+
+
+RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
+    _fragmented, _exception, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _grown, _evaluating, _logits,
+    _attention, _room,
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""The noun Memory: what a recorded history ends with, or holds at its highest: who is alive, since when, and what is free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.finding import Holder
+from memfit.tape import Role
+
+_LINE = re.compile(r"\(([^()\s]+:\d+)\)")
+_NUMBER = re.compile(r"(?<=[.\w])\.\d+(?=[.:])|(?<=layers\.)\d+")
+MOST_HOLDERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Live tensors of one role, born at one place: `label` has the layers' numbers left out.
+
+    `turns` are the forward passes (from 0) they were born in, -1: before the first. `now`: bytes born in the pass under
+    way, `fresh`: bytes born in its present part (forward, backward, optimizer step).
+    """
+
+    role: Role
+    label: str
+    bytes: int
+    count: int
+    largest: int
+    turns: tuple[int, ...] = ()
+    now: int = 0
+    fresh: int = 0
+
+    @property
+    def line(self) -> str:
+        """train.py:41, where it is recorded."""
+        found = _LINE.search(self.label)
+        return found[1] if found else ""
+
+    @property
+    def module(self) -> str:
+        """What the label says besides the line."""
+        return _LINE.sub("", self.label).strip(" ,:")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One instant, in bytes. `asked` is the request that failed (0: none did), `capacity` what the allocator could have.
+
+    `floors` are the bytes of tensors at the begin of each forward pass, `peaks` the most during each, `evals` says which
+    of them were no training. `recurring`: bytes that were born in three passes or more before the one under way.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+    capacity: int | None
+    asked: int
+    phase: str
+    instant: str
+    groups: tuple[Group, ...]
+    floors: tuple[int, ...] = ()
+    peaks: tuple[int, ...] = ()
+    evals: tuple[bool, ...] = ()
+    expandable: bool = False
+    asked_by: str = ""  # the operator and line of the request that failed
+
+    def of(self, *roles: Role) -> int:
+        """Bytes of some roles."""
+        return sum(group.bytes for group in self.groups if group.role in roles)
+
+    @property
+    def turn(self) -> int:
+        """The number of the forward pass under way, -1 before the first."""
+        return len(self.floors) - 1
+
+    @property
+    def limit(self) -> int:
+        """What the allocator could have, or had."""
+        return self.capacity if self.capacity is not None else self.reserved
+
+
+def unnumbered(label: str) -> str:
+    """'layers.3.mlp: mm (model.py:7)' -> 'layers.*.mlp: mm (model.py:7)': the same place of every layer."""
+    return _NUMBER.sub(lambda m: ".*" if m[0].startswith(".") else "*", label)
+
+
+def holders(groups: Sequence[Group], most: int = MOST_HOLDERS) -> tuple[Holder, ...]:
+    """The largest holders."""
+    top = sorted(groups, key=lambda g: -g.bytes)[:most]
+    return tuple(Holder(g.role, g.module, g.line, g.bytes, g.count) for g in top)

@@ -1,0 +1,127 @@
+"""Out-of-memory messages of every kind and version as the noun Message: what was asked, and what the card held.
+
+Each field is found by its own words, so that cut and quoted messages give what they have. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from memfit.units import GIB, KIB, MIB
+
+Kind = Literal["cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "host"]
+LONGEST = 4000  # characters that one message may take
+ASKS = "tried to allocate"
+APART = 300  # characters between the two halves of a message
+MOST = 64  # messages read of one text: one per rank is usual
+
+# what a message begins with. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
+# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, torch.distributed.elastic
+BEGINS: tuple[tuple[Kind, str], ...] = (
+    ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
+             r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"),
+    ("cublas", r"cublas_status_alloc_failed"),
+    ("cudnn", r"cudnn_status_alloc_failed"),
+    ("nccl", r"nccl\b[^\n]{0,200}out of memory|cuda failure (?:2 )?'out of memory'"),
+    ("bitsandbytes", r"error out of memory at line \d+ in file"),
+    ("mps", r"mps backend out of memory"),
+    ("hip", r"\bhip(?: error:)? out of memory"),
+    ("xpu", r"\bxpu out of memory"),
+    ("driver", r"cuda (?:driver )?error: out of memory|cudaerrormemoryallocation|cuda_error_out_of_memory"),
+    ("cuda", r"cuda out of memory|tried to allocate"),
+    ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
+             r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
+             r"|exit ?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
+)  # fmt: skip
+_BEGIN = re.compile("|".join(f"(?P<k{n}>{words})" for n, (_, words) in enumerate(BEGINS)), re.IGNORECASE)
+_SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
+_FIELDS: dict[str, str] = {
+    "tried": rf"tried to allocate (?:more than )?{_SIZE}",
+    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}",
+    "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free",
+    "in_process": rf"this process has {_SIZE}",
+    "allowed": rf"{_SIZE} allowed",
+    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
+    "private": rf"with {_SIZE} allocated in private pools",
+    "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated",
+    "reserved": rf"{_SIZE} reserved in total|{_SIZE} cached",
+}
+_FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
+_PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
+_FACTOR = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
+WSL = 1 << 60  # bytes no process has: what Windows' accounting gives where it does not know (17179869184 GiB)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One out-of-memory. Bytes are None where the text does not give them; `others` are (process, bytes) besides this."""
+
+    kind: Kind
+    tried: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    unallocated: int | None = None  # reserved by PyTorch, no tensor has it
+    reserved: int | None = None
+    in_process: int | None = None  # all of this process, its context included
+    private: int | None = None  # of CUDA graphs' pools
+    allowed: int | None = None  # by set_per_process_memory_fraction
+    others: tuple[tuple[int, int], ...] = ()
+    advises_expandable: bool = False
+
+    @property
+    def outside(self) -> int | None:
+        """Bytes of the card that PyTorch's allocator of this process does not have; None where it cannot be told."""
+        if self.total is None or self.free is None or self.reserved is None:
+            return None
+        return max(self.total - self.free - self.reserved, 0)
+
+    @property
+    def facts(self) -> int:
+        """How many of the sizes are given."""
+        return sum(getattr(self, f.name) is not None for f in fields(self) if f.name in _FIELDS)
+
+
+def messages(text: str) -> tuple[Message, ...]:
+    """The messages in a text, the same one of many ranks once; the fullest first."""
+    starts: list[tuple[int, Kind]] = []
+    asked = False  # the message under way has said what it asked for
+    for found in _BEGIN.finditer(text):
+        kind = BEGINS[int(str(found.lastgroup)[1:])][0]
+        asks = found[0].lower() == ASKS
+        if starts and asks and found.start() - starts[-1][0] < APART and not asked:
+            asked = True  # "CUDA out of memory. Tried to allocate": one message
+            continue
+        asked = asks
+        starts.append((found.start(), kind))
+        if len(starts) == MOST:
+            break
+    edges = [begin for begin, _ in starts] + [len(text)]
+    read = (
+        _message(kind, text[begin : min(edges[number + 1], begin + LONGEST)])
+        for number, (begin, kind) in enumerate(starts)
+    )
+    return tuple(sorted(dict.fromkeys(read), key=lambda m: -m.facts))
+
+
+def _message(kind: Kind, text: str) -> Message:
+    sizes = {name: _size(match) for name, pattern in _FOUND.items() if (match := pattern.search(text))}
+    reserved, unallocated, allocated = sizes.get("reserved"), sizes.get("unallocated"), sizes.get("allocated")
+    if allocated is not None and reserved is None and unallocated is not None:
+        sizes["reserved"] = allocated + unallocated
+    elif allocated is not None and reserved is not None and unallocated is None:
+        sizes["unallocated"] = max(reserved - allocated, 0)
+    others = tuple((int(m[1]), _bytes(m[2], m[3])) for m in _PROCESS.finditer(text))
+    advises = "expandable_segments" in text or "max_split_size_mb" in text
+    return Message(kind, others=others, advises_expandable=advises, **sizes)
+
+
+def _size(match: re.Match[str]) -> int:
+    number, unit = [group for group in match.groups() if group is not None][:2]
+    return _bytes(number, unit)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _FACTOR[unit[0].lower()])

@@ -1,0 +1,116 @@
+"""A Tape as the noun Memory: played to its out-of-memory, or to the instant at which most was alive."""
+
+from __future__ import annotations
+
+import re
+
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.errors import BadInput
+from memfit.explain.memory import Group, Memory, unnumbered
+from memfit.replay import alive_at_start, begun
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Role, Tape
+
+
+def memory_of(tape: Tape, asked_by: str = "") -> Memory:
+    """What the card held when memory ran out, or when most was alive."""
+    torch, settings = _made_with(tape)
+    last = _instant(tape)
+    failed = isinstance(tape.events[last], Oom) if last >= 0 else False
+    capacity = int(tape.about["capacity"]) if tape.about.get("capacity", "").isdecimal() else None
+    play = _Play(Allocator(capacity if failed else None, settings, torch), tape)
+    asked = play.through(tape.events[: last + 1])
+    allocator = play.allocator
+    return Memory(
+        allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
+        play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
+        settings.expandable_segments, asked_by,
+    )  # fmt: skip
+
+
+def _made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
+    found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
+    torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
+    try:
+        return torch, parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
+    except BadInput:
+        return torch, AllocSettings()
+
+
+def _instant(tape: Tape) -> int:
+    """The index of the last out-of-memory; without one, of the event after which most bytes were alive; -1: none."""
+    live = {alloc.id: alloc.size for alloc in alive_at_start(tape.start)}
+    total = most = sum(live.values())
+    best = oom = -1
+    for index, event in enumerate(tape.events):
+        if type(event) is Alloc:
+            live[event.id] = event.size
+            total += event.size
+            if total > most:
+                most, best = total, index
+        elif type(event) is Free:
+            total -= live.pop(event.id, 0)
+        elif type(event) is Oom:
+            oom = index
+    return oom if oom >= 0 else best
+
+
+class _Play:
+    """The replay, with every live tensor's birth."""
+
+    def __init__(self, allocator: Allocator, tape: Tape) -> None:
+        self.allocator = allocator
+        self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
+        self.start = tape.start
+        self.mark, self.marks = Mark("load", "load"), 0
+        self.floors: list[int] = []
+        self.peaks: list[int] = []
+        self.evals: list[bool] = []
+
+    def through(self, events: tuple[Event, ...]) -> int:
+        """Play; the bytes of the request that failed at the end, 0 when none did."""
+        live: dict[int, Block | None] = {}
+        asked = 0
+        try:
+            live = begun(self.allocator, self.start)
+            for event in events:
+                if type(event) is Alloc:
+                    asked = event.size
+                    live[event.id] = self.allocator.malloc(event.size, event.stream)
+                    self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
+                    if self.peaks and self.allocator.requested > self.peaks[-1]:
+                        self.peaks[-1] = self.allocator.requested
+                elif type(event) is Free:
+                    self.allocator.free(live.pop(event.id))
+                    del self.owner[event.id]
+                elif type(event) is Mark:
+                    self._begin(event)
+                elif type(event) is EmptyCache:
+                    self.allocator.empty_cache()
+                asked = event.size if type(event) is Oom else 0
+        except OutOfMemory as error:
+            return error.requested or asked
+        return asked
+
+    def _begin(self, mark: Mark) -> None:
+        self.mark, self.marks = mark, self.marks + 1
+        if mark.instant.startswith("forward"):
+            self.floors.append(self.allocator.requested)
+            self.peaks.append(self.allocator.requested)
+            self.evals.append(mark.phase == "eval")
+
+    def groups(self) -> tuple[Group, ...]:
+        """Who is alive, the largest first."""
+        turn = len(self.floors) - 1
+        found: dict[tuple[Role, str], list[tuple[int, int, int]]] = {}
+        for alloc, born, part in self.owner.values():
+            found.setdefault((alloc.role, unnumbered(alloc.label)), []).append((alloc.size, born, part))
+        made = [
+            Group(
+                role, label, sum(row[0] for row in rows), len(rows), max(row[0] for row in rows),
+                tuple(sorted({row[1] for row in rows})), sum(row[0] for row in rows if row[1] == turn),
+                sum(row[0] for row in rows if row[2] == self.marks),
+            )
+            for (role, label), rows in found.items()
+        ]  # fmt: skip
+        return tuple(sorted(made, key=lambda group: -group.bytes))

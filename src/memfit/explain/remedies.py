@@ -1,0 +1,113 @@
+"""What to change for each cause: the setting, its cost, and the Recipe fields that price it. Advice of others is checked."""
+
+from __future__ import annotations
+
+from memfit.explain.evidence import Evidence
+from memfit.finding import Cause, Remedy
+
+NONE, SLOWER, QUALITY = "no cost", "slower", "changes what is learned"
+
+FUSED = Remedy("fused loss: TRL 1.15+ has it by default, elsewhere use_liger_kernel=True", NONE, (("loss", "fused"),))
+CHECKPOINTING = Remedy(
+    "gradient_checkpointing=True", "about a quarter more time per step", (("checkpointing", "full"),)
+)
+BATCH_1 = Remedy("per_device_train_batch_size=1, and as many gradient_accumulation_steps", NONE, (("micro_batch", 1),))
+EIGHT_BIT = Remedy('optim="adamw_bnb_8bit"', "negligible in most fine-tunes", (("optimizer", "adamw-8bit"),))
+FUSED_STEP = Remedy(
+    'optim="adamw_torch_fused" (fused=True): no copy of all weights in the step', NONE, (("optimizer", "adamw"),)
+)
+LORA = Remedy("LoRA: peft_config=LoraConfig(...)", QUALITY, (("method", "lora"),))
+QLORA = Remedy("QLoRA: a 4-bit base under LoRA", QUALITY, (("method", "qlora"), ("quantization", "nf4-double")))
+SHARDED = Remedy(
+    "shard the weights: ZeRO-3 or FSDP", "weights cross the links in every pass", (("shard", "parameters"),)
+)
+OFFLOADED = Remedy("optimizer states in host RAM: DeepSpeed offload_optimizer", SLOWER, (("offload", "optimizer"),))
+FLASH = Remedy('attn_implementation="sdpa" or "flash_attention_2"', NONE, (("attention", "sdpa"),))
+SHORTER = Remedy("cut or filter the longest samples: max_length", "long samples lose their end")
+EXPANDABLE = Remedy(
+    "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)",
+    NONE,
+    (("alloc_conf", "expandable_segments:True"),),
+)
+SAME_SHAPES = Remedy("pad to a multiple, or to one length: fewer shapes, fewer holes", "some padding is computed")
+ON_CPU = Remedy('torch.load(..., map_location="cpu"), and del it after load_state_dict', NONE)
+LAUNCH = Remedy(
+    "start with torchrun or accelerate launch, and torch.cuda.set_device(LOCAL_RANK) before anything else", NONE
+)
+BF16 = Remedy('load with dtype=torch.bfloat16 (dtype="auto")', "none for a frozen base", (("precision", "bf16"),))
+
+REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
+    "capacity": (SHARDED, EIGHT_BIT, OFFLOADED, LORA, QLORA),
+    "activations": (CHECKPOINTING, BATCH_1, SHORTER),
+    "logits": (FUSED, BATCH_1),
+    "attention": (FLASH, BATCH_1),
+    "kv-cache": (Remedy("use_cache=False in training", NONE),),
+    "long-sample": (Remedy("put the longest batch first, so that it fails at once or not at all", NONE), SHORTER, BATCH_1),
+    "image-tokens": (Remedy("limit the pixels: max_pixels, image_max_pixels", "less detail"), BATCH_1),
+    "pairs": (SHORTER, BATCH_1, Remedy("a smaller max_length: it counts twice", "long pairs are cut")),
+    "group-batch": (Remedy("fewer num_generations, or a smaller per_device_train_batch_size", QUALITY), FUSED),
+    "reference-model": (Remedy("precompute_ref_log_probs=True, or train with LoRA: no second model", NONE), LORA),
+    "optimizer-states": (EIGHT_BIT, SHARDED, OFFLOADED, LORA),
+    "optimizer-step": (FUSED_STEP, EIGHT_BIT, SHARDED),
+    "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE), Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
+    "eval-batch": (Remedy("per_device_eval_batch_size=1 (its default is 8)", SLOWER),),
+    "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own", SLOWER),),
+    "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
+    "eval-graph": (Remedy("with torch.no_grad(): around the evaluation", NONE),),
+    "resume-states": (ON_CPU, EIGHT_BIT, BATCH_1),
+    "stale-checkpoint": (ON_CPU, Remedy("del checkpoint; gc.collect(); torch.cuda.empty_cache()", NONE)),
+    "save-gather": (Remedy("SHARDED_STATE_DICT, or offload_to_cpu=True with rank0_only=True", NONE),),
+    "merge": (Remedy("merge on the CPU, in a process of its own", SLOWER),),
+    "two-copies": (Remedy("keep one copy on the card: del the other, or leave it on the CPU", NONE),),
+    "wrong-dtype": (BF16,),
+    "kbit-upcast": (Remedy("embeddings_skip_upcast: true (axolotl), or cast the embeddings back to bf16", NONE),),
+    "fsdp-upcast": (Remedy("count 4 bytes per trained weight: FSDP2 keeps them in fp32", NONE), EIGHT_BIT),
+    "modules-to-save": (Remedy("trainable_token_indices, or LoRA on the embedding, instead of modules_to_save", NONE),),
+    "dequantized": (Remedy("train from the 16-bit checkpoint, sharded (ZeRO-3, FSDP)", NONE), SHARDED),
+    "quantize-peak": (Remedy("fewer loading workers, or a checkpoint that is quantised already", SLOWER),),
+    "load-peak": (Remedy("fsdp_cpu_ram_efficient_loading: true, sync_module_states: true (QLoRA: qlora_sharded_model_loading)", NONE),),
+    "replicated": (SHARDED, Remedy("no device_map in a sharded run", NONE)),
+    "zero3-init": (Remedy("make the training arguments (HfDeepSpeedConfig) before from_pretrained", NONE),),
+    "quantized-unsharded": (Remedy("bnb_4bit_quant_storage: bfloat16, so that FSDP shards the 4-bit weights", NONE),),
+    "fsdp-wrap": (Remedy("wrap each layer: auto_wrap_policy TRANSFORMER_BASED_WRAP with its layer class", NONE),),
+    "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card", "disk space"), QLORA),
+    "ranks-on-one-gpu": (LAUNCH, ON_CPU),
+    "data-parallel": (Remedy("torchrun (DDP) instead of python; or CUDA_VISIBLE_DEVICES=0", NONE),),
+    "inference-engine": (Remedy("a smaller vllm_gpu_memory_utilization; vllm_enable_sleep_mode=True", "slower generation"),),
+    "other-process": (Remedy("see nvidia-smi, end the process that is left over", NONE),),
+    "nccl": (Remedy("share one process group (mesh); NCCL_BUFFSIZE smaller", "slower links"),),
+    "buckets": (Remedy("smaller reduce_bucket_size and allgather_bucket_size (5e7)", "slower links"),),
+    "fragmentation": (EXPANDABLE, SAME_SHAPES),
+    "leak": (Remedy("keep numbers, not tensors: loss.item(), .detach().cpu()", NONE),),
+    "exception": (Remedy("handle it outside the except block, then gc.collect() and torch.cuda.empty_cache()", NONE),),
+    "host-ram": (Remedy("more host memory, or one process that loads for all: low_cpu_mem_usage", "larger machine"),),
+    "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller recipe", NONE),),
+    "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": False}', NONE),),
+    "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot()", NONE),),
+}  # fmt: skip
+
+ALREADY = Remedy("expandable segments are on already: the error's own hint changes nothing", NONE)
+BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
+
+
+def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
+    """The remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
+    found = REMEDIES[cause]
+    if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
+        found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
+    return found
+
+
+def not_expandable(evidence: Evidence) -> Remedy | None:
+    """Why expandable segments, which PyTorch's message suggests every time, are no remedy here."""
+    outside = evidence.text
+    for hint in (
+        "try setting pytorch_cuda_alloc_conf=expandable_segments:true",
+        "try setting pytorch_alloc_conf=expandable_segments:true",
+    ):
+        outside = outside.replace(hint, "")
+    if "expandable_segments:true" in outside or (evidence.memory and evidence.memory.expandable):
+        return ALREADY
+    if any(word in outside for word in ("vllm", "sleep_mode", "cumemallocator")):
+        return BESIDE_VLLM
+    return None

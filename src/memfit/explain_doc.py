@@ -1,0 +1,30 @@
+"""The JSON document of an explanation; codec.py knows it among the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from memfit.explain import Evidence, Message
+from memfit.finding import Finding
+
+
+class ExplainDoc(Struct, frozen=True, kw_only=True):
+    """`memfit explain --json`. `findings` are ranked; the first is the cause, "not-known" where none was found."""
+
+    schema: Literal["memfit.explain/1"] = "memfit.explain/1"
+    source: Literal["text", "history"]
+    when: Annotated[str, Meta(description="the part of a run it failed in, '' where that is not known")]
+    findings: tuple[Finding, ...]
+    messages: Annotated[tuple[Message, ...], Meta(description="the out-of-memory messages in the text, fullest first")]
+    shortfall: Annotated[int | None, Meta(description="bytes that were missing, where the message or history tells")]
+
+
+def explain_doc(evidence: Evidence, findings: tuple[Finding, ...]) -> ExplainDoc:
+    """An explanation as a document."""
+    memory = evidence.memory
+    return ExplainDoc(
+        source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""An explanation: the cause in a line, its evidence in bytes, who held the memory, and what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.explain import Evidence
+from memfit.finding import Finding, Holder, Proof, Remedy
+from memfit.report.layout import Ends, commands, paragraphs, table, text
+from memfit.report.words import DOT, ROLE_WORDS
+from memfit.units import gib, human
+
+SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
+
+
+def explain_view(name: str, evidence: Evidence, findings: Sequence[Finding], next_up: Sequence[str] = ()) -> Group:
+    """The whole answer of `memfit explain`."""
+    first, *others = findings
+    parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence))), "", _cause(first), ""]
+    if first.evidence:
+        parts += [paragraphs([("evidence:" if not n else "", proof(p)) for n, p in enumerate(first.evidence)]), ""]
+    if first.holders:
+        parts += [who(first.holders), ""]
+    if first.remedies:
+        parts += [_remedies(first.remedies, evidence.shortfall), ""]
+    if others:
+        parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
+    return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
+
+
+def two_lines(finding: Finding) -> tuple[str, str]:
+    """The cause and its first remedy, for programs that go on after an out-of-memory."""
+    at = f" at {finding.line}" if finding.line else ""
+    remedy = finding.remedies[0].text if finding.remedies else "a snapshot would tell more"
+    return f"{finding.cause} ({finding.confidence}){at}: {finding.title}", f"try: {remedy}"
+
+
+def _cause(finding: Finding) -> Text:
+    at = f"{DOT}at {finding.line}" if finding.line else ""
+    return Text.assemble(
+        (finding.cause.upper(), SAID[finding.confidence]), f"  {finding.confidence}{DOT}{finding.title}{at}"
+    )
+
+
+def _short(finding: Finding) -> str:
+    why = f": {proof(finding.evidence[0])}" if finding.evidence else ""
+    return f"{finding.cause} ({finding.confidence}){why}"
+
+
+def _numbers(evidence: Evidence) -> str:
+    """What was asked and what there was, in one line."""
+    m, memory = evidence.message, evidence.memory
+    named: list[tuple[str, int | None]] = []
+    if memory is not None:
+        named = [
+            ("asked", memory.asked or None),
+            ("allocated", memory.allocated),
+            ("reserved", memory.reserved),
+            ("room", memory.capacity),
+        ]
+    elif m is not None:
+        named = [
+            ("asked", m.tried),
+            ("card", m.total),
+            ("free", m.free),
+            ("allocated", m.allocated),
+            ("reserved, no tensor", m.unallocated),
+        ]
+    return DOT.join(f"{word} {human(size)}" for word, size in named if size is not None) or "no sizes in it"
+
+
+def proof(p: Proof) -> str:
+    """One line of evidence; its size is said unless the sentence has it."""
+    return p.text if p.bytes is None or human(p.bytes) in p.text else f"{p.text}: {human(p.bytes)}"
+
+
+def who(held: Sequence[Holder]) -> RenderableType:
+    """The holders as a table."""
+    made = table("who held it", "module", "line", ">tensors", ">GiB")
+    for h in held:
+        made.add_row(
+            ROLE_WORDS[h.role].title,
+            text(h.module or "before the recording began"),
+            text(h.line),
+            str(h.count),
+            gib(h.bytes, 2),
+        )
+    return made
+
+
+def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> RenderableType:
+    made = table("set", ">saves", "cost")
+    for r in remedies:
+        enough = " (enough)" if shortfall is not None and r.saves is not None and r.saves >= shortfall else ""
+        made.add_row(text(r.text), f"{human(r.saves)}{enough}" if r.saves is not None else "", text(r.cost))
+    return made

@@ -1,0 +1,298 @@
+"""memfit explain: messages of every version read to the byte, signs read in context, remedies checked and priced."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import cli, codec
+from memfit.explain import Evidence, explain, messages, read_text
+from memfit.explain.clue import SURE
+from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
+from memfit.explain.signs import SIGNS
+from memfit.finding import CAUSES, Cause
+from memfit.job import RECIPE_FIELDS
+from memfit.units import GIB, MIB
+
+ROOT = Path(__file__).resolve().parents[1]
+SNAPSHOT = ROOT / "tests" / "data" / "snapshots" / "plain-full.pickle.gz"
+
+
+def g(number: float) -> int:
+    return int(number * GIB)
+
+
+def m(number: float) -> int:
+    return int(number * MIB)
+
+
+NOW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of "
+    "which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.43 GiB memory in use. Of the allocated memory "
+    "21.50 GiB is allocated by PyTorch, and 300.50 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "1.x": ("RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 8.00 GiB total capacity; 7.20 GiB already allocated; "
+            "0 bytes free; 7.30 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb",
+            {"kind": "cuda", "tried": m(20), "total": g(8), "allocated": g(7.2), "free": 0, "reserved": g(7.3),
+             "unallocated": g(7.3) - g(7.2), "advises_expandable": True}),
+    "1.3": ("CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 11.91 GiB total capacity; 5.52 GiB already allocated; 2.06 MiB free; 184.00 KiB cached)",
+            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "reserved": 184 * 1024}),
+    "2.0 several": ("CUDA out of memory. Tried to allocate 64.00 MiB (GPU 2; 31.75 GiB total capacity; 28.28 GiB already allocated; 1.95 GiB free; 29.00 GiB reserved in total by PyTorch)",
+                    {"tried": m(64), "total": g(31.75), "free": g(1.95), "allocated": g(28.28)}),
+    "2.1 misspelt": ("CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacty of 14.75 GiB of which 3.78 GiB is free. Process 4711 has 10.96 GiB memory in use. Of the allocated memory 10.50 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.",
+                     {"tried": g(9.47), "total": g(14.75), "free": g(3.78), "others": ((4711, g(10.96)),), "allocated": g(10.5)}),
+    "now": (NOW, {"tried": g(2), "total": g(23.64), "free": g(1.2), "in_process": g(22.43), "allocated": g(21.5),
+                  "unallocated": m(300.5), "reserved": g(21.5) + m(300.5), "advises_expandable": True}),
+    "private pools": ("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total capacity of 79.15 GiB of which 1.00 MiB is free. Process 1 has 40.00 GiB memory in use. Including non-PyTorch memory, this process has 39.00 GiB memory in use. 70.00 GiB allowed; Of the allocated memory 30.00 GiB is allocated by PyTorch, with 4.50 GiB allocated in private pools (e.g., CUDA Graphs), and 1.00 GiB is reserved by PyTorch but unallocated.",
+                      {"private": g(4.5), "allowed": g(70), "others": ((1, g(40)),), "in_process": g(39), "unallocated": g(1)}),
+    "hip": ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 191.98 GiB of which 500.00 MiB is free. Of the allocated memory 180.00 GiB is allocated by PyTorch, and 2.00 GiB is reserved by PyTorch but unallocated.",
+            {"kind": "hip", "tried": g(1.5), "total": g(191.98), "free": m(500), "allocated": g(180)}),
+    "xpu": ("XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 15.91 GiB. Of the allocated memory 12.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.",
+            {"kind": "xpu", "tried": g(4), "total": g(15.91), "allocated": g(12)}),
+    "mps": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: 18.13 GB). Tried to allocate 1.50 GB on private pool.",
+            {"kind": "mps", "tried": g(1.5), "allocated": g(17.85), "total": g(18.13)}),
+    "cuda error": ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be reported", {"kind": "driver", "tried": None}),
+    "cuda driver": ("RuntimeError: CUDA driver error: out of memory", {"kind": "driver"}),
+    "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"kind": "cublas"}),
+    "cudnn": ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"kind": "cudnn"}),
+    "nccl": ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", {"kind": "nccl"}),
+    "bitsandbytes": ("Error out of memory at line 380 in file /src/csrc/pythonInterface.cpp", {"kind": "bitsandbytes"}),
+    "vllm": ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.", {"kind": "vllm"}),
+    "vllm free": ("ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB).", {"kind": "vllm"}),
+    "cpu": ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 94371840 bytes. Error code 12", {"kind": "host", "tried": 94371840}),
+    "killed": ("Loading checkpoint shards:  50%\nKilled\n", {"kind": "host"}),
+    "elastic": ("torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 3 (pid: 1207)", {"kind": "host"}),
+    "deepspeed": ("[launch.py:321:sigkill_handler] exits with return code = -9", {"kind": "host"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_is_read_to_the_byte(name: str) -> None:
+    text, wanted = MESSAGES[name]
+    found = messages(text)[0]
+    assert {key: getattr(found, key) for key in wanted} == wanted
+
+
+def test_the_same_message_of_many_ranks_is_read_once_the_fullest_first() -> None:
+    found = messages("\n".join(["CUDA error: out of memory", NOW, NOW, NOW]))
+    assert [x.kind for x in found] == ["cuda", "driver"]
+
+
+@given(st.text(max_size=2000))
+def test_no_text_breaks_it(text: str) -> None:
+    found = explain(read_text("CUDA out of memory. Tried to allocate " + text))
+    assert found[0].cause in CAUSES and found[0].remedies
+
+
+@given(st.sampled_from(sorted(MESSAGES)), st.integers(0, 400))
+def test_a_cut_message_gives_what_it_has(name: str, length: int) -> None:
+    text, wanted = MESSAGES[name]
+    for found in messages(text[:length])[:1]:
+        for key in ("tried", "total", "allocated"):
+            assert getattr(found, key) in (None, wanted.get(key, getattr(found, key)))
+
+
+def test_pathological_repeats_are_read_in_one_pass() -> None:
+    assert messages("1" * 200_000 + " GiB " + "Process " * 50_000) == ()
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def test_every_cause_has_words_and_remedies() -> None:
+    assert set(REMEDIES) == set(CAUSES) == set(get_args(Cause))
+    assert all(REMEDIES.values())
+
+
+def test_every_priced_remedy_changes_fields_a_recipe_has() -> None:
+    changed = {name for rows in REMEDIES.values() for row in rows for name, _ in row.change}
+    assert changed <= set(RECIPE_FIELDS)
+
+
+@pytest.mark.parametrize("number", range(len(SIGNS)))
+def test_every_sign_says_something_and_is_in_small_letters(number: int) -> None:
+    sign = SIGNS[number]
+    assert sign.words or sign.at
+    assert 0 < sign.weight <= SURE
+    escapes = ("\\W", "\\S", "\\D", "\\B")
+    for words in (*sign.words, sign.never):
+        bare = words
+        for escape in escapes:
+            bare = bare.replace(escape, "")
+        assert bare == bare.lower()
+
+
+# ---- what is concluded ---------------------------------------------------------------------------------------------
+
+
+def frame(path: str, line: int, function: str, code: str) -> str:
+    return f'  File "{path}", line {line}, in {function}\n    {code}\n'
+
+
+LIB = "/usr/lib/python3.12/site-packages/"
+TRACE = "Traceback (most recent call last):\n" + frame("/home/me/train.py", 41, "<module>", "trainer.train()")
+CASES: dict[str, tuple[str, Cause]] = {
+    "cross entropy": (TRACE + frame(LIB + "transformers/loss/loss_utils.py", 36, "fixed_cross_entropy", "loss = nn.functional.cross_entropy(source, target)") + NOW, "logits"),
+    "eval gather": (TRACE + frame(LIB + "transformers/trainer.py", 4300, "evaluation_loop", "all_preds.add(logits)") + frame(LIB + "transformers/trainer_pt_utils.py", 120, "nested_concat", "return torch_pad_and_concatenate(tensors, new_tensors)") + NOW, "eval-logits"),
+    "adam": (TRACE + frame(LIB + "torch/optim/adamw.py", 600, "_multi_tensor_adamw", "exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)") + NOW, "optimizer-step"),
+    "adam init": (TRACE + frame(LIB + "torch/optim/adamw.py", 150, "_init_group", 'state["exp_avg"] = torch.zeros_like(p)') + NOW, "optimizer-states"),
+    "resume": (TRACE + frame(LIB + "transformers/trainer.py", 3300, "_load_optimizer_and_scheduler", 'torch.load(os.path.join(checkpoint, "optimizer.pt"), map_location=map_location)') + NOW, "resume-states"),
+    "save": (TRACE + frame(LIB + "torch/distributed/fsdp/_state_dict_utils.py", 300, "_full_pre_state_dict_hook", "_unshard_fsdp_state_params(module)") + NOW, "save-gather"),
+    "eager": (TRACE + frame(LIB + "transformers/models/llama/modeling_llama.py", 190, "eager_attention_forward", "attn_weights = nn.functional.softmax(attn_weights, dim=-1)") + NOW, "attention"),
+    "replicas": (TRACE + frame(LIB + "torch/nn/parallel/data_parallel.py", 190, "forward", "outputs = self.parallel_apply(replicas, inputs, module_kwargs)") + NOW, "data-parallel"),
+    "fragmented": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 57.00 GiB is allocated by PyTorch, and 20.50 GiB is reserved by PyTorch but unallocated.", "fragmentation"),
+    "another process": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.00 GiB is free. Process 4711 has 14.00 GiB memory in use. Including non-PyTorch memory, this process has 8.60 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "other-process"),
+    "contexts of ranks": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.90 GiB of which 10.00 MiB is free. " + "".join(f"Process {n} has 871.00 MiB memory in use. " for n in range(7)) + "Including non-PyTorch memory, this process has 9.00 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "ranks-on-one-gpu"),
+    "windows": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB of which 0 bytes is free. Process 17 has 17179869184.00 GiB memory in use. Of the allocated memory 11.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "spill"),
+    "nccl": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.", "nccl"),
+    "host": (MESSAGES["elastic"][0], "host-ram"),
+    "vllm": (MESSAGES["vllm"][0], "inference-engine"),
+    "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),
+    "arithmetic": ("full fine-tune of Qwen2.5-32B with ZeRO-3 on 8x A800 80GB: CUDA out of memory", "capacity"),
+    "nothing": ("CUDA error: out of memory", "not-known"),
+    "another text": ("all is well: epoch 3, loss 0.1", "not-known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_named(name: str) -> None:
+    text, cause = CASES[name]
+    assert explain(read_text(text))[0].cause == cause
+
+
+def test_the_line_is_the_users_own() -> None:
+    found = explain(read_text(CASES["cross entropy"][0]))[0]
+    assert (found.line, found.confidence) == ("train.py:41", "certain")
+
+
+def test_two_loud_causes_leave_no_certainty() -> None:
+    both = CASES["fragmented"][0] + "\nvLLM engine, gpu_memory_utilization=0.9"
+    assert {f.confidence for f in explain(read_text(both))} <= {"likely", "possible"}
+
+
+@pytest.mark.parametrize(
+    ("more", "instead"),
+    [
+        ("", EXPANDABLE),
+        ("\nPYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py", ALREADY),
+        ("\ntrl GRPO with vllm colocate", BESIDE_VLLM),
+    ],
+)
+def test_pytorchs_own_hint_is_checked_before_it_is_repeated(more: str, instead: Any) -> None:
+    text = (
+        CASES["fragmented"][0]
+        + " try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+        + more
+    )
+    found = next(f for f in explain(read_text(text)) if f.cause == "fragmentation")
+    assert found.remedies[0] == instead
+
+
+def test_remedies_are_priced_by_whoever_knows() -> None:
+    found = explain(
+        read_text(CASES["cross entropy"][0]), price=lambda remedy: 7 if dict(remedy.change).get("loss") else None
+    )
+    assert [r.saves for r in found[0].remedies] == [7, None]
+
+
+def test_the_shortfall_is_what_was_missing() -> None:
+    assert read_text(NOW).shortfall == g(2) - g(1.2)
+    assert Evidence().shortfall is None
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = cli.main(["explain", *args])
+    return code, *capsys.readouterr()
+
+
+def test_a_log_is_explained_and_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(CASES["cross entropy"][0])
+    code, out, _ = run(capsys, str(log), "--model", "qwen2.5-0.5b", "--gpu", "rtx-4090", "--trainer", "transformers")
+    assert code == 0
+    assert "LOGITS  certain" in out and "train.py:41" in out and "GiB (enough)" in out
+
+
+def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(NOW.encode())))
+    code, out, _ = run(capsys, "-", "--json")
+    document = json.loads(out)
+    assert code == 4 and document["schema"] == "memfit.explain/1" and document["findings"][0]["cause"] == "not-known"
+    assert document["messages"][0]["tried"] == g(2) and document["shortfall"] == g(2) - g(1.2)
+    assert codec.dumps(codec.loads(out)) + "\n" == out
+
+
+def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, str(SNAPSHOT), "--json")
+    found = json.loads(out)
+    assert code in (0, 4) and found["source"] == "history"
+    assert sum(h["bytes"] for h in found["findings"][0]["holders"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "is empty"), (b"\x80\x04cos\nsystem\n.", "which memfit does not load"), (None, "cannot read")],
+)
+def test_bad_input_is_one_line_and_a_hint(
+    content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = run(capsys, str(path))
+    assert (code, out) == (2, "") and says in err and "hint:" in err and err.count("\n") == 2
+
+
+def test_a_page_is_for_histories_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, log = tmp_path / "x.html", tmp_path / "log"
+    log.write_text(NOW)
+    assert run(capsys, str(log), "--html", str(page))[0] == 2 and not page.exists()
+    assert run(capsys, str(SNAPSHOT), "--html", str(page))[0] in (0, 4)
+    before = page.read_bytes()
+    assert run(capsys, str(SNAPSHOT), "--html", str(page))[0] == 2 and page.read_bytes() == before
+
+
+# ---- the benchmark -------------------------------------------------------------------------------------------------
+
+
+def _benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("oom_cases", ROOT / "benchmarks" / "oom_cases.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["oom_cases"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCHMARK = _benchmark()
+HEAD = "id,repo,framework,model,hardware,config,oom_message,phase,cause_class,cause,fix,cause_basis\n"
+
+
+def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(
+        HEAD
+        + "1,a/b,x,y,z,c,OOM,,logits_ce,cross_entropy of logits,fused loss,stated\n2,a/b,x,y,z,use_cache,OOM,,use_cache,-,-,-\n"
+    )
+    one, two = BENCHMARK.scored(path)
+    assert (one.finding.cause, two.finding.cause) == ("not-known", "kv-cache")
+    assert BENCHMARK.main([str(path)]) == 1
+    assert "| logits | 1 | 0 | not-known |" in capsys.readouterr().out
+
+
+def test_every_class_of_the_collection_is_a_cause() -> None:
+    assert set(BENCHMARK.CLASSES.values()) <= set(CAUSES)
