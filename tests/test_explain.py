@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from memfit import cli, codec
 from memfit.explain import Evidence, explain, messages, read_text
 from memfit.explain.clue import SURE
+from memfit.explain.memory import holders, unnumbered
+from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
 from memfit.finding import CAUSES, Cause
 from memfit.job import RECIPE_FIELDS
+from memfit.tape import Alloc, Free, Mark, Oom, Tape
 from memfit.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,3 +299,44 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_every_class_of_the_collection_is_a_cause() -> None:
     assert set(BENCHMARK.CLASSES.values()) <= set(CAUSES)
+
+
+# ---- from tapes ----------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_one_place() -> None:
+    assert unnumbered("layers.3.mlp.0: mm (a2.py:7)") == "layers.*.mlp.*: mm (a2.py:7)"
+    assert unnumbered("0: addmm") == "*: addmm"
+
+
+def test_what_is_alive_when_memory_runs_out_is_grouped_and_measured() -> None:
+    step = [
+        Mark("step", "forward"),
+        *(Alloc(10 + i, 20 * MIB, "activations", f"layers.{i}.mlp: mm (x.py:5)") for i in range(3)),
+    ]
+    tape = Tape(
+        (Mark("load", "load"), Alloc(0, 40 * MIB, "parameters", "w (x.py:1)"), *step, Free(10), Oom(60 * MIB)), "measured",
+        {"capacity": str(120 * MIB)},
+    )  # fmt: skip
+    found = memory_of(tape)
+    assert (found.requested, found.reserved, found.asked, found.phase, found.turn) == (
+        80 * MIB,
+        80 * MIB,
+        60 * MIB,
+        "step",
+        0,
+    )
+    assert [(x.role, x.module, x.line, x.bytes, x.count) for x in holders(found.groups)] == [
+        ("parameters", "w", "x.py:1", 40 * MIB, 1), ("activations", "layers.*.mlp: mm", "x.py:5", 40 * MIB, 2),
+    ]  # fmt: skip
+    assert found.floors == (40 * MIB,) and found.peaks == (100 * MIB,)
+
+
+def test_a_tape_that_never_failed_is_told_at_its_highest() -> None:
+    tape = Tape((Alloc(0, MIB), Alloc(1, 5 * MIB), Free(1), Alloc(2, 2 * MIB)), "traced")
+    found = memory_of(tape)
+    assert (found.requested, found.asked, found.capacity) == (6 * MIB, 0, None)
+
+
+def test_an_empty_tape_has_nobody() -> None:
+    assert memory_of(Tape((), "traced")).groups == ()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memfit.hub import resolve_model as resolve_model
     from memfit.job import Job as Job
     from memfit.job import Recipe as Recipe
+    from memfit.live import explain_oom as explain_oom
     from memfit.planner import make_plan as make_plan
     from memfit.thumb import static_lines as static_lines
     from memfit.verdicts import judge as judge
@@ -27,6 +28,7 @@ _LAZY = {
     "Gpu": "memfit.gpu",
     "Job": "memfit.job",
     "Recipe": "memfit.job",
+    "explain_oom": "memfit.live",
     "estimate": "memfit.formula.estimate",
     "find_gpu": "memfit.cards",
     "judge": "memfit.verdicts",

@@ -40,10 +40,11 @@ TAPE = b'{"format'
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
 def run(what: str, **flags: Any) -> int:
-    """Say why memory ran out: who filled the card, not who asked last.
+    """Say why memory ran out and what to change.
 
-    Reads the out-of-memory messages of every PyTorch version, tracebacks, logs, and snapshots of torch.cuda.memory. With
-    --model or --from each remedy is priced. The exit code is 0 where a cause is named, 4 where none is known.
+    Who filled the card, not who asked last. Reads the out-of-memory messages of every PyTorch version, tracebacks,
+    logs, and snapshots of torch.cuda.memory. With --model or --from each remedy is priced. The exit code is 0 where a
+    cause is named, 4 where none is known.
     """
     from memfit.explain import explain
     from memfit.explain.reading import memory_of

@@ -29,7 +29,17 @@ NEAR = 12  # innermost frames that tell where it failed
 MOST_FRAMES = 4000
 
 _FRAME = re.compile(r'File "([^"\n]{1,400})", line (\d{1,7}), in ([^\n]{1,200})(?:\n\s{2,}(?!File ")([^\n]{1,400}))?')
-LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/torch/", "/transformers/", "/runpy.py")
+LIBRARY = (
+    "site-packages",
+    "dist-packages",
+    "/lib/python",
+    "<frozen",
+    "/torch/",
+    "/transformers/",
+    "/runpy.py",
+    "memfit/virtual/",
+    "memfit/live/",
+)
 
 # (when, words of a frame's function or file, or of its code), innermost frame first; the first row that has one decides
 FRAMES: tuple[tuple[When, str], ...] = (

@@ -12,21 +12,23 @@ from collections.abc import Callable, Sequence
 from memfit.explain.clue import SHOWN, STRONG, SURE, WEAK, Clue
 from memfit.explain.evidence import Evidence, Root
 from memfit.explain.memory import Group, Memory
-from memfit.finding import Proof
+from memfit.finding import Cause, Proof
 from memfit.units import human
 
 TELLS = 0.10  # share of what is alive from which a holder explains anything
 MOST_OF_IT = 0.60  # share from which it explains nearly everything
 MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
-CACHED = (
-    0.25  # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
-)
+ORDINARY = 0.05  # share of a full card that lies in pieces in any run
+SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
+# share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
+CACHED = 0.25
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
 _ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product|\bbmm\b|baddbmm", re.IGNORECASE)
 _STATES = re.compile(r"zeros|full|exp_avg|momentum|_init_group", re.IGNORECASE)
-_CACHE = re.compile(r"past|cache|\bkv", re.IGNORECASE)
+_CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
 _OTHER_MODEL = re.compile(r"\bref|teacher|ema|old|best|frozen|backup|copy", re.IGNORECASE)
+_REFERENCE = re.compile(r"^ref|reference|teacher", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
 
 
@@ -40,7 +42,7 @@ def memory_clues(evidence: Evidence) -> list[Clue]:
 def _fragmented(m: Memory, e: Evidence) -> Clue | None:
     if m.asked and m.capacity is not None:
         free = m.capacity - m.allocated
-        if free < m.asked:
+        if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
         return Clue(
             "fragmentation",
@@ -75,13 +77,15 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     proof = Proof(
         f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
     )
-    evaluating = sum(m.evals[t] for t in most.turns if 0 <= t < m.turn)
-    root = _root(e, "graph") or _root(e, "collection") or _root(e, "hook")
-    line = root.line if root else most.line
-    if m.phase == "eval" and evaluating:
-        graph = "gradients on" in m.instant
-        return Clue("eval-graph" if graph else "eval-logits", SURE + SHOWN, proof, line)
-    return Clue("leak", SURE + SHOWN, proof, line)
+    root = _root(e, "graph", "collection", "hook")
+    return Clue(_kept_by(root.name if root else "", m), SURE + SHOWN, proof, root.line if root else most.line)
+
+
+def _kept_by(name: str, m: Memory) -> Cause:
+    """What it is that a variable of that name collects."""
+    if m.phase == "eval":
+        return "eval-graph" if "gradients on" in m.instant else "eval-logits"
+    return "kv-cache" if _CACHE.search(name) else "leak"
 
 
 def _root(e: Evidence, *whats: str) -> Root | None:
@@ -97,18 +101,9 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
     if _CHECKPOINT.search(root.name) and root.what == "collection" and m.turn < 1:
         return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
-    if _CACHE.search(root.name) and root.count > 1 and "forward" in m.instant and _root(e, "graph") is None:
-        return Clue("kv-cache", SURE + SHOWN, proof, root.line)
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None
-    if m.phase == "eval":
-        return Clue(
-            "eval-graph" if root.what == "graph" or "gradients on" in m.instant else "eval-logits",
-            SURE,
-            proof,
-            root.line,
-        )
-    return Clue("leak", SURE, proof, root.line)
+    return Clue(_kept_by(root.name, m), SURE, proof, root.line)
 
 
 def _exception(m: Memory, e: Evidence) -> Clue | None:
@@ -130,6 +125,10 @@ def _twice(m: Memory, e: Evidence) -> Clue | None:
         return None
     second = next((root for root in models if _OTHER_MODEL.search(root.name)), models[1])
     names = " and ".join(f"'{root.name}'" for root in models[:2])
+    if _REFERENCE.search(second.name):
+        return Clue(
+            "reference-model", SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line
+        )
     return Clue("two-copies", SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
 
 
@@ -163,16 +162,12 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
         return None
     fresh = [g for g in m.groups if g.fresh]
     states = sum(g.fresh for g in fresh if _STATES.search(g.label))
-    there = m.of("optimizer_states")
     passing = sum(g.fresh for g in fresh) - states
-    asks_states = bool(_STATES.search(m.asked_by)) if m.asked_by else states >= passing
-    if (there and not asks_states) or passing > states or (m.asked_by and not asks_states):
-        return Clue(
-            "optimizer-step",
-            SURE + SHOWN,
-            Proof("the step's temporaries, beside states that are there", passing + m.asked),
-            e.line,
-        )
+    inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
+    makes = bool(_STATES.search(inner + m.asked_by)) if inner else states >= passing
+    if not makes:
+        proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
+        return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
     return Clue("optimizer-states", SURE + SHOWN, Proof("the first step makes the states", states + m.asked), e.line)
 
 
@@ -218,7 +213,10 @@ def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
         if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.label)
     ]
     asked = m.asked if pattern.search(m.asked_by) else 0
-    line = max(found, key=lambda g: g.bytes).line if found else ""
+    lines: dict[str, int] = {}
+    for g in [g for g in found if g.role == "activations"] or found:
+        lines[g.line] = lines.get(g.line, 0) + g.bytes
+    line = max(lines, key=lines.__getitem__, default="")
     return sum(g.now if m.turn >= 0 else g.bytes for g in found) + asked, line
 
 
@@ -226,7 +224,9 @@ def _logits(m: Memory, e: Evidence) -> Clue | None:
     size, line = _share(m, _LOSS)
     if size < 2 * TELLS * (m.requested + m.asked):
         return None
-    return Clue("logits", SURE, Proof("logits and their copies in the loss", size), line or e.line)
+    return Clue(
+        "logits", SURE, Proof("logits and their copies in the loss", size), e.line if e.when == "loss" else line
+    )
 
 
 def _attention(m: Memory, e: Evidence) -> Clue | None:

@@ -10,7 +10,7 @@ from memfit.finding import Holder
 from memfit.tape import Role
 
 _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
-_NUMBER = re.compile(r"(?<=[.\w])\.\d+(?=[.:])|(?<=layers\.)\d+")
+_NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
 MOST_HOLDERS = 8
 
 
@@ -82,7 +82,7 @@ class Memory:
 
 def unnumbered(label: str) -> str:
     """'layers.3.mlp: mm (model.py:7)' -> 'layers.*.mlp: mm (model.py:7)': the same place of every layer."""
-    return _NUMBER.sub(lambda m: ".*" if m[0].startswith(".") else "*", label)
+    return _NUMBER.sub("*", label)
 
 
 def holders(groups: Sequence[Group], most: int = MOST_HOLDERS) -> tuple[Holder, ...]:

@@ -87,6 +87,9 @@ class _Play:
                     self._begin(event)
                 elif type(event) is EmptyCache:
                     self.allocator.empty_cache()
+                elif type(event) is Oom:  # cached blocks are given back before it fails
+                    asked = event.size
+                    self.allocator.free(self.allocator.malloc(asked))
                 asked = event.size if type(event) is Oom else 0
         except OutOfMemory as error:
             return error.requested or asked

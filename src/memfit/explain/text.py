@@ -44,7 +44,7 @@ def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
 
 
 def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
-    if not m.unallocated or not m.total:
+    if not m.unallocated or not m.total or evidence.memory:  # a history knows it better
         return None
     share = m.unallocated / m.total
     enough = m.tried is not None and m.unallocated + (m.free or 0) >= m.tried

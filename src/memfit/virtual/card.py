@@ -29,7 +29,7 @@ class Card:
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
-        self.gpu = gpu
+        self.gpu, self.alloc_conf = gpu, alloc_conf
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
         allocator = Allocator(capacity, parse_alloc_conf(alloc_conf), total_memory=gpu.total_bytes)

@@ -1,0 +1,102 @@
+"""An Observer that keeps the user's own line of every allocation, and says when an evaluation has gradients on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.explain.evidence import LIBRARY
+from memfit.tape import Alloc, Phase, Tape
+from memfit.virtual.card import Card
+from memfit.virtual.observer import Observer
+
+OURS = str(Path(__file__).resolve().parents[1])  # memfit's own frames stand between an operator and its caller
+GRADIENTS_ON = "forward, gradients on"
+NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
+
+
+class LineObserver(Observer):
+    """As Observer; its tape's labels end in "(train.py:41)"."""
+
+    def __init__(self, card: Card) -> None:
+        self._first = len(card.ledger.blocks)
+        self._lines: list[str] = []
+        self._at = ""  # where the backward pass under way was called: its own thread has no frames of the user's
+        self._again = True
+        self._run: set[int] = set()  # root modules that ran in the pass under way
+        super().__init__(card)
+
+    def _begin_forward(self, root: torch.nn.Module) -> None:
+        self._again = id(root) in self._run or not self._run
+        self._run = {id(root)} if self._again else self._run | {id(root)}
+        super()._begin_forward(root)
+
+    def mark(self, phase: Phase, instant: str) -> None:
+        """An instant begins."""
+        if instant == "forward" and not self._again:
+            instant = NEXT_PART
+        elif instant == "forward":
+            instant = GRADIENTS_ON if phase == "eval" and torch.is_grad_enabled() else instant
+        else:
+            self._run = set()
+        super().mark(phase, instant)
+
+    def _backward(self, real: Any) -> Any:
+        marked = super()._backward(real)
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._at = user_line()
+            marked(*args, **kwargs)
+
+        return backward
+
+    def _place(self) -> str:
+        self._lines.append(user_line() or self._at)
+        return super()._place()
+
+    def line(self, number: int) -> str:
+        """Where an allocation was asked for; "" for those before the watch began."""
+        place = number - self._first
+        return self._lines[place] if 0 <= place < len(self._lines) else ""
+
+    def asked_by(self) -> str:
+        """The last request that failed."""
+        ledger = self.card.ledger
+        if not ledger.refused:
+            return ""
+        last = max(ledger.refused)
+        return f"{ledger.places[last]}: {ledger.labels[last]} ({self.line(last)})"
+
+    def tape(self, about: dict[str, str]) -> Tape:
+        """What happened, every allocation with its line."""
+        tape = super().tape(about)
+        events = (self._with_line(event) if type(event) is Alloc else event for event in tape.events)
+        return replace(tape, events=tuple(events))
+
+    def _with_line(self, alloc: Alloc) -> Alloc:
+        line = self.line(alloc.id)
+        return replace(alloc, label=f"{alloc.label} ({line})") if line else alloc
+
+
+def user_line() -> str:
+    """The innermost line on this thread's stack that is no library's: "train.py:41"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((OURS, "<")) and not any(part in path for part in LIBRARY):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def about(card: Card) -> dict[str, str]:
+    """What a tape of this card says of itself."""
+    allocator = card.ledger.allocator
+    known = {"gpu": card.gpu.name, "torch": str(torch.__version__), "alloc_conf": card.alloc_conf}
+    if allocator.capacity < card.gpu.total_bytes * 2:  # one without a limit has an endless capacity
+        known["capacity"] = str(allocator.capacity)
+    return known
