@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.alloc_conf import AllocSettings, parse_alloc_conf
-from memfit.allocator import Allocator, PlainAllocator, allocator_for
+from memfit.allocator import Allocator, OutOfMemory, PlainAllocator, allocator_for
 from memfit.formula.account import Account
 from memfit.formula.estimate import tape_of
 from memfit.units import KIB, MIB
@@ -25,17 +27,35 @@ ACTIONS = st.lists(
 )
 
 
-def levels(allocator: Allocator | PlainAllocator) -> tuple[int, int, int, int]:
-    return allocator.allocated, allocator.allocated_peak, allocator.reserved, allocator.reserved_peak
+CAPACITIES = st.one_of(st.none(), st.integers(0, 150 * MIB))
 
 
-@given(ACTIONS)
-def test_every_operation_leaves_the_same_levels(actions: list[tuple[str, int]]) -> None:
-    full, plain = Allocator(), PlainAllocator()
+def levels(allocator: Allocator | PlainAllocator) -> tuple[int, ...]:
+    return (
+        allocator.allocated, allocator.allocated_peak, allocator.reserved, allocator.reserved_peak,
+        allocator.num_alloc_retries, allocator.least_refused,
+    )  # fmt: skip
+
+
+def asked(allocator: Allocator | PlainAllocator, size: int) -> Any:
+    """A block, or what the card says when it is full."""
+    try:
+        return allocator.malloc(size)
+    except OutOfMemory as error:
+        return vars(error)
+
+
+@given(ACTIONS, CAPACITIES)
+def test_every_operation_leaves_the_same_levels(actions: list[tuple[str, int]], capacity: int | None) -> None:
+    full, plain = Allocator(capacity), PlainAllocator(capacity)
     live = []
     for action, number in actions:
         if action == "malloc":
-            live.append((full.malloc(number), plain.malloc(number)))
+            one, other = asked(full, number), asked(plain, number)
+            if isinstance(one, dict):
+                assert one == other
+            else:
+                live.append((one, other))
         elif action == "free" and live:
             one, other = live.pop(number % len(live))
             full.free(one)

@@ -11,8 +11,9 @@ from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator, restore
 from memfit.capacity import CONTEXT_BAND, Capacity, capacity
 from memfit.gpu import Gpu
-from memfit.replay import alive_at, begun, replay, run, smallest_capacity, to_ops
+from memfit.replay import alive_at, begun, replay, run, to_ops
 from memfit.retrace import retrace
+from memfit.smallest import smallest_capacity
 from memfit.snapshot import read
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
 from memfit.units import GIB, MIB

@@ -9,8 +9,9 @@ from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
 from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.plan import Judgement, Verdict
-from memfit.replay import Timeline, replay, smallest_capacity
+from memfit.replay import Timeline, replay
 from memfit.retrace import retrace
+from memfit.smallest import only_compared, smallest_capacity
 from memfit.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 from memfit.verdicts import BAND_SHARE
@@ -64,7 +65,7 @@ def capacity(
     free = replay(tape.events, settings=settings, torch=torch, start=tape.start)
     timeline, judgement = free, None
     if gpu is not None:
-        timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free.peak.reserved)
+        timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = _smallest(tape, settings, torch)
     progress("the same with the other kind of segments", 0.6)
@@ -85,18 +86,20 @@ def _smallest(tape: Tape, settings: AllocSettings, torch: Torch) -> int:
 
 
 def _on_card(
-    tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, need: int
+    tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
 ) -> tuple[Timeline, Judgement]:
     """fits: it also runs with a band less; misfit: not even with a band more; tight: anything between.
 
     The band is what the card's context is not known to, and for a predicted tape what the prediction may be off.
     """
-    usable = gpu.usable_bytes(reserve)
+    usable, need = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
     if tape.source == "formula":
         band = max(band, int(need * BAND_SHARE))
 
     def on(room: int) -> Timeline:
+        if need <= room and only_compared(settings):  # the same happens as without a limit
+            return free.beside(gpu.context_bytes)
         return replay(
             tape.events, capacity=max(room, 0), settings=settings, torch=torch, context=gpu.context_bytes,
             total_memory=gpu.total_bytes, start=tape.start,

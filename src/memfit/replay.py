@@ -1,9 +1,9 @@
-"""Tape x allocator -> Timeline: what a run's events reserve on a card, where they run out, and the smallest card."""
+"""Tape x allocator -> Timeline: what a run's events reserve on a card, and where they run out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
@@ -11,7 +11,6 @@ from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, rest
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Segment
-from memfit.units import MIB
 
 DEFAULTS = AllocSettings()
 ONE_STREAM: Mapping[int, int] = {}
@@ -46,6 +45,15 @@ class Timeline:
     retries: int
     oom: OutOfMemory | None = None
     oom_at: int | None = None
+
+    def beside(self, context: int) -> Timeline:
+        """The same beside `context` bytes of the card that are not the allocator's."""
+
+        def whole(peak: Levels) -> Levels:
+            return replace(peak, device=peak.reserved + context)
+
+        spans = tuple(replace(span, peak=whole(span.peak)) for span in self.spans)
+        return replace(self, spans=spans, peak=whole(self.peak))
 
     @property
     def worst(self) -> Span | None:
@@ -246,16 +254,21 @@ def run(
     EMPTY_CACHE stands for empty_cache().
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
-    if capacity is None and settings == DEFAULTS and torch == LATEST_TORCH and not streams:
-        return _run_plain(ops)
+    if plain_suffices(settings, torch, streams):
+        return _run_plain(ops, capacity)
     allocator = Allocator(capacity, settings, torch)
-    _play(allocator, ops, streams, [])
+    play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def _run_plain(ops: Sequence[int]) -> Peaks:
-    """`run` on the allocator that has no settings, no limit and one stream, and counts no requests."""
-    allocator = PlainAllocator()
+def plain_suffices(settings: AllocSettings, torch: Torch, streams: Mapping[int, int]) -> bool:
+    """Whether PlainAllocator does all that is asked for."""
+    return settings == DEFAULTS and torch == LATEST_TORCH and not streams
+
+
+def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:
+    """`run` on the allocator that has no settings and one stream, and counts no requests."""
+    allocator = PlainAllocator(capacity)
     malloc, free = allocator.malloc, allocator.free
     blocks: list[int | None] = []
     sizes: list[int] = []
@@ -279,8 +292,8 @@ def _run_plain(ops: Sequence[int]) -> Peaks:
     return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:
-    """`blocks` are those of the first allocations, which are there already."""
+def play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:
+    """What `run` does; `blocks` are those of the first allocations, which are there already. Raises OutOfMemory."""
     malloc, free = allocator.malloc, allocator.free
     born = blocks.append
     if not streams:
@@ -299,65 +312,6 @@ def _play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], 
             free(blocks[~op])
         else:
             allocator.empty_cache()
-
-
-def smallest_capacity(
-    events: Iterable[Event],
-    settings: AllocSettings = DEFAULTS,
-    granularity: int = 2 * MIB,
-    torch: Torch = LATEST_TORCH,
-    start: Sequence[Segment] = (),
-) -> int:
-    """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
-    ops, streams = to_ops(events, start)
-    return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
-
-
-def smallest_capacity_of(
-    ops: Sequence[int],
-    streams: Mapping[int, int] = ONE_STREAM,
-    settings: AllocSettings = DEFAULTS,
-    granularity: int = 2 * MIB,
-    torch: Torch = LATEST_TORCH,
-    start: Sequence[Segment] = (),
-) -> int:
-    """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
-
-    A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
-    just below it does not.
-    """
-
-    def attempt(capacity: int | None) -> tuple[bool, Allocator]:
-        allocator = Allocator(capacity, settings, torch)
-        try:
-            _play(allocator, ops, streams, list(begun(allocator, start).values()))
-        except OutOfMemory:
-            return False, allocator
-        return True, allocator
-
-    runs, unlimited = attempt(None)
-    if not runs:
-        raise BadInput("no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape")
-    # The allocator looks at the capacity only to compare a total with it. So a run that fits does the same on any card
-    # down to its reserved peak, and one that fails, on any card below the least total it was refused. Not so where
-    # the capacity also sets a fraction's limit or the length of an expandable segment.
-    only_compared = (
-        settings.per_process_memory_fraction is None
-        and not settings.expandable_segments
-        and not settings.throw_on_cudamalloc_oom
-    )
-    low = max(unlimited.requested_peak - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
-    high = -(-unlimited.reserved_peak // granularity) * granularity
-    while not only_compared and not attempt(high)[0]:
-        low, high = high, 2 * high
-    while high - low > granularity:
-        middle = (low + high) // 2 // granularity * granularity
-        fits, allocator = attempt(middle)
-        if fits:
-            high = -(-allocator.reserved_peak // granularity) * granularity if only_compared else middle
-        else:
-            low = (allocator.least_refused - 1) // granularity * granularity if only_compared else middle
-    return high
 
 
 def _higher(one: Levels, other: Levels) -> Levels:

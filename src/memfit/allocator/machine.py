@@ -13,6 +13,7 @@ from memfit.allocator.blocks import (
     K_SMALL_SIZE,
     KEY_SHIFT,
     PENDING,
+    UNMAPPED,
     Block,
     Pool,
     allocation_size,
@@ -215,7 +216,11 @@ class Allocator(Reserve):
             return end
         settings = self.settings
         if settings.expandable_segments:
-            position = best_fit(pool, position)
+            following = pool.blocks[pool.keys[position]].next
+            if (
+                following is not None and following.state == UNMAPPED
+            ):  # only such a block could expand more than the next
+                position = best_fit(pool, position)
         if settings.max_split_size is None:
             return position
         size = pool.blocks[pool.keys[position]].size

@@ -1,0 +1,166 @@
+"""The smallest card a tape runs on: a bisection of replays, which share what happens alike on all the cards left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
+from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator
+from memfit.errors import BadInput
+from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, plain_suffices, play, run, to_ops
+from memfit.tape import Event, Segment
+from memfit.units import MIB
+
+
+class Attempt(NamedTuple):
+    """A run on a card of some capacity: did it fit, what it reserved, and the least total that it was refused; bytes."""
+
+    fits: bool
+    requested: int
+    reserved: int
+    refused: int
+
+
+Try = Callable[[int | None, int], Attempt]  # capacity (None: any), one that is known to fail -> how it went
+
+
+def smallest_capacity(
+    events: Iterable[Event],
+    settings: AllocSettings = DEFAULTS,
+    granularity: int = 2 * MIB,
+    torch: Torch = LATEST_TORCH,
+    start: Sequence[Segment] = (),
+) -> int:
+    """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
+    ops, streams = to_ops(events, start)
+    return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
+
+
+def smallest_capacity_of(
+    ops: Sequence[int],
+    streams: Mapping[int, int] = ONE_STREAM,
+    settings: AllocSettings = DEFAULTS,
+    granularity: int = 2 * MIB,
+    torch: Torch = LATEST_TORCH,
+    start: Sequence[Segment] = (),
+) -> int:
+    """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
+
+    A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
+    just below it does not.
+    """
+    if plain_suffices(settings, torch, streams) and not start:
+        return bisect(SharedBeginning(ops), granularity, only_compared=True)
+    return bisect(
+        from_the_start(ops, streams, settings, torch, start), granularity, only_compared=only_compared(settings)
+    )
+
+
+def only_compared(settings: AllocSettings) -> bool:
+    """Whether the allocator looks at the capacity only to compare a total with it.
+
+    Then a run that fits does the same on any card down to its reserved peak, and one that fails, on any card below the
+    least total it was refused. Not so where the capacity also sets a fraction's limit or the length of an expandable
+    segment.
+    """
+    return (
+        settings.per_process_memory_fraction is None
+        and not settings.expandable_segments
+        and not settings.throw_on_cudamalloc_oom
+    )
+
+
+def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
+    """The search itself, over multiples of `granularity` bytes; only_compared: see there."""
+    unlimited = attempt(None, 0)
+    if not unlimited.fits:
+        raise BadInput("no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape")
+    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
+    high = -(-unlimited.reserved // granularity) * granularity
+    while not only_compared and not attempt(high, low).fits:
+        low, high = high, 2 * high
+    while high - low > granularity:
+        middle = (low + high) // 2 // granularity * granularity
+        tried = attempt(middle, low)
+        if tried.fits:
+            high = -(-tried.reserved // granularity) * granularity if only_compared else middle
+        else:
+            low = (tried.refused - 1) // granularity * granularity if only_compared else middle
+    return high
+
+
+def from_the_start(
+    ops: Sequence[int], streams: Mapping[int, int], settings: AllocSettings, torch: Torch, start: Sequence[Segment]
+) -> Try:
+    """Every attempt from the start, on the allocator that knows every setting."""
+
+    def attempt(capacity: int | None, _: int) -> Attempt:
+        allocator = Allocator(capacity, settings, torch)
+        fits = True
+        try:
+            play(allocator, ops, streams, list(begun(allocator, start).values()))
+        except OutOfMemory:
+            fits = False
+        return Attempt(fits, allocator.requested_peak, allocator.reserved_peak, allocator.least_refused)
+
+    return attempt
+
+
+class _Refused(Exception):
+    """The first segment that a card cannot give."""
+
+
+class _Short(PlainAllocator):
+    """Stops there, as it was before."""
+
+    def _has(self, size: int) -> bool:
+        if self.reserved + size > self.capacity:
+            raise _Refused
+        return True
+
+
+class SharedBeginning:
+    """Attempts on the plain allocator, which share their beginning.
+
+    On every card above one that is known to fail a run does the same until it asks for the first segment that this one
+    has no room for: it is played once up to there, and each attempt goes on from a copy.
+    """
+
+    def __init__(self, ops: Sequence[int]) -> None:
+        self._ops = ops
+        self._births = [position for position, op in enumerate(ops) if op >= 0]
+        self._shared = _Short()
+        self._blocks: list[int] = []
+        self._at = 0  # operations that have been played on `_shared`
+
+    def __call__(self, capacity: int | None, low: int) -> Attempt:
+        """Try a capacity above `low`, which never falls from one call to the next."""
+        if capacity is None:
+            peaks = run(self._ops)
+            return Attempt(True, peaks.requested, peaks.reserved, UNLIMITED)
+        self._advance(low)
+        allocator, fits = self._shared.copy(capacity), True
+        try:
+            self._play(allocator, self._blocks.copy())
+        except OutOfMemory:
+            fits = False
+        return Attempt(fits, 0, allocator.reserved_peak, allocator.least_refused)
+
+    def _advance(self, low: int) -> None:
+        self._shared.capacity = low
+        try:
+            self._play(self._shared, self._blocks)
+            self._at = len(self._ops)
+        except _Refused:
+            self._at = self._births[len(self._blocks)]
+
+    def _play(self, allocator: PlainAllocator, blocks: list[int]) -> None:
+        malloc, free, born = allocator.malloc, allocator.free, blocks.append
+        for op in self._ops[self._at :]:
+            if op >= 0:
+                born(malloc(op))
+            elif op != EMPTY_CACHE:
+                free(blocks[~op])
+            else:
+                allocator.empty_cache()
