@@ -23,6 +23,10 @@ _WRITERS = (
     "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
 
+_RANDOM = (
+    "uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"
+)  # of torch.nn.init  # fmt: skip
+
 
 def untouched(t: Tensor) -> bool:
     """Whether writes to a tensor are left out."""
@@ -48,6 +52,17 @@ def _kernel(op: Any) -> Callable[..., Any]:
 
 def _dtype(number: Any) -> torch.dtype:
     return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
+
+
+@contextmanager
+def no_random_weights() -> Iterator[None]:
+    """Parameters on the host are not initialised at random: nothing reads them, and drawing numbers takes its time."""
+
+    def left_out(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda tensor, *args, **kw: tensor if tensor.device.type == "cpu" else real(tensor, *args, **kw)
+
+    with patched(torch.nn.init, {name: left_out(getattr(torch.nn.init, name)) for name in _RANDOM}):
+        yield
 
 
 @contextmanager

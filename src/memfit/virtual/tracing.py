@@ -60,14 +60,16 @@ def trace_recipe(
     tell("importing the training libraries", 0.1)
     with quiet():
         from memfit.virtual import virtual_gpu
-        from memfit.virtual.jobs import run
+        from memfit.virtual.host import no_random_weights
+        from memfit.virtual.jobs import import_libraries, run
         from memfit.virtual.observer import Observer
 
         with as_in_a_run(setup, lean), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
             observer = Observer(card)
-            tell("training on the virtual card", 0.4)
             try:
-                with observer.watching():
+                import_libraries(setup)
+                tell("training on the virtual card", 0.4)
+                with collecting(), no_random_weights(), observer.watching():
                     run(setup, observer)
             except MemfitError:
                 raise
@@ -88,29 +90,38 @@ def trace_recipe(
 
 @contextlib.contextmanager
 def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
-    """What differs between this program and a training script: the garbage collector, threads, optional packages.
+    """What differs between this program and a training script: threads and optional packages.
 
-    Cycles are collected as usual, one thread serves the few numbers that are real, and in a `lean` process bitsandbytes,
-    which PEFT imports wherever it finds it, stays away from a job that has no use for it.
+    One thread serves the few numbers that are real, and in a `lean` process bitsandbytes, which PEFT imports wherever
+    it finds it, stays away from a job that has no use for it.
     """
     import torch
 
-    before, threads = gc.isenabled(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     wanted = bool(setup.quantization) or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
     hidden = {"bitsandbytes": None} if lean and not wanted and "bitsandbytes" not in sys.modules else {}
     sys.modules.update(hidden)  # type: ignore[arg-type]
     torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for name in hidden:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[None]:
+    """Cycles that the job leaves behind are collected as in a training script; what was there before is not looked at."""
+    before = gc.isenabled()
     gc.freeze()
     gc.enable()
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         gc.unfreeze()
         if not before:
             gc.disable()
-        for name in hidden:
-            del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,21 @@ from __future__ import annotations
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.observer import Observer
 
-__all__ = ["Setup", "run"]
+__all__ = ["Setup", "import_libraries", "run"]
+
+
+def import_libraries(setup: Setup) -> None:
+    """Import what the job will use, the code of its model included, before anything is watched."""
+    if setup.trainer == "trl":
+        from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: F401
+    elif setup.trainer == "transformers":
+        from transformers import Trainer, TrainingArguments  # noqa: F401
+    if setup.method != "full":
+        import peft  # noqa: F401
+    from memfit.virtual.jobs.models import class_of, config_of
+
+    config = config_of(setup)
+    class_of(config)._model_mapping.get(type(config), None)
 
 
 def run(setup: Setup, observer: Observer) -> None:
