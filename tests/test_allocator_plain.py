@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.alloc_conf import AllocSettings, parse_alloc_conf
-from memfit.allocator import Allocator, OutOfMemory, PlainAllocator, allocator_for
+from memfit.allocator import Allocator, GrowingAllocator, OutOfMemory, PlainAllocator, allocator_for
 from memfit.formula.account import Account
 from memfit.formula.estimate import tape_of
 from memfit.units import KIB, MIB
 
+Quick = PlainAllocator | GrowingAllocator
 SIZES = st.one_of(
     st.integers(0, 4 * KIB), st.integers(1, 2 * MIB), st.integers(MIB, 60 * MIB), st.sampled_from([512, MIB, 10 * MIB])
 )
@@ -30,14 +32,14 @@ ACTIONS = st.lists(
 CAPACITIES = st.one_of(st.none(), st.integers(0, 150 * MIB))
 
 
-def levels(allocator: Allocator | PlainAllocator) -> tuple[int, ...]:
+def levels(allocator: Allocator | Quick) -> tuple[int, ...]:
     return (
         allocator.allocated, allocator.allocated_peak, allocator.reserved, allocator.reserved_peak,
-        allocator.num_alloc_retries, allocator.least_refused,
+        allocator.num_alloc_retries,
     )  # fmt: skip
 
 
-def asked(allocator: Allocator | PlainAllocator, size: int) -> Any:
+def asked(allocator: Allocator | Quick, size: int) -> Any:
     """A block, or what the card says when it is full."""
     try:
         return allocator.malloc(size)
@@ -45,13 +47,23 @@ def asked(allocator: Allocator | PlainAllocator, size: int) -> Any:
         return vars(error)
 
 
-@given(ACTIONS, CAPACITIES)
-def test_every_operation_leaves_the_same_levels(actions: list[tuple[str, int]], capacity: int | None) -> None:
-    full, plain = Allocator(capacity), PlainAllocator(capacity)
+def pair(kind: str, capacity: int | None) -> tuple[Allocator, Quick]:
+    """The full allocator and the quick one that does the same."""
+    if kind == "plain":
+        return Allocator(capacity), PlainAllocator(capacity)
+    return Allocator(capacity, AllocSettings(expandable_segments=True)), GrowingAllocator(capacity)
+
+
+@pytest.mark.parametrize("kind", ["plain", "growing"])
+@given(actions=ACTIONS, capacity=CAPACITIES)
+def test_every_operation_leaves_the_same_levels(
+    kind: str, actions: list[tuple[str, int]], capacity: int | None
+) -> None:
+    full, quick = pair(kind, capacity)
     live = []
     for action, number in actions:
         if action == "malloc":
-            one, other = asked(full, number), asked(plain, number)
+            one, other = asked(full, number), asked(quick, number)
             if isinstance(one, dict):
                 assert one == other
             else:
@@ -59,14 +71,22 @@ def test_every_operation_leaves_the_same_levels(actions: list[tuple[str, int]], 
         elif action == "free" and live:
             one, other = live.pop(number % len(live))
             full.free(one)
-            plain.free(other)
+            quick.free(other)
         elif action == "empty":
             full.empty_cache()
-            plain.empty_cache()
-        else:
+            quick.empty_cache()
+        elif action == "reset" and isinstance(quick, PlainAllocator):
             full.reset_peak_stats()
-            plain.reset_peak_stats()
-        assert levels(full) == levels(plain)
+            quick.reset_peak_stats()
+        assert levels(full) == levels(quick)
+
+
+def test_the_least_refused_is_kept() -> None:
+    full, plain = pair("plain", 30 * MIB)
+    for size in (20 * MIB, 4 * MIB, 10 * MIB, 2 * MIB):
+        asked(full, size), asked(plain, size)
+    assert isinstance(plain, PlainAllocator)
+    assert full.least_refused == plain.least_refused == 40 * MIB
 
 
 def test_a_whole_run_leaves_the_same_levels() -> None:

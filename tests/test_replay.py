@@ -13,7 +13,15 @@ from memfit.allocator import OutOfMemory
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
-from memfit.smallest import Attempt, SharedBeginning, bisect, from_the_start, smallest_capacity, smallest_capacity_of
+from memfit.smallest import (
+    Attempt,
+    SharedBeginning,
+    bisect,
+    from_the_start,
+    growing,
+    smallest_capacity,
+    smallest_capacity_of,
+)
 from memfit.tape import Alloc, Event, Free, Mark, SegmentAlloc, SegmentFree
 from memfit.units import KIB, MIB
 
@@ -208,16 +216,22 @@ def test_the_smallest_capacity_is_between_the_requests_and_what_is_reserved_with
     assert peaks.requested <= smallest_capacity_of(ops, streams) <= peaks.reserved
 
 
+@pytest.mark.parametrize("expandable", [False, True])
 @given(events=tapes(), granularity=st.sampled_from([2 * MIB, 7 * MIB]))
-def test_attempts_that_share_their_beginning_end_as_those_from_the_start(events: list[Event], granularity: int) -> None:
+def test_quick_attempts_end_as_those_of_the_full_allocator(
+    expandable: bool, events: list[Event], granularity: int
+) -> None:
     ops, _ = to_ops([replace(event, stream=0) if isinstance(event, Alloc) else event for event in events])
     born = sum(op >= 0 for op in ops)
     ops = [*ops, EMPTY_CACHE, *(op - born if op < 0 else op for op in ops)]  # what it did, a second time
-    shared, anew = SharedBeginning(ops), from_the_start(ops, {}, AllocSettings(), LATEST_TORCH, ())
+    settings = AllocSettings(expandable_segments=expandable)
+    quick = growing(ops) if expandable else SharedBeginning(ops)
+    full = from_the_start(ops, {}, settings, LATEST_TORCH, ())
 
     def both(capacity: int | None, low: int) -> Attempt:
-        one, other = shared(capacity, low), anew(capacity, low)
+        one, other = quick(capacity, low), full(capacity, low)
         assert (one.fits, one.reserved, one.refused) == (other.fits, other.reserved, other.refused)
         return other
 
-    assert bisect(both, granularity, only_compared=True) == smallest_capacity_of(ops, granularity=granularity)
+    found = bisect(both, granularity, only_compared=not expandable)
+    assert found == smallest_capacity_of(ops, settings=settings, granularity=granularity)

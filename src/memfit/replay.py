@@ -254,16 +254,11 @@ def run(
     EMPTY_CACHE stands for empty_cache().
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
-    if plain_suffices(settings, torch, streams):
+    if settings == DEFAULTS and torch == LATEST_TORCH and not streams:
         return _run_plain(ops, capacity)
     allocator = Allocator(capacity, settings, torch)
     play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
-
-
-def plain_suffices(settings: AllocSettings, torch: Torch, streams: Mapping[int, int]) -> bool:
-    """Whether PlainAllocator does all that is asked for."""
-    return settings == DEFAULTS and torch == LATEST_TORCH and not streams
 
 
 def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator
+from memfit.allocator import UNLIMITED, Allocator, GrowingAllocator, OutOfMemory, PlainAllocator
 from memfit.errors import BadInput
-from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, plain_suffices, play, run, to_ops
+from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, run, to_ops
 from memfit.tape import Event, Segment
 from memfit.units import MIB
+
+EXPANDABLE = AllocSettings(expandable_segments=True)
 
 
 class Attempt(NamedTuple):
@@ -50,8 +52,11 @@ def smallest_capacity_of(
     A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
     """
-    if plain_suffices(settings, torch, streams) and not start:
-        return bisect(SharedBeginning(ops), granularity, only_compared=True)
+    if torch == LATEST_TORCH and not streams and not start:
+        if settings == DEFAULTS:
+            return bisect(SharedBeginning(ops), granularity, only_compared=True)
+        if settings == EXPANDABLE:
+            return bisect(growing(ops), granularity, only_compared=False)
     return bisect(
         from_the_start(ops, streams, settings, torch, start), granularity, only_compared=only_compared(settings)
     )
@@ -107,6 +112,33 @@ def from_the_start(
     return attempt
 
 
+def growing(ops: Sequence[int]) -> Try:
+    """Every attempt from the start, on the quick allocator of expandable segments."""
+    requested = run(ops).requested
+
+    def attempt(capacity: int | None, _: int) -> Attempt:
+        allocator, fits = GrowingAllocator(capacity), True
+        try:
+            _play(allocator, ops, [])
+        except OutOfMemory:
+            fits = False
+        return Attempt(fits, requested, allocator.reserved_peak, UNLIMITED)
+
+    return attempt
+
+
+def _play(allocator: PlainAllocator | GrowingAllocator, ops: Sequence[int], blocks: list[int]) -> None:
+    """`blocks` are those of the allocations before `ops`."""
+    malloc, free, born = allocator.malloc, allocator.free, blocks.append
+    for op in ops:
+        if op >= 0:
+            born(malloc(op))
+        elif op != EMPTY_CACHE:
+            free(blocks[~op])
+        else:
+            allocator.empty_cache()
+
+
 class _Refused(Exception):
     """The first segment that a card cannot give."""
 
@@ -142,7 +174,7 @@ class SharedBeginning:
         self._advance(low)
         allocator, fits = self._shared.copy(capacity), True
         try:
-            self._play(allocator, self._blocks.copy())
+            _play(allocator, self._ops[self._at :], self._blocks.copy())
         except OutOfMemory:
             fits = False
         return Attempt(fits, 0, allocator.reserved_peak, allocator.least_refused)
@@ -150,17 +182,7 @@ class SharedBeginning:
     def _advance(self, low: int) -> None:
         self._shared.capacity = low
         try:
-            self._play(self._shared, self._blocks)
+            _play(self._shared, self._ops[self._at :], self._blocks)
             self._at = len(self._ops)
         except _Refused:
             self._at = self._births[len(self._blocks)]
-
-    def _play(self, allocator: PlainAllocator, blocks: list[int]) -> None:
-        malloc, free, born = allocator.malloc, allocator.free, blocks.append
-        for op in self._ops[self._at :]:
-            if op >= 0:
-                born(malloc(op))
-            elif op != EMPTY_CACHE:
-                free(blocks[~op])
-            else:
-                allocator.empty_cache()

@@ -34,12 +34,23 @@ of the settings is not known to matter and not looked at.
 
 from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import Block
+from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
 from memfit.allocator.plain import PlainAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
 from memfit.allocator.start import restore
 
-__all__ = ["UNLIMITED", "Allocator", "Block", "OutOfMemory", "PlainAllocator", "Stats", "allocator_for", "restore"]
+__all__ = [
+    "UNLIMITED",
+    "Allocator",
+    "Block",
+    "GrowingAllocator",
+    "OutOfMemory",
+    "PlainAllocator",
+    "Stats",
+    "allocator_for",
+    "restore",
+]
 
 
 def allocator_for(settings: AllocSettings) -> Allocator | PlainAllocator:

@@ -127,8 +127,9 @@ class Card:
 
     def settle(self) -> None:
         """Free what died since the last time; before every allocation and every look at the allocator."""
-        for number in self.storages.dead():
-            self._free(number)
+        if self.storages.deaths:
+            for number in self.storages.dead():
+                self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:

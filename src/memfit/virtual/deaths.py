@@ -58,6 +58,10 @@ class Deaths:
         self._ring = (ctypes.c_uint64 * _ENTRIES).from_address(ring)
         self._read = 0
 
+    def __bool__(self) -> bool:
+        """Whether something died since the last time."""
+        return self._read != self._counter.value
+
     def __iter__(self) -> Iterator[int]:
         while self._read < self._counter.value:
             entry = self._read & (_ENTRIES - 1)

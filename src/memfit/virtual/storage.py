@@ -41,7 +41,7 @@ class Storages:
     """Makes tensors on `cuda:0` and tells which of their storages died."""
 
     def __init__(self) -> None:
-        self._deaths = Deaths()
+        self.deaths = Deaths()
         self._live: dict[int, tuple[int, Slot]] = {}  # address of the slot -> number of the storage, slot
         self._resized: dict[int, int] = {}  # address of a StorageImpl -> address of the slot
         self._impls: dict[int, int] = {}  # the other way round
@@ -60,7 +60,7 @@ class Storages:
         n, (code, bits) = len(shape), _CODES[dtype]
         dims = at + _MANAGED.size
         _MANAGED.pack_into(
-            memory, offset, address, _CUDA, 0, n, code, bits, 1, dims, dims + 8 * n, 0, 0, self._deaths.function
+            memory, offset, address, _CUDA, 0, n, code, bits, 1, dims, dims + 8 * n, 0, 0, self.deaths.function
         )
         _shapes[n].pack_into(memory, offset + _MANAGED.size, *shape, *stride)
         self._live[at] = number, slot
@@ -69,7 +69,7 @@ class Storages:
     def dead(self) -> list[int]:
         """The numbers of the storages that died since the last call, in order."""
         numbers = []
-        for at in self._deaths:
+        for at in self.deaths:
             number, slot = self._live.pop(at)
             self._free.append(slot)
             numbers.append(number)
