@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perf_peers import BATCH, CARD, MODEL, PEERS, RANK, SEQUENCE, offline_hub, python_with, version
+from perf_traces import BEGIN, END
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -165,6 +166,7 @@ def _page(
         _calls(inside, pythons),
         "## Where the time of `memfit plan` goes",
         _parts(processes, inside),
+        _traces(),
         "## Method",
         _method(pythons),
     ]
@@ -260,6 +262,13 @@ def _parts(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, f
     known.append(("the rest: command line (click), rendering (rich), exit", min(whole.wall) - sum(t for _, t in known)))
     rows = ["| part | seconds |", "|---|---:|", *(f"| {name} | {taken:.3f} |" for name, taken in known)]
     return "\n".join(rows) + f"\n\nThe same plan again in the same process: {plan['again']:.3f} s."
+
+
+def _traces() -> str:
+    """The section that perf_traces.py writes, kept as it is."""
+    page = PAGE.read_text()
+    begin, end = page.find(BEGIN), page.find(END)
+    return page[begin : end + len(END)] if 0 <= begin < end else f"{BEGIN}\n{END}"
 
 
 def _machine() -> str:

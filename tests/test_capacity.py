@@ -77,6 +77,13 @@ def test_fragmentation_is_what_no_retry_wins_back() -> None:
     assert found.other == 40 * MIB  # expandable segments grow in place: two granules
 
 
+def test_a_card_with_room_does_what_one_without_a_limit_does() -> None:
+    for usable in (190 * MIB, 190 * MIB - 1, GIB):
+        gpu = card(usable)
+        expected = replay(TAPE.events, capacity=usable, context=gpu.context_bytes, total_memory=gpu.total_bytes)
+        assert asked(TAPE, usable).timeline == expected
+
+
 def test_without_a_card_there_is_no_verdict() -> None:
     found = capacity(TAPE, PLAIN)
     assert found.judgement is None and found.timeline is found.free and found.reproduced is None

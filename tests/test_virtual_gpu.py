@@ -16,6 +16,7 @@ from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.virtual import Card, virtual_gpu  # noqa: E402
 from memfit.virtual.deaths import Deaths  # noqa: E402
+from memfit.virtual.host import no_random_weights  # noqa: E402
 from memfit.virtual.native import shadowed, structured  # noqa: E402
 from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
 from memfit.virtual.temporaries import flash_splits  # noqa: E402
@@ -273,3 +274,12 @@ def test_pinned_host_memory_and_convolutions_are_there() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.shape == x.shape
+
+
+def test_adapters_on_the_host_are_not_drawn() -> None:
+    before = torch.get_rng_state()
+    with no_random_weights():
+        torch.nn.Linear(4, 4)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.nn.Linear(4, 4)
+    assert not torch.equal(before, torch.get_rng_state())
