@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from memfit.thumb import static_lines as static_lines
     from memfit.verdicts import judge as judge
     from memfit.virtual import virtual_gpu as virtual_gpu
+    from memfit.watcher.lightning import LightningCallback as LightningCallback
+    from memfit.watcher.loop import watch as watch
+    from memfit.watcher.transformers import MemfitCallback as MemfitCallback
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,9 @@ _LAZY = {
     "resolve_model": "memfit.hub",
     "static_lines": "memfit.thumb",
     "virtual_gpu": "memfit.virtual",
+    "watch": "memfit.watcher.loop",
+    "MemfitCallback": "memfit.watcher.transformers",
+    "LightningCallback": "memfit.watcher.lightning",
 }
 __all__ = sorted(_LAZY)
 

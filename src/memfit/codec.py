@@ -25,6 +25,7 @@ from memfit.replay_doc import ReplayDoc
 from memfit.report.good_for import GpuRow, Largest
 from memfit.report.why import Kept, Reason, Why
 from memfit.tape import Phase, Role
+from memfit.watch_doc import CompareDoc, WatchedDoc
 
 T = TypeVar("T")
 VERSION = 1
@@ -177,6 +178,8 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.gpus/1": GpusDoc,
     "memfit.replay/1": ReplayDoc,
     "memfit.explain/1": ExplainDoc,
+    "memfit.compare/1": CompareDoc,
+    "memfit.watched/1": WatchedDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # what a reader looks for first
 

@@ -25,6 +25,17 @@ def gib(size: int, digits: int = 1) -> str:
     return f"{size / GIB:.{digits}f}"
 
 
+def shared_unit(largest: int) -> str:
+    """The unit of a table whose largest number is `largest` bytes: GiB, or MiB for small runs."""
+    return "GiB" if largest >= GIB else "MiB"
+
+
+def in_unit(size: int, unit: str) -> str:
+    """Bytes as a bare number of `unit`, for table columns whose head names it."""
+    value = size / _FACTOR[unit.lower()]
+    return f"{value:,.{1 if abs(value) >= 100 else 2}f}"
+
+
 def human(size: int) -> str:
     """Bytes with the largest binary unit that keeps three figures: 1536 -> '1.50 KiB'."""
     sign, size = ("-", -size) if size < 0 else ("", size)

@@ -8,10 +8,24 @@ from types import ModuleType
 import click
 
 from memfit import __version__
-from memfit.cli import data, estimate, explain, export, glossary, gpus, models, plan, replay, techniques, trace
+from memfit.cli import (
+    compare,
+    data,
+    estimate,
+    explain,
+    export,
+    glossary,
+    gpus,
+    models,
+    plan,
+    replay,
+    techniques,
+    trace,
+    watch,
+)  # fmt: skip
 from memfit.cli.flags import TAKEN, Argument, Flag
 
-COMMANDS = (plan, estimate, trace, techniques, replay, explain, gpus, models, data, glossary, export)
+COMMANDS = (plan, estimate, trace, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export)
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 

@@ -1,0 +1,70 @@
+"""The predicted band of every phase, and a state machine that says once when a run leaves it or fills the card."""
+
+from __future__ import annotations
+
+from memfit.footprint import Footprint, Levels
+from memfit.sample import METERS, Alarm, Header, Sample
+from memfit.tape import Phase
+from memfit.units import human
+from memfit.verdicts import BAND_SHARE
+
+CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it the next longer batch may be one too long
+
+
+def bands(predicted: Footprint | None, level: str | None) -> dict[Phase, tuple[int, int]]:
+    """Phase -> (low, high) bytes of `level` that the prediction allows; empty where nothing can be compared."""
+    if predicted is None or level is None:
+        return {}
+    if level == "device":  # seen from outside there are no phases
+        peaks: dict[Phase, int] = {"step": max(p.levels.device for p in predicted.needed)}
+    else:
+        peaks = {p.phase: level_of(p.levels, level) for p in predicted.phases}
+    return {phase: (peak - int(peak * BAND_SHARE), peak + int(peak * BAND_SHARE)) for phase, peak in peaks.items()}
+
+
+def level_of(levels: Levels, name: str) -> int:
+    """One of the four by its name."""
+    return int(getattr(levels, name))
+
+
+class Alarms:
+    """Each kind of alarm is raised once, `band` once per phase."""
+
+    def __init__(self, header: Header) -> None:
+        self.level = METERS[header.meter].compared
+        self.bands = bands(header.predicted, self.level)
+        self.limit = int(header.total * CARD_SHARE)
+        self.total = header.total
+        self._told: set[tuple[str, Phase | None]] = set()
+
+    def look(self, sample: Sample) -> tuple[Alarm, ...]:
+        """What this sample gives cause to say."""
+        return tuple(alarm for alarm in (self._card(sample), self._band(sample)) if alarm)
+
+    def _card(self, sample: Sample) -> Alarm | None:
+        device = sample.peak.device
+        if not self.limit or device < self.limit or self._again("card", None):
+            return None
+        text = (
+            f"{device / self.total:.0%} of the card in use: {human(device)} of {human(self.total)}, "
+            f"{human(max(self.total - device, 0))} left"
+        )
+        return Alarm("card", sample.step, sample.phase, device, self.limit, text)
+
+    def _band(self, sample: Sample) -> Alarm | None:
+        if self.level is None or sample.phase not in self.bands:
+            return None
+        low, high = self.bands[sample.phase]
+        found = level_of(sample.peak, self.level)
+        if found <= high or self._again("band", sample.phase):
+            return None
+        text = (
+            f"left the predicted band: {human(found)} {self.level}, predicted {human(low)} to {human(high)} "
+            f"({human(found - high)} above it)"
+        )
+        return Alarm("band", sample.step, sample.phase, found, high, text)
+
+    def _again(self, kind: str, phase: Phase | None) -> bool:
+        told = (kind, phase) in self._told
+        self._told.add((kind, phase))
+        return told

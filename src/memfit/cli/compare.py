@@ -1,0 +1,56 @@
+"""memfit compare: a prediction and a measurement, or any two runs, side by side."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
+
+if TYPE_CHECKING:
+    from memfit.compare import Agreement
+
+EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
+TWO = Argument(
+    "files", "two of: a tape, a snapshot, a log of memfit watch, a recipe.toml, JSON of estimate, plan or trace",
+    "EXPECTED MEASURED", required=True, many=True,
+)  # fmt: skip
+GPU = Flag("gpu", str, "The card of a recipe.toml that names none, or another one.", "NAME")
+
+
+@takes(GPU, *COMMON, argument=TWO)
+def run(files: tuple[str, ...], **flags: Any) -> int:
+    """Compare two runs by role and phase, and say what explains the difference.
+
+    Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
+    """
+    from memfit import cards, footprints
+    from memfit.compare import compare
+
+    if len(files) != 2:
+        raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
+    gpu = cards.parse_gpu(flags["gpu"])[0] if flags["gpu"] else None
+    left, right = (footprints.read(Path(file), gpu) for file in files)
+    found = compare(left, right)
+    if flags["json"]:
+        from memfit.watch_doc import compare_doc
+
+        terminal.show_json(compare_doc(files[0], files[1], found))
+    else:
+        from memfit.report.compare import compare_view
+
+        terminal.show(compare_view(files[0], files[1], found, _next(files)))
+    return _exit_of(found.agreement)
+
+
+def _exit_of(agreement: Agreement) -> int:
+    return {"agrees": EXIT_FITS, "more": EXIT_MISFIT, "less": EXIT_TIGHT}[agreement]
+
+
+def _next(files: tuple[str, ...]) -> list[str]:
+    """Tapes and snapshots can be looked at closer."""
+    opened = [file for file in files if not file.endswith((".toml", ".json", ".jsonl"))]
+    return [shlex.join(["memfit", "replay", file, "--html", "timeline.html"]) for file in opened[-1:]]

@@ -1,0 +1,151 @@
+"""memfit watch: a command's memory from outside while it runs, or the log of a run that memfit.watch writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.errors import EXIT_FITS, BadInput
+
+if TYPE_CHECKING:
+    from memfit.sample import Header, Watched
+    from memfit.watcher.recorder import Screen
+
+EXAMPLES = (
+    "memfit watch -- python train.py --epochs 1",
+    "memfit watch --predicted run/recipe.toml --live -- python run/train.py",
+    "memfit watch memfit-watch.jsonl",
+)
+WHAT = Argument(
+    "what", "a command after '--', or the .jsonl log of a run, which is shown and in a terminal followed",
+    "LOG|-- COMMAND", required=True, many=True,
+)  # fmt: skip
+MEASURES = ("auto", "nvml", "rss")
+LOG = "memfit-watch.jsonl"
+OWN = (
+    Flag("predicted", str, "What the run should need: recipe.toml, tape, snapshot, JSON or another log.", "FILE"),
+    Flag("log", str, f"Append samples here as JSON lines. Default: {LOG}.", "FILE"),
+    Flag("every", float, "Seconds between two looks. Default: 1.", "SECONDS"),
+    Flag("measure", str, "The card by its driver, or resident memory. Default: the card if there is one.", "|".join(MEASURES)),
+    Flag("to", str, "Also send samples to: tensorboard[:DIR], wandb[:PROJECT], prometheus[:PORT].", "A,B"),
+    Flag("live", bool, "A live view; the command's output scrolls above it.", default=False),
+)  # fmt: skip
+FASTEST, SLOWEST = 0.01, 3600.0
+
+
+@takes(*OWN, *COMMON, argument=WHAT)
+def run(what: tuple[str, ...], **flags: Any) -> int:
+    """Watch a run's memory live, against what was predicted.
+
+    A command is started, measured from outside, and its exit code passed on. Phases, steps and leaks are seen only from
+    inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
+    """
+    if len(what) == 1 and what[0].endswith(".jsonl"):
+        return _show_log(Path(what[0]), flags)
+    return _watch(list(what), flags)
+
+
+def _watch(command: list[str], flags: dict[str, Any]) -> int:
+    from memfit import footprints
+    from memfit.watcher.outside import run as run_child
+    from memfit.watcher.processes import outside_meter
+    from memfit.watcher.recorder import Recorder
+    from memfit.watcher.sinks import open_sinks
+
+    every = 1.0 if flags["every"] is None else flags["every"]
+    if not FASTEST <= every <= SLOWEST:
+        raise BadInput(f"--every must be from {FASTEST:g} to {SLOWEST:g} seconds", hint="--every 1")
+    measure = flags["measure"] or "auto"
+    if measure not in MEASURES:
+        raise BadInput(f"--measure cannot be '{measure[:40]}'", hint=f"choose one of {', '.join(MEASURES)}")
+    predicted = footprints.of(flags["predicted"])
+    meter, told = outside_meter(measure)
+    if told:
+        terminal.note(told)
+    header = _header(command, meter, predicted)
+    sinks = open_sinks((part.strip() for part in (flags["to"] or "").split(",") if part.strip()), header)
+    screen, relay = _screen(flags)
+    recorder = Recorder(header, Path(flags["log"] or LOG), sinks, screen)
+    code, watched = run_child(command, recorder, meter, every, relay)
+    if flags["json"]:
+        from memfit.watch_doc import watched_doc
+
+        terminal.show_json(watched_doc(watched, code))
+    return code
+
+
+def _header(command: list[str], meter: Any, predicted: Any) -> Header:
+    from datetime import UTC, datetime
+
+    from memfit.sample import Header
+
+    name = next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return Header(name, meter.name, meter.card, meter.total, started, predicted=predicted)
+
+
+def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
+    """What shows the run; for a live view also what takes the command's own lines."""
+    from memfit.watcher.screens import Live, Plain, Quiet
+
+    if flags["json"]:
+        return Quiet(), None
+    if not (flags["live"] and sys.stderr.isatty()):
+        return Plain(), None
+    from rich.text import Text
+
+    live = Live()
+    return live, lambda line: live.console.print(Text.from_ansi(line))
+
+
+def _show_log(path: Path, flags: dict[str, Any]) -> int:
+    """The log as it is; in a terminal as it grows."""
+    from memfit import watch_file
+    from memfit.report.watching import closing_view
+
+    given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
+    if given:
+        raise BadInput(f"{given[0]} is for a command that is started", hint="memfit watch -- python train.py")
+    if sys.stdout.isatty() and not flags["json"]:
+        return _follow(path)
+    watched = watch_file.loads(_content(path))
+    if flags["json"]:
+        from memfit.watch_doc import watched_doc
+
+        terminal.show_json(watched_doc(watched))
+    else:
+        terminal.show(closing_view(watched))
+    return EXIT_FITS
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
+
+
+def _follow(path: Path) -> int:
+    """The live view of a log, until Ctrl-C; the file is read again when it has grown."""
+    import time
+
+    from memfit import watch_file
+    from memfit.report.watching import live_view, status_of
+    from memfit.watcher.screens import REFRESH
+
+    size, view = -1, None
+    from rich.live import Live
+
+    with Live(console=terminal.console(sys.stdout), auto_refresh=False) as live:
+        while True:
+            content = _content(path)
+            if len(content) != size:
+                size = len(content)
+                watched: Watched = watch_file.loads(content)
+                view = live_view(status_of(watched)) if watched.samples else None
+                if view is not None:
+                    live.update(view, refresh=True)
+            time.sleep(REFRESH)

@@ -1,0 +1,173 @@
+"""Two footprints side by side, by role and phase, and the terms that explain the difference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from memfit.footprint import Footprint, Levels, PhasePeak
+from memfit.measured import REST
+from memfit.tape import ROLES, Phase, Role
+from memfit.units import human
+from memfit.verdicts import BAND_SHARE
+
+Agreement = Literal["agrees", "more", "less"]
+MOST_TERMS = 12
+TELLING = 0.01  # of the peak: roles that differ by less are not taken apart, because no two sources cut them alike
+OUTSIDE: tuple[Role, ...] = ("context",)  # what lies on the card beside what is reserved
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One phase on both sides; None: that side has none."""
+
+    phase: Phase
+    left: Levels | None
+    right: Levels | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRow:
+    """Bytes of a role, or of several taken together because one side cannot tell them apart."""
+
+    roles: tuple[Role, ...]
+    left: int
+    right: int
+
+    @property
+    def difference(self) -> int:
+        return self.right - self.left
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One named share on both sides."""
+
+    role: Role
+    label: str
+    left: int
+    right: int
+
+    @property
+    def difference(self) -> int:
+        return self.right - self.left
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Right against left at the worst instant of `left_phase` and `right_phase`; sizes in bytes.
+
+    `difference` is right - left of what is reserved (of the device level where a side was seen from outside), `band` what
+    left may be off. The differences of `roles` sum to `difference`, NCCL's buffers aside, which are not reserved.
+    """
+
+    phases: tuple[PhaseRow, ...]
+    left_phase: Phase
+    right_phase: Phase
+    level: Literal["reserved", "device"]
+    left: int
+    right: int
+    band: int
+    agreement: Agreement
+    roles: tuple[RoleRow, ...]
+    terms: tuple[Term, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def difference(self) -> int:
+        return self.right - self.left
+
+
+def compare(left: Footprint, right: Footprint) -> Comparison:
+    """Hold `right` (measured, say) against `left` (predicted, say)."""
+    a, b, notes = _instants(left, right)
+    level: Literal["reserved", "device"] = "reserved" if a.levels.reserved and b.levels.reserved else "device"
+    mine, theirs = (int(getattr(peak.levels, level)) for peak in (a, b))
+    band = int(mine * BAND_SHARE)
+    agreement: Agreement = "agrees" if abs(theirs - mine) <= band else "more" if theirs > mine else "less"
+    left_out = OUTSIDE if level == "reserved" else ()
+    groups = _groups(a, b, left_out)
+    rows = [RoleRow(group, _sum(a, group), _sum(b, group)) for group in groups]
+    rows = sorted((row for row in rows if row.left or row.right), key=lambda row: -abs(row.difference))
+    least = int(max(mine, theirs) * TELLING)
+    notes += _lump(a, b, rows, least)
+    return Comparison(
+        _phases(left, right), a.phase, b.phase, level, mine, theirs, band, agreement, tuple(rows),
+        _terms(a, b, rows, least), tuple(notes),
+    )  # fmt: skip
+
+
+def _instants(left: Footprint, right: Footprint) -> tuple[PhasePeak, PhasePeak, list[str]]:
+    """The phases that are held against each other: the one that reserves most on the left, where both have it."""
+    peak, other = left.peak, right.peak
+    if len(left.phases) > 1 and len(right.phases) > 1:
+        same = [p for p in right.phases if p.phase == peak.phase]
+        if same:
+            return peak, same[0], []
+    if peak.phase == other.phase:
+        return peak, other, []
+    return peak, other, [f"no phase in common: the peaks of {_named(peak)} and {_named(other)} are compared"]
+
+
+def _named(peak: PhasePeak) -> str:
+    return f"{peak.phase.replace('_', ' ')} ({peak.instant})"
+
+
+def _phases(left: Footprint, right: Footprint) -> tuple[PhaseRow, ...]:
+    mine = {p.phase: p.levels for p in left.phases}
+    theirs = {p.phase: p.levels for p in right.phases}
+    return tuple(PhaseRow(phase, mine.get(phase), theirs.get(phase)) for phase in dict.fromkeys((*mine, *theirs)))
+
+
+def _groups(a: PhasePeak, b: PhasePeak, left_out: Iterable[Role]) -> tuple[tuple[Role, ...], ...]:
+    """Roles that are compared; those that a side lumps into one line are one group."""
+    shown = [role for role in ROLES if role not in left_out]
+    lumped: set[Role] = set()
+    for peak in (a, b):
+        roles = {line.role for line in peak.lines}
+        if any(line.label == REST for line in peak.lines) or roles <= {"temporaries", "context", "fragmentation"}:
+            told = {line.role for line in peak.lines if line.label != REST and line.role != "temporaries"}
+            lumped |= {role for role in shown if role not in told}
+    if len(lumped) > 1:
+        rest = tuple(role for role in shown if role in lumped)
+        return (*((role,) for role in shown if role not in lumped), rest)
+    return tuple((role,) for role in shown)
+
+
+def _sum(peak: PhasePeak, roles: tuple[Role, ...]) -> int:
+    return sum(line.bytes for line in peak.lines if line.role in roles)
+
+
+def _terms(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> tuple[Term, ...]:
+    """The labels behind the roles that differ by `least` bytes and more, largest difference first."""
+    differing = {row.roles[0] for row in rows if len(row.roles) == 1 and abs(row.difference) >= least}
+    mine, theirs = (_labels(peak, differing) for peak in (a, b))
+    terms = [Term(*key, mine[key], theirs[key]) for key in dict.fromkeys((*mine, *theirs))]
+    terms = [term for term in terms if term.difference]
+    return tuple(sorted(terms, key=lambda term: -abs(term.difference))[:MOST_TERMS])
+
+
+def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]:
+    """(role, label) -> bytes: a label may stand on several lines."""
+    sizes: Counter[tuple[Role, str]] = Counter()
+    for line in peak.lines:
+        if line.role in roles and line.label != REST:
+            sizes[line.role, line.label] += line.bytes
+    return sizes
+
+
+def _lump(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> list[str]:
+    """What the side that has names says of roles that the other cannot tell apart."""
+    notes = []
+    for row in rows:
+        if len(row.roles) > 1:
+            notes.append("roles that one side cannot tell apart are taken together")
+        if len(row.roles) > 1 and abs(row.difference) >= least:
+            for side, peak in (("first", a), ("second", b)):
+                largest = _labels(peak, row.roles).most_common(3)
+                if len(largest) > 1:
+                    named = ", ".join(f"{label} {human(size)}" for (_, label), size in largest)
+                    notes.append(f"of these the {side} names, largest first: {named}")
+    return notes

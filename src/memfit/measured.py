@@ -1,0 +1,83 @@
+"""A watched run as the nouns predictions have: its Footprint and its Timeline."""
+
+from __future__ import annotations
+
+from memfit.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.replay import Span, Timeline
+from memfit.sample import METERS, Sample, Watched
+from memfit.tape import PHASES, Phase
+
+REST = "all else that was alive (a watch cannot tell it apart)"  # a line that stands for several roles
+WHOLE = "whole process, seen from outside"
+UNTOLD = ("which tensor is what, beyond parameters and optimizer states",)
+
+
+def footprint_of(watched: Watched) -> Footprint:
+    """The peaks of every phase; roles as far as they were counted. Phases without a sample are left out."""
+    peaks = by_phase(watched.samples)
+    phases = tuple(_phase(watched, phase, peaks[phase]) for phase in PHASES if phase in peaks)
+    return Footprint(phases, "measured", (METERS[watched.header.meter].title,), UNTOLD)
+
+
+def by_phase(samples: tuple[Sample, ...]) -> dict[Phase, Levels]:
+    """Each level's maximum within each phase, in the order the phases first came."""
+    peaks: dict[Phase, Levels] = {}
+    for sample in samples:
+        peaks[sample.phase] = highest(peaks.get(sample.phase, sample.peak), sample.peak)
+    return peaks
+
+
+def highest(a: Levels, b: Levels) -> Levels:
+    """Each level's own maximum."""
+    return Levels(
+        max(a.requested, b.requested),
+        max(a.allocated, b.allocated),
+        max(a.reserved, b.reserved),
+        max(a.device, b.device),
+    )
+
+
+def timeline_of(watched: Watched) -> Timeline:
+    """One span per stretch of a phase; `first` and `at` index the samples."""
+    spans: list[Span] = []
+    first = at = 0
+    peak = Levels(0, 0, 0, 0)
+    samples = watched.samples
+    for index, sample in enumerate(samples):
+        if sample.phase != samples[first].phase:
+            spans.append(_span(watched, first, at, peak))
+            first, at, peak = index, index, Levels(0, 0, 0, 0)
+        if sample.peak.allocated > peak.allocated:
+            at = index
+        peak = highest(peak, sample.peak)
+    if samples:
+        spans.append(_span(watched, first, at, peak))
+    whole = Levels(0, 0, 0, 0)
+    for span in spans:
+        whole = highest(whole, span.peak)
+    return Timeline(tuple(spans), whole, 0)
+
+
+def _span(watched: Watched, first: int, at: int, peak: Levels) -> Span:
+    return Span(watched.samples[first].phase, _instant(watched, first), first, at, peak)
+
+
+def _instant(watched: Watched, index: int) -> str:
+    return f"step {watched.samples[index].step}" if METERS[watched.header.meter].roles else WHOLE
+
+
+def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
+    """Parameters are there in every phase, optimizer states from the second step on; the rest is one line."""
+    if not METERS[watched.header.meter].roles:
+        return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))
+    sure = {"parameters"} if phase in ("load", "first_step") else {"parameters", "optimizer_states"}
+    lines = [Line(role, role.replace("_", " "), size) for role, size in watched.shares if role in sure]
+    known = sum(line.bytes for line in lines)
+    if known > peak.requested:  # the model was still growing
+        lines, known = [], 0
+    lines.append(Line("temporaries", REST, peak.requested - known))
+    lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - peak.requested))
+    lines.append(Line("context", "CUDA context and other processes", peak.device - peak.reserved))
+    samples = enumerate(watched.samples)
+    worst = max((s.peak.allocated, -i) for i, s in samples if s.phase == phase)
+    return PhasePeak(phase, _instant(watched, -worst[1]), peak, tuple(lines))

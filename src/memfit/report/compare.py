@@ -1,0 +1,96 @@
+"""Two runs side by side: the answer in a line, phases, roles, and the terms that explain the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memfit.compare import Agreement, Comparison, PhaseRow
+from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
+from memfit.report.words import ROLE_WORDS, phase_title
+from memfit.tape import Role
+from memfit.units import human, in_unit, shared_unit
+
+WORDS: dict[Agreement, tuple[str, str]] = {
+    "agrees": ("AGREE", "bold green"),
+    "more": ("MORE THAN EXPECTED", "bold red"),
+    "less": ("LESS THAN EXPECTED", "bold yellow"),
+}
+
+
+def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str] = ()) -> Group:
+    """The whole answer of `memfit compare`."""
+    unit = shared_unit(max(found.left, found.right))
+    words, style = WORDS[found.agreement]
+    parts: list[RenderableType] = [text(f"{right} against {left}", "bold"), ""]
+    parts += [hanging(Text(words, style), [_said(found), _where(found)]), ""]
+    parts += [_phases(found.phases, unit), "", _roles(found, unit)]
+    if found.terms:
+        parts += ["", _terms(found, unit)]
+    if found.notes:
+        parts += ["", paragraphs([("note:", note) for note in found.notes])]
+    if next_up:
+        parts += ["", commands(next_up)]
+    return Group(*parts)
+
+
+def _said(found: Comparison) -> str:
+    share = f" ({found.difference / found.left:+.1%})" if found.left else ""
+    how = f"{human(found.right)} {found.level} against {human(found.left)}"
+    return f"{how}: {_signed(found.difference)}{share}, the band is ±{human(found.band)}"
+
+
+def _where(found: Comparison) -> str:
+    if found.left_phase == found.right_phase:
+        return f"at the worst instant of the {phase_title(found.left_phase)}"
+    return f"{phase_title(found.left_phase)} against {phase_title(found.right_phase)}"
+
+
+def _signed(size: int) -> str:
+    return f"+{human(size)}" if size > 0 else human(size)
+
+
+def _difference(size: int, unit: str) -> str:
+    shown = in_unit(size, unit)
+    return shown.lstrip("-") if not float(shown.replace(",", "")) else f"+{shown}" if size > 0 else shown
+
+
+def _phases(rows: Sequence[PhaseRow], unit: str) -> Grid:
+    columns = [Column(f"phase, {unit} reserved"), Column("left", right=True), Column("right", right=True)]
+    cells: list[Sequence[Text | str]] = []
+    for row in rows:
+        left, right = (levels.reserved or levels.device if levels else None for levels in (row.left, row.right))
+        sizes = [in_unit(size, unit) if size is not None else "-" for size in (left, right)]
+        gap = _difference(right - left, unit) if left is not None and right is not None else ""
+        cells.append([phase_title(row.phase), *sizes, gap])
+    return Grid([*columns, Column("difference", right=True)], cells)
+
+
+def _roles(found: Comparison, unit: str) -> Grid:
+    columns = [Column("role", wraps=16), *(Column(name, right=True) for name in ("left", "right", "difference"))]
+    rows = [
+        [_together(row.roles), in_unit(row.left, unit), in_unit(row.right, unit), _difference(row.difference, unit)]
+        for row in found.roles
+    ]
+    return Grid(columns, rows)
+
+
+def _together(roles: Sequence[Role]) -> str:
+    return ", ".join(ROLE_WORDS[role].title for role in roles)
+
+
+def _terms(found: Comparison, unit: str) -> Grid:
+    columns = [Column("what explains it", wraps=24)]
+    columns += [Column(name, right=True) for name in ("left", "right", "difference")]
+    rows: list[list[Text | str]] = [
+        [
+            text(f"{ROLE_WORDS[term.role].short}: {term.label}"),
+            in_unit(term.left, unit),
+            in_unit(term.right, unit),
+            _difference(term.difference, unit),
+        ]
+        for term in found.terms
+    ]
+    return Grid(columns, rows)

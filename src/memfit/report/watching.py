@@ -1,0 +1,176 @@
+"""A watched run: the live picture, its warnings and leaks as lines, and the summary at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from memfit.band import CARD_SHARE, bands
+from memfit.footprint import Levels
+from memfit.measured import by_phase
+from memfit.report.layout import Column, Ends, Grid, text
+from memfit.report.words import DOT, clock, phase_title, visible
+from memfit.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
+from memfit.tape import Phase
+from memfit.units import gib, human, in_unit, shared_unit
+
+WARNING, FINE, DIM = "bold red", "dodger_blue2", "dim"
+
+
+class CardBar:
+    """What the card has in use now (solid), the highest so far (shaded), the predicted band and the 90 % line."""
+
+    def __init__(self, header: Header, now: int, peak: int, band: tuple[int, int] | None) -> None:
+        self.header, self.now, self.peak, self.band = header, now, peak, band
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        full, shade, empty, mark = ("#", "=", ".", "!") if options.ascii_only else ("█", "▒", "·", "╎")
+        title = f"{gib(self.now)} of {gib(self.header.total)} GiB "
+        width = max(options.max_width - len(title), 10)
+        scale = max(self.header.total, self.peak, self.band[1] if self.band else 0)
+
+        def at(size: int) -> int:
+            return min(size * width // scale, width - 1)
+
+        drawn = Text(title)
+        solid = at(self.now) + 1
+        over = self.peak >= self.header.total * CARD_SHARE
+        drawn.append(full * solid, WARNING if over else FINE)
+        drawn.append(shade * max(at(self.peak) + 1 - solid, 0), WARNING if over else FINE)
+        drawn.append(empty * (width + len(title) - len(drawn)), DIM)
+        start = len(title)
+        marks = [self.header.total * 9 // 10, *(self.band or ())]
+        for size, style in zip(marks, ("bold red", "bold", "bold"), strict=False):
+            place = start + at(size)
+            drawn = Text.assemble(drawn[:place], (mark, style), drawn[place + 1 :])
+        yield drawn
+
+
+def live_view(status: Status) -> Group:
+    """The picture of a run under way."""
+    header, last = status.header, status.last
+    facts = [
+        visible(header.name),
+        *([f"step {last.step:,}"] if METERS[header.meter].roles else []),
+        clock(last.seconds),
+    ]
+    facts += [f"{clock(last.seconds / last.step)} per step"] if last.step else []
+    head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
+    parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
+    level = METERS[header.meter].compared
+    band = bands(header.predicted, level).get(last.phase)
+    if header.total:
+        beside = last.now.device - last.now.reserved if level == "reserved" else 0
+        drawn = (band[0] + beside, band[1] + beside) if band else None
+        peak = max(levels.device for levels in status.peaks.values())
+        parts.append(CardBar(header, last.now.device, peak, drawn))
+    parts += [phases_table(header, status.peaks, last.phase), *_warnings(status.alarms, status.leaks)]
+    return Group(*parts)
+
+
+def closing_view(watched: Watched) -> Group:
+    """What is left to say when the run is over."""
+    header, samples = watched.header, watched.samples
+    facts = [visible(header.name)]
+    if METERS[header.meter].roles:
+        facts.append(_counted(samples[-1].step if samples else 0))
+    facts += [clock(samples[-1].seconds)] if samples else []
+    head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
+    parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
+    parts.append(text(f"measured: {METERS[header.meter].title}", DIM))
+    parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
+    return Group(*parts)
+
+
+def _counted(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps:,} steps"
+
+
+def phases_table(header: Header, peaks: Mapping[Phase, Levels], current: Phase | None = None) -> Grid:
+    """The peaks of every phase beside the predicted band; levels that the meter does not know are left out."""
+    facts = METERS[header.meter]
+    allowed = bands(header.predicted, facts.compared)
+    unit = shared_unit(max((levels.device for levels in peaks.values()), default=0))
+    columns = [Column(f"peak, {unit}")]
+    if facts.roles:
+        columns += [Column("allocated" if facts.compared else "tensors", right=True)]
+    if facts.compared == "reserved":
+        columns += [Column("reserved", right=True)]
+    columns += [Column("device" if facts.compared else "resident", right=True, spare=2)]
+    if allowed:
+        columns += [Column("predicted", right=True), Column("", spare=1)]
+    rows = [_row(header, phase, levels, allowed.get(phase), current, unit) for phase, levels in peaks.items()]
+    return Grid(columns, [row[: len(columns)] for row in rows])
+
+
+def _row(
+    header: Header, phase: Phase, levels: Levels, band: tuple[int, int] | None, current: Phase | None, unit: str
+) -> list[Text | str]:
+    facts = METERS[header.meter]
+    mark = "" if current is None else "▶ " if phase == current else "  "
+    title = phase_title(phase) if facts.roles else "run"
+    row: list[Text | str] = [Text(f"{mark}{title}", "bold" if phase == current else "")]
+    row += [in_unit(levels.allocated, unit)] if facts.roles else []
+    row += [in_unit(levels.reserved, unit)] if facts.compared == "reserved" else []
+    row.append(in_unit(levels.device, unit))
+    if band is None:
+        return [*row, "", ""]
+    low, high = band
+    assert facts.compared is not None
+    found = int(getattr(levels, facts.compared))
+    verdict = Text("above", WARNING) if found > high else Text("below" if found < low else "inside", DIM)
+    return [*row, f"{in_unit(low, unit)} to {in_unit(high, unit)}", verdict]
+
+
+def _warnings(alarms: Iterable[Alarm], leaks: Iterable[Leak]) -> list[Text]:
+    lines = [Text(alarm_line(alarm), WARNING) for alarm in alarms if alarm.kind != "leak"]
+    for leak in leaks:
+        first, *rest = leak_lines(leak)
+        lines += [Text(first, WARNING), *map(Text, rest)]
+    return lines
+
+
+def alarm_line(alarm: Alarm) -> str:
+    """One warning as one line."""
+    where = f" ({phase_title(alarm.phase)}, step {alarm.step:,})" if alarm.step else ""
+    return f"warning: {alarm.text}{where}"
+
+
+def leak_lines(leak: Leak) -> tuple[str, ...]:
+    """What grows, and who holds it."""
+    span = f"{leak.unit}s {leak.since:,} to {leak.until:,}"
+    grown = f"leak: {human(leak.per_step)} more per {leak.unit}, {human(leak.bytes)} over {span}"
+    held = [f"  held by {holder_words(holder)}" for holder in leak.holders]
+    return (grown, *(visible(line) for line in held or ["  held by: not known; no Python name leads to it"]))
+
+
+def holder_words(holder: Holder) -> str:
+    """'history[...] (4 tensors, 1.50 MiB each step) at train.py:12: history.append(out)'."""
+    where = f" at {holder.place}{f': {holder.code}' if holder.code else ''}" if holder.place else ""
+    size = f", {human(holder.bytes)}" if holder.bytes else ""
+    what = {
+        "graph": f"the graph behind {holder.name} ({holder.count} nodes{size} more each time)",
+        "cycle": holder.name,
+        "unknown": f"{holder.name} ({holder.count} tensors{size})",
+    }.get(
+        holder.kind,
+        f"{holder.name} ({holder.count} {'tensor' if holder.count == 1 else 'tensors'}{size} more each time)",
+    )
+    return what + where + ADVICE[holder.kind]
+
+
+ADVICE = {
+    "graph": "; sum numbers, not losses: add loss.item() or loss.detach()",
+    "container": "",
+    "variable": "",
+    "cycle": "; break the cycle, or call gc.collect() now and then",
+    "unknown": "",
+}
+
+
+def status_of(watched: Watched) -> Status:
+    """A recorded run as it looked at its last sample."""
+    peaks = by_phase(watched.samples)
+    return Status(watched.header, watched.samples[-1], peaks, watched.alarms, watched.leaks)

@@ -1,0 +1,117 @@
+"""The nouns of a watched run: Sample (one look at its memory), Leak and Holder (what grows and who keeps it), Watched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memfit.footprint import Footprint, Levels
+from memfit.tape import Phase, Role
+
+MeterName = Literal["cuda", "tensors", "nvml", "rss"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeterFacts:
+    """What a meter measures. `compared` is the level a prediction can be held against; None: the run is on no card."""
+
+    title: str
+    compared: Literal["reserved", "device"] | None
+    roles: bool  # does it know tensors, so that parameters and states can be told from the rest
+
+
+METERS: dict[MeterName, MeterFacts] = {
+    "cuda": MeterFacts("PyTorch's allocator and the card", "reserved", True),
+    "tensors": MeterFacts("no card: bytes of live tensors, and resident memory of the process", None, True),
+    "nvml": MeterFacts("the card's driver (NVML), this command and its children", "device", False),
+    "rss": MeterFacts("no card: resident memory of the command and its children", None, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is known when a watch begins. `total` is bytes of the card, 0 where there is none; `started` is ISO 8601."""
+
+    name: str  # the script
+    meter: MeterName
+    card: str = ""
+    total: int = 0
+    started: str = ""
+    torch: str = ""
+    predicted: Footprint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look: bytes at this instant (`now`), and the highest of each level since the look before (`peak`).
+
+    `step` counts finished optimizer steps, `phase` is what the run did since the look before. `peak.device` is the
+    highest that was seen, at most one second old: the driver keeps no maximum.
+    """
+
+    seconds: float  # since the watch began
+    step: int
+    phase: Phase
+    now: Levels
+    peak: Levels
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who keeps tensors alive. `place` is "file.py:12" of the line that stores them, or of the function that owns `name`."""
+
+    kind: Literal["graph", "container", "variable", "cycle", "unknown"]
+    name: str  # as the program says it: history, self.cache[...], total
+    place: str
+    code: str  # that line's text; "" where the source is not there
+    count: int  # tensors kept, or nodes of the graph, per step
+    bytes: int  # per step; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Live bytes that grew from step `since` to `until`, beyond noise, by `per_step` bytes each `unit`."""
+
+    per_step: int
+    since: int
+    until: int
+    bytes: int
+    holders: tuple[Holder, ...] = ()
+    unit: Literal["step", "run"] = "step"
+
+
+AlarmKind = Literal["card", "band", "leak"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something to look at now: the card is nearly full, the prediction is left, or memory leaks."""
+
+    kind: AlarmKind
+    step: int
+    phase: Phase
+    bytes: int
+    limit: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A whole watched run. `shares` are bytes of roles that lie on the card between steps, as far as they were counted."""
+
+    header: Header
+    samples: tuple[Sample, ...]
+    alarms: tuple[Alarm, ...] = ()
+    leaks: tuple[Leak, ...] = ()
+    shares: tuple[tuple[Role, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run under way, as a screen shows it: its last look, and the peaks of every phase so far."""
+
+    header: Header
+    last: Sample
+    peaks: dict[Phase, Levels]
+    alarms: tuple[Alarm, ...]
+    leaks: tuple[Leak, ...]

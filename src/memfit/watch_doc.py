@@ -1,0 +1,69 @@
+"""The JSON documents of a watched command and of a comparison; codec.py knows them among the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from memfit.compare import Agreement, Comparison, PhaseRow, RoleRow, Term
+from memfit.footprint import Levels
+from memfit.measured import by_phase, highest
+from memfit.sample import Alarm, Header, Leak, Watched
+from memfit.tape import Phase
+
+
+class CompareDoc(Struct, frozen=True, kw_only=True):
+    """`memfit compare --json`. Sizes in bytes; `left` is the first file, `right` the second."""
+
+    schema: Literal["memfit.compare/1"] = "memfit.compare/1"
+    left_name: str
+    right_name: str
+    left_phase: Phase
+    right_phase: Phase
+    level: Literal["reserved", "device"]
+    left: int
+    right: int
+    difference: int
+    band: Annotated[int, Meta(description="bytes that left may be off")]
+    agreement: Agreement
+    phases: tuple[PhaseRow, ...]
+    roles: tuple[RoleRow, ...]
+    terms: tuple[Term, ...]
+    notes: tuple[str, ...]
+
+
+class WatchedDoc(Struct, frozen=True, kw_only=True):
+    """`memfit watch --json`. Sizes in bytes; `exit_code` is the command's, null for a log that was read."""
+
+    schema: Literal["memfit.watched/1"] = "memfit.watched/1"
+    header: Header
+    steps: int
+    seconds: float
+    peak: Levels
+    phases: dict[Phase, Levels]
+    alarms: tuple[Alarm, ...]
+    leaks: tuple[Leak, ...]
+    exit_code: int | None
+
+
+def compare_doc(left_name: str, right_name: str, found: Comparison) -> CompareDoc:
+    """A comparison of two files."""
+    return CompareDoc(
+        left_name=left_name, right_name=right_name, left_phase=found.left_phase, right_phase=found.right_phase,
+        level=found.level, left=found.left, right=found.right, difference=found.difference, band=found.band,
+        agreement=found.agreement, phases=found.phases, roles=found.roles, terms=found.terms, notes=found.notes,
+    )  # fmt: skip
+
+
+def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:
+    """A watched run, its phases by their peaks."""
+    peaks = by_phase(watched.samples)
+    peak = Levels(0, 0, 0, 0)
+    for levels in peaks.values():
+        peak = highest(peak, levels)
+    last = watched.samples[-1] if watched.samples else None
+    return WatchedDoc(
+        header=watched.header, steps=last.step if last else 0, seconds=last.seconds if last else 0.0, peak=peak,
+        phases=peaks, alarms=watched.alarms, leaks=watched.leaks, exit_code=exit_code,
+    )  # fmt: skip

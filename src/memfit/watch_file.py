@@ -1,0 +1,103 @@
+"""A watched run as JSON lines and back: one line per sample, written as it happens, versioned, checked on the way in.
+
+The first line of a run is its header. A file may hold several runs one after the other (a run that was resumed); a line
+cut short by a crash is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from memfit.errors import BadInput, Unsupported
+from memfit.sample import Alarm, Header, Leak, Sample, Watched
+from memfit.tape import Role
+
+SCHEMA = "memfit.watch/1"  # raised when a key changes its meaning or goes, not when one is added
+HINT = "give a file written by memfit watch or memfit.watch(...)"
+Shares = tuple[tuple[Role, int], ...]
+KINDS: dict[str, Any] = {"run": Header, "sample": Sample, "alarm": Alarm, "leak": Leak, "shares": Shares}
+_NAME_OF = {Header: "run", Sample: "sample", Alarm: "alarm", Leak: "leak"}
+_ENCODE = msgspec.json.Encoder().encode
+
+
+def line(noun: Header | Sample | Alarm | Leak) -> bytes:
+    """One noun as one line, its end included."""
+    kind = _NAME_OF[type(noun)]
+    head = {"schema": SCHEMA, "type": kind} if kind == "run" else {"type": kind}
+    return _ENCODE(head | msgspec.to_builtins(noun)) + b"\n"
+
+
+def shares_line(shares: Shares) -> bytes:
+    """Bytes by role that lie on the card between steps, as one line."""
+    return _ENCODE({"type": "shares", "roles": dict(shares)}) + b"\n"
+
+
+def known(content: bytes) -> bool:
+    """Does this begin like such a file?"""
+    return content.startswith(b'{"schema":"memfit.watch/')
+
+
+def loads(content: bytes) -> Watched:
+    """The last run in a file. Raises BadInput for what is not one, Unsupported for another version."""
+    runs = list(runs_of(content))
+    if not runs:
+        raise BadInput("no watched run in the file", hint=HINT)
+    return runs[-1]
+
+
+def runs_of(content: bytes) -> Iterable[Watched]:
+    """Every run in a file, in order."""
+    run: list[Any] = []
+    lines = content.split(b"\n")
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        noun = _noun(text, number, last=number == len(lines))
+        if isinstance(noun, Header) and run:
+            yield _watched(run)
+            run = []
+        if noun is not None:
+            run.append(noun)
+    if run:
+        yield _watched(run)
+
+
+def _noun(text: bytes, number: int, last: bool) -> Any:
+    """What a line says; None for a line that was cut short, or of a kind that a later version adds."""
+    try:
+        data = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        if last:
+            return None
+        raise BadInput(f"line {number} is not valid JSON: {error}", hint=HINT) from None
+    kind = data.pop("type", None) if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        raise BadInput(f"line {number} has no type", hint=HINT)
+    if kind not in KINDS:
+        return None
+    if kind == "run" and data.pop("schema", None) != SCHEMA:
+        raise Unsupported(f"line {number} is not of schema {SCHEMA}", hint="pip install --upgrade memfit")
+    try:
+        plain = list(data.get("roles", {}).items()) if kind == "shares" else data
+        return msgspec.convert(plain, KINDS[kind], strict=True)
+    except (msgspec.ValidationError, AttributeError) as error:
+        raise BadInput(f"line {number} is wrong: {error}", hint=HINT) from None
+
+
+def _watched(run: list[Any]) -> Watched:
+    if not isinstance(run[0], Header):
+        raise BadInput("the file does not begin with a header", hint=HINT)
+    shares: Shares = ()
+    for noun in run:
+        if isinstance(noun, tuple):
+            shares = noun
+    return Watched(
+        run[0],
+        tuple(noun for noun in run if isinstance(noun, Sample)),
+        tuple(noun for noun in run if isinstance(noun, Alarm)),
+        tuple(noun for noun in run if isinstance(noun, Leak)),
+        shares,
+    )

@@ -1,0 +1,62 @@
+"""The tensors that are alive in this process, found through Python's garbage collector: no hook, no mode, no cost before.
+
+PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too
+(outputs that an operator saved of itself excepted). It takes about half a microsecond per object of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+MOST_NODES = 200_000  # of one graph that are counted
+
+
+def live_tensors() -> list[Tensor]:
+    """Every tensor object there is."""
+    kinds: dict[type, bool] = {}
+    found: list[Tensor] = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        known = kinds.get(kind)
+        if known is None:
+            known = kinds[kind] = issubclass(kind, Tensor)
+        if known:
+            found.append(thing)
+    return found
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Storage -> bytes: tensors may share one."""
+    sizes: dict[int, int] = {}
+    for t in tensors:
+        if t.device.type == "meta" or t.layout is not torch.strided:
+            continue
+        try:
+            storage = t.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # wrappers without memory of their own
+            continue
+        sizes[storage._cdata] = storage.nbytes()
+    return sizes
+
+
+def live_bytes() -> int:
+    """Bytes of all live tensors, each storage once."""
+    return sum(storages(live_tensors()).values())
+
+
+def graph_size(root: Tensor) -> int:
+    """How many nodes the autograd graph behind a tensor has, up to MOST_NODES."""
+    if root.grad_fn is None:
+        return 0
+    seen = {root.grad_fn}
+    todo = [root.grad_fn]
+    while todo and len(seen) < MOST_NODES:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return len(seen)

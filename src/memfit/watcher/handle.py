@@ -1,0 +1,212 @@
+"""Watch: what memfit.watch() returns. It follows the phases of a training loop and reads the meter at their ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit import measured
+from memfit.footprint import Footprint
+from memfit.growth import Growth, Series
+from memfit.replay import Timeline
+from memfit.sample import Holder, Leak, Sample
+from memfit.tape import PHASES, Phase, Role
+from memfit.watcher.census import storages
+from memfit.watcher.experiments import THIS_PROCESS
+from memfit.watcher.hunt import Hunt
+from memfit.watcher.meters import Meter, Reading
+from memfit.watcher.recorder import Recorder
+
+EXPLAINED = 0.2  # of a growth: names that keep less than this of it do not explain it
+
+
+class Watch:
+    """A watched training loop. Use it as a context manager, or call `close()`.
+
+    With an optimizer its steps are counted by themselves; without, call `step()` at the end of each. `phase("eval")`
+    names a part of the loop; evaluation is also seen by itself where the model is given. `leaks`, `footprint()` and
+    `timeline()` say what was found so far.
+    """
+
+    def __init__(
+        self, recorder: Recorder, meter: Meter, model: Any = None, optimizer: Any = None, *,
+        find_leaks: bool = True, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.recorder, self.meter, self.model, self.clock = recorder, meter, model, clock
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.done = 0  # optimizer steps
+        self._phase: Phase = "load"
+        self._began = clock()
+        self._series = Series() if find_leaks else None
+        self._hunt: Hunt | None = None
+        self._growth = Growth(0.0, 0, 0, 0)  # the one that the hunt is about
+        self._hooks: list[Any] = []
+        self._counts_itself = False
+        self._closed = False
+        first = self._sample("load")
+        self._between_experiments(first)
+        self._phase = "first_step"
+        self._hook()
+
+    # --- what a loop calls ---
+
+    def step(self) -> None:
+        """An optimizer step is done. With an optimizer given this is called by itself; calling it once takes over."""
+        if self._counts_itself:
+            self._unhook_optimizer()
+            if self.done:  # this step was counted by the hook
+                return
+        self._stepped()
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """What runs inside is of this phase: load, eval, save, resume, merge."""
+        if name not in PHASES:
+            raise ValueError(f"phase {name!r} is none of {', '.join(PHASES)}")
+        before = self._phase
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def enter(self, name: Phase) -> None:
+        """From here on the run is in this phase."""
+        if name != self._phase:
+            self._sample(self._phase)
+            self._phase = name
+
+    def train(self) -> None:
+        """From here on the run trains again."""
+        self.enter("step" if self.done else "first_step")
+
+    def close(self) -> None:
+        """The run is over: a last look, and what was found."""
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._sample(self._phase)
+        if self._series is not None:
+            THIS_PROCESS.end()
+        self.recorder.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    # --- what was found ---
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """What grew beyond noise, and who holds it."""
+        return tuple(self.recorder.leaks)
+
+    def footprint(self) -> Footprint:
+        """The peaks of every phase so far, as predictions have them."""
+        return measured.footprint_of(self.recorder.watched())
+
+    def timeline(self) -> Timeline:
+        """The run so far, stretch by stretch."""
+        return measured.timeline_of(self.recorder.watched())
+
+    # --- inside ---
+
+    def _hook(self) -> None:
+        if hasattr(self.model, "register_forward_pre_hook"):
+            self._hooks.append(self.model.register_forward_pre_hook(self._before_forward))
+        if hasattr(self.optimizer, "register_step_post_hook"):
+            self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._stepped()))
+            self._counts_itself = True
+
+    def _unhook_optimizer(self) -> None:
+        self._hooks.pop().remove()
+        self._counts_itself = False
+
+    def _before_forward(self, module: Any, _: Any) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        if not trains and self._phase in ("first_step", "step"):
+            self.enter("eval")
+        elif trains and self._phase == "eval":
+            self.train()
+
+    def _stepped(self) -> None:
+        self.done += 1
+        phase: Phase = "first_step" if self.done == 1 else "step"
+        reading = self._sample(phase)
+        self._phase = "step"
+        if self.done == 1:
+            self.recorder.share(self._shares())
+        if self._series is not None:
+            self._look_for_leaks(self._series, reading)
+
+    def _sample(self, phase: Phase) -> Reading:
+        reading = self.meter.read()
+        self.recorder.add(Sample(self.clock() - self._began, self.done, phase, reading.now, reading.peak))
+        return reading
+
+    def _look_for_leaks(self, series: Series, reading: Reading) -> None:
+        """Cheap until the series grows; then a hunt over the next steps says who holds it."""
+        if self._hunt is not None:
+            holders = self._hunt.look()
+            if holders is not None:
+                self._hunt = None
+                self._tell(holders)
+                series.forget()
+            return
+        growth = series.add(self.done, reading.now.allocated) if reading.counted else None
+        if growth is not None:
+            self._growth, self._hunt = growth, Hunt()
+
+    def _tell(self, holders: tuple[Holder, ...]) -> None:
+        """Raise the leak, once for each holder, where what was found explains the growth."""
+        growth = self._growth
+        known = {(h.name, h.place) for leak in self.leaks for h in leak.holders}
+        fresh = any((h.name, h.place) not in known for h in holders)
+        sure = any(h.kind in ("graph", "cycle") for h in holders)
+        if fresh and (sure or sum(h.bytes for h in holders) >= EXPLAINED * growth.per_step):
+            found = Leak(int(growth.per_step), growth.since, growth.until, growth.bytes, holders)
+            self.recorder.leak(found, "step")
+
+    def _between_experiments(self, first: Reading) -> None:
+        if self._series is None:
+            return
+        own = [*self._parameters(), *self._states()]
+        mine = sum(storages(own).values())
+        readings = [first]
+
+        def live() -> int:
+            reading = readings.pop() if readings else self.meter.read()
+            return reading.now.allocated - mine
+
+        leak = THIS_PROCESS.begin(live, own)
+        if leak is not None:
+            self.recorder.leak(leak, "load")
+
+    def _shares(self) -> tuple[tuple[Role, int], ...]:
+        """Bytes of parameters (and buffers) and of optimizer states on the metered device."""
+        parts: tuple[tuple[Role, list[Tensor]], ...] = (
+            ("parameters", self._parameters()),
+            ("optimizer_states", self._states()),
+        )
+        kind = "cuda" if self.meter.name == "cuda" else "cpu"
+        sizes = ((role, sum(storages(t for t in found if t.device.type == kind).values())) for role, found in parts)
+        return tuple((role, size) for role, size in sizes if size)
+
+    def _parameters(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()] if self.model is not None else []
+
+    def _states(self) -> list[Tensor]:
+        states = getattr(self.optimizer, "state", None) or {}
+        return [
+            v for state in states.values() if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)
+        ]

@@ -1,0 +1,106 @@
+"""From tensors up to the names that keep them alive, through Python's referrers; one walk over the heap per level."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+
+from memfit.watcher.roots import Found, Roots, key_text
+
+DEEPEST = 8  # links from a tensor up to a name
+WIDEST = 48  # objects per level: the walk compares everything on the heap with each of them
+
+
+class Link:
+    """One object on the way up. `path` leads from it down to the tensors, whose numbers are `origins`."""
+
+    __slots__ = ("node", "origins", "path")
+
+    def __init__(self, node: Any, path: tuple[str, ...], origins: set[int]) -> None:
+        self.node, self.path, self.origins = node, path, origins
+
+
+def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Found]:
+    """Number of a thing -> the name that keeps it alive, by the shortest way; without those that no name leads to."""
+    level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
+    found: dict[int, Found] = {}
+    seen = {id(things), id(level), *(id(link.node) for link in level)}
+    for _ in range(DEEPEST):
+        open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
+        if not open_links:
+            break
+        below = {id(link.node): link for link in open_links}
+        seen |= {id(open_links), id(below)}
+        level = list(_above(below, seen))
+    return found
+
+
+def _resolved(link: Link, roots: Roots, found: dict[int, Found]) -> bool:
+    """Is this object named? Then so is what it leads to."""
+    name = _named(link, roots)
+    if name is not None:
+        for number in link.origins:
+            found.setdefault(number, name)
+    return link.origins <= found.keys()
+
+
+def _named(link: Link, roots: Roots) -> Found | None:
+    node, path = link.node, _short("".join(link.path))
+    if isinstance(node, functools._lru_cache_wrapper):
+        function = inspect.unwrap(node)
+        code = function.__code__
+        return Found(f"the cache of {function.__qualname__}()", code.co_filename, code.co_firstlineno, code.co_name)
+    known = roots.names.get(id(node))
+    if known is not None:
+        return Found(known.path + path, known.file, known.first, known.function)
+    if isinstance(node, ModuleType):  # of a library
+        return Found(f"{node.__name__}{path}", getattr(node, "__file__", None) or "", 0, "")
+    return None
+
+
+def _short(path: str) -> str:
+    """A path as far as the first item: what lies inside is kept with it. Parameters are attributes of their module."""
+    head, item, _ = path.partition("[...]")
+    return re.sub(r"\._(?:parameters|modules|buffers)\['(\w+)'\]", r".\1", head) + item
+
+
+def _above(below: dict[int, Link], seen: set[int]) -> Iterable[Link]:
+    """What refers to these objects, each with the way down."""
+    nodes = [link.node for link in below.values()]
+    seen.add(id(nodes))
+    for above in gc.get_referrers(*nodes):
+        if id(above) in seen or isinstance(above, FrameType | Link):
+            continue
+        seen.add(id(above))
+        children = [below[id(child)] for child in gc.get_referents(above) if id(child) in below]
+        if children:
+            origins = set().union(*(child.origins for child in children))
+            yield Link(above, _way(above, children[0]), origins)
+
+
+def _way(above: Any, child: Link) -> tuple[str, ...]:
+    """How the program gets from `above` down to the tensors."""
+    node, path = child.node, child.path
+    if isinstance(node, dict) and _is_namespace(above, node):  # an item of __dict__ is an attribute
+        name = path[0][2:-2] if path and path[0].startswith("['") else ""
+        return (f".{name}", *path[1:]) if name else path
+    if isinstance(above, dict):
+        return (next((key_text(key) for key, value in list(above.items()) if value is node), ""), *path)
+    if isinstance(above, list | tuple | set | frozenset) or type(above).__name__ == "deque":
+        return ("[...]", *path)
+    attributes = getattr(above, "__dict__", None)
+    if isinstance(attributes, dict):
+        return (next((f".{name}" for name, value in list(attributes.items()) if value is node), ""), *path)
+    return path
+
+
+def _is_namespace(above: Any, node: Any) -> bool:
+    """Is `node` the __dict__ of `above`?"""
+    if isinstance(above, type):
+        return all(vars(above).get(key) is value for key, value in list(node.items())[:3])
+    return getattr(above, "__dict__", None) is node

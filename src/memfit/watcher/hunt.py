@@ -1,0 +1,133 @@
+"""Who holds what grows: a search in three looks at the end of steps, begun only when growth was seen.
+
+    look 1   throw cyclic garbage away, remember what is alive and how large the graph behind every variable is
+    look 2   APART steps later: what is new is a suspect
+    look 3   APART steps later: suspects still alive are what leaks; names are found for them
+
+A batch, a loss or an output lives into the next step or two, never through both intervals.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from memfit.sample import Holder
+from memfit.watcher.census import graph_size, live_bytes, live_tensors, storages
+from memfit.watcher.holders import WIDEST, holders_of
+from memfit.watcher.roots import Found, Roots
+from memfit.watcher.source import keeping_line
+
+APART = 4  # steps between looks: more than loaders prefetch (2) and a loop's variables live (1)
+MOST_HOLDERS = 5
+NOBODY = ("", "")
+NAMELESS = "tensors that no Python name leads to"
+
+
+Graphs = dict[tuple[str, str], tuple[Found, int]]
+
+
+class Hunt:
+    """One search. Feed `look` at the end of every step until it returns the holders."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        before = live_bytes()
+        gc.collect()
+        self.garbage = before - live_bytes()  # bytes that only reference cycles kept
+        self._old = {id(t): weakref.ref(t) for t in live_tensors()}
+        self._graphs = _graphs(Roots())
+        self._suspects: list[weakref.ref[Tensor]] = []
+
+    def look(self) -> tuple[Holder, ...] | None:
+        """One more step is done; the holders after the last look."""
+        self._steps += 1
+        if self._steps == APART:
+            old = self._old  # an id may be another's by now
+            self._suspects = [weakref.ref(t) for t in live_tensors() if id(t) not in old or old[id(t)]() is not t]
+        if self._steps < 2 * APART:
+            return None
+        gc.collect()
+        kept = without(alive(self._suspects), alive(self._old.values()))
+        roots = Roots()
+        graphs = _grown(self._graphs, _graphs(roots), 2 * APART)
+        return (*named(kept, roots, APART, graphs), *_cycles(self.garbage, bool(kept or graphs)))
+
+
+def alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """The tensors of these that still are."""
+    return [t for t in (ref() for ref in references) if t is not None]
+
+
+def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that share no memory with others: a view of a weight is nothing new."""
+    old = storages(others).keys()
+    return [t for t in tensors if not storages([t]).keys() & old]
+
+
+def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Holder] = ()) -> tuple[Holder, ...]:
+    """Tensors that leak, grouped by the name that keeps them; what no name keeps belongs to the graphs that grow."""
+    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # the walk looks at WIDEST of them
+    found = holders_of(picked, roots)
+    groups: dict[tuple[str, str], list[Tensor]] = {}
+    for number, t in enumerate(picked):
+        name = found.get(number)
+        groups.setdefault((name.path, name.file) if name else NOBODY, []).append(t)
+    count, share = len(kept) / max(len(picked), 1) / steps, _per_byte(kept, picked) / steps
+    first = {(name.path, name.file): name for name in found.values()}
+    nameless = groups.pop(NOBODY, [])
+    holders = [
+        Holder(_kind(first[key]), key[0], *keeping_line(first[key]), *_amount(tensors, count, share))
+        for key, tensors in groups.items()
+    ]
+    many, size = _amount(nameless, count, share)
+    if graphs:
+        holders += [replace(graphs[0], bytes=size), *graphs[1:]]
+    elif nameless:
+        holders.append(Holder("unknown", NAMELESS, "", "", many, size))
+    return tuple(sorted(holders, key=lambda h: -h.bytes)[:MOST_HOLDERS])
+
+
+def _kind(name: Found) -> Literal["container", "variable"]:
+    return "container" if "[" in name.path or name.path.startswith("the cache of") else "variable"
+
+
+def _per_byte(kept: Sequence[Tensor], picked: Sequence[Tensor]) -> float:
+    """Bytes of all for one byte of those that were looked at."""
+    return sum(storages(kept).values()) / max(sum(storages(picked).values()), 1)
+
+
+def _amount(tensors: Sequence[Tensor], count: float, share: float) -> tuple[int, int]:
+    """(tensors, bytes) per step that a group of those looked at stands for."""
+    return max(round(len(tensors) * count), 1), int(sum(storages(tensors).values()) * share)
+
+
+def _graphs(roots: Roots) -> Graphs:
+    """(name, file) -> the name, and how many nodes the graph behind the tensor it is bound to has."""
+    return {
+        (found.path, found.file): (found, graph_size(value))
+        for found, value in roots.variables()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+
+
+def _grown(before: Graphs, after: Graphs, steps: int) -> list[Holder]:
+    """Variables whose graph has grown by a node and more per step, the largest first."""
+    holders = []
+    for key, (found, nodes) in after.items():
+        gained = nodes - before[key][1] if key in before else 0
+        if gained >= steps:
+            holders.append(Holder("graph", found.path, *keeping_line(found), gained // steps, 0))
+    return sorted(holders, key=lambda holder: -holder.count)
+
+
+def _cycles(garbage: int, others: bool) -> tuple[Holder, ...]:
+    if others or garbage <= 0:
+        return ()
+    text = "reference cycles, freed only when Python's garbage collector runs"
+    return (Holder("cycle", text, "", "", 0, 0),)

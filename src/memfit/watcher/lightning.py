@@ -1,0 +1,69 @@
+"""LightningCallback: a Lightning Trainer watched; for the package lightning and for pytorch_lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.errors import BadInput
+from memfit.sample import Leak
+from memfit.watcher.handle import Watch
+from memfit.watcher.loop import watch
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[no-redef, unused-ignore]
+    except ImportError:
+        raise BadInput("LightningCallback needs Lightning", hint="pip install lightning") from None
+
+
+class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Trainer(callbacks=[LightningCallback(predicted="run/recipe.toml")]); takes what memfit.watch takes.
+
+    A step is one of the optimizer's: with accumulated batches the trainer's global_step says when one is done.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.watch: Watch | None = None
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """What leaked, and who holds it."""
+        return self.watch.leaks if self.watch else ()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        optimizers = getattr(trainer, "optimizers", None) or [None]
+        self.watch = watch(pl_module, **self.options)
+        self.watch.optimizer = getattr(optimizers[0], "optimizer", optimizers[0])
+        self._step = int(trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch:
+            self.watch.train()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.watch and trainer.global_step != self._step:
+            self._step = int(trainer.global_step)
+            self.watch.step()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.watch:
+            self.watch.enter("eval")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.watch:
+            self.watch.train()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.watch:
+            self.watch.enter("save")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.watch:
+            self.watch.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.watch:
+            self.watch.close()

@@ -1,0 +1,69 @@
+"""memfit.watch(): live memory of any training loop against the prediction, with leaks named."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MissingExtra
+
+try:
+    import torch
+except ImportError:
+    raise MissingExtra("memfit.watch", "trace") from None
+
+from memfit import footprints
+from memfit.sample import Header
+from memfit.watcher.handle import Watch
+from memfit.watcher.meters import meter_for
+from memfit.watcher.recorder import Recorder
+from memfit.watcher.screens import screen_for
+from memfit.watcher.sinks import open_sinks
+
+LOG = "memfit-watch.jsonl"
+
+
+def watch(
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    predicted: footprints.Predicted | None = None,
+    log: str | os.PathLike[str] | None = LOG,
+    to: Iterable[str] = (),
+    live: bool = False,
+    quiet: bool = False,
+    find_leaks: bool = True,
+    reset_peaks: bool = True,
+    count_every: int | None = None,
+    name: str = "",
+) -> Watch:
+    """Watch a training loop from here on.
+
+    model, optimizer: as the loop has them; with an optimizer its steps are counted by themselves, with a model
+    evaluation is told from training. predicted: a Footprint, a Tape, or a file (recipe.toml, tape, snapshot, JSON of
+    memfit estimate, log of another watch) to hold the run against. log: JSON lines are appended here; None: nowhere.
+    to: sinks besides, "tensorboard:runs/a", "wandb", "prometheus:9400". live: a view in the terminal instead of lines.
+    reset_peaks: give every step a peak of its own by torch.cuda.reset_peak_memory_stats. count_every: on a run without a
+    card, count live tensors every so many steps instead of when there is time. Raises MemfitError for bad arguments.
+    """
+    meter = meter_for(model, reset_peaks, count_every)
+    header = Header(
+        name=name or Path(sys.argv[0] or "python").name, meter=meter.name, card=meter.card, total=meter.total,
+        started=datetime.now(UTC).isoformat(timespec="seconds"), torch=torch.__version__.partition("+")[0],
+        predicted=footprints.of(predicted),
+    )  # fmt: skip
+    sinks = open_sinks(to, header)
+    recorder = Recorder(header, _of_rank(log), sinks, screen_for(live, quiet))
+    return Watch(recorder, meter, model, optimizer, find_leaks=find_leaks)
+
+
+def _of_rank(log: str | os.PathLike[str] | None) -> Path | None:
+    """Every rank of a run writes a file of its own: run.jsonl, run.rank1.jsonl."""
+    if log is None:
+        return None
+    path, rank = Path(log), os.environ.get("RANK", "0")
+    return path if rank in ("", "0") or not rank.isdigit() else path.with_suffix(f".rank{rank}{path.suffix}")

@@ -1,0 +1,94 @@
+"""A command run as a child and watched from outside: its memory by the clock, its signals and exit code passed on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from memfit.errors import BadInput
+from memfit.sample import Sample, Watched
+from memfit.watcher.processes import NvmlMeter, RssMeter
+from memfit.watcher.recorder import Recorder
+
+PASSED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
+
+
+def run(
+    command: Sequence[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, relay: Callable[[str], None] | None = None,
+) -> tuple[int, Watched]:  # fmt: skip
+    """Run the command to its end; (its exit code as shells report it, what was seen).
+
+    relay: takes the command's output line by line, for a live view it would overwrite; None: it writes for itself.
+    Raises BadInput for a command that cannot be started.
+    """
+    began = time.monotonic()
+    child = _start(command, relay is not None)
+    with _signals(child):
+        reader = _relayed(child, relay) if relay else None
+        wait = min(FIRST, every)
+        while True:
+            now = meter.read(child.pid)
+            recorder.add(Sample(time.monotonic() - began, 0, "step", now, now))
+            try:
+                child.wait(wait)
+                break
+            except subprocess.TimeoutExpired:
+                wait = min(2 * wait, every)
+        if reader is not None:
+            reader.join()
+    watched = recorder.watched()
+    recorder.close()
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode, watched
+
+
+def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[str]:
+    program = shutil.which(command[0])
+    if program is None:
+        raise BadInput(f"there is no command '{command[0]}'", hint="memfit watch -- python train.py")
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if piped else {}
+    try:
+        return subprocess.Popen([program, *command[1:]], text=True, errors="replace", **options)
+    except OSError as error:
+        raise BadInput(f"cannot start '{command[0]}': {error.strerror or error}", hint="is it executable?") from None
+
+
+def _relayed(child: subprocess.Popen[str], relay: Callable[[str], None]) -> Any:
+    """A thread that passes on the child's lines."""
+    from threading import Thread
+
+    def lines() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            relay(line.rstrip("\n"))
+
+    thread = Thread(target=lines, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def _signals(child: subprocess.Popen[str]) -> Iterator[None]:
+    """Signals sent to us go to the child, and we wait for it; Ctrl-C reaches both from the terminal."""
+
+    def forward(number: int, _: object) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+
+    def interrupted(number: int, frame: object) -> None:
+        if not sys.stdin or not sys.stdin.isatty():  # kill -INT: the terminal did not send it to the child
+            forward(number, frame)
+
+    before = {number: signal.signal(number, forward) for number in PASSED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

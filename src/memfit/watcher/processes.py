@@ -1,0 +1,138 @@
+"""Meters that look at a command from outside: the driver's count for its processes (NVML), or their resident memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import BadInput
+from memfit.footprint import Levels
+from memfit.sample import MeterName
+
+PROC = Path("/proc")
+NVML_HINT = "pip install 'memfit[watch]'; without an NVIDIA driver: memfit watch --measure rss -- ..."
+
+
+def family(pid: int) -> set[int]:
+    """A process and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _parents():
+        children.setdefault(parent, []).append(child)
+    found, todo = {pid}, [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
+
+
+def _parents() -> Iterable[tuple[int, int]]:
+    """(process, its parent) for every process of the machine."""
+    if not PROC.is_dir():
+        import psutil  # type: ignore[import-untyped, unused-ignore]
+
+        for process in psutil.process_iter(["ppid"]):
+            yield process.pid, process.info["ppid"] or 0
+        return
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text()
+            except OSError:  # it has ended
+                continue
+            yield int(entry.name), int(text.rpartition(")")[2].split()[1])
+
+
+class RssMeter:
+    """Resident memory of the command and its children, added up; pages they share count for each."""
+
+    name: MeterName = "rss"
+    card, total = "", 0
+
+    def read(self, pid: int) -> Levels:
+        size = sum(_resident(member) for member in family(pid))
+        return Levels(0, 0, 0, size)
+
+
+def _resident(pid: int) -> int:
+    try:
+        if PROC.is_dir():
+            return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        import psutil
+
+        return int(psutil.Process(pid).memory_info().rss)
+    except Exception:  # it has ended, or belongs to somebody else
+        return 0
+
+
+class NvmlMeter:
+    """What the driver counts for the command and its children on the card that has most of it.
+
+    Inside a container the driver's process numbers are not ours: then the whole card is taken, other processes included,
+    and `whole_card` says so.
+    """
+
+    name: MeterName = "nvml"
+
+    def __init__(self, library: Any, members: Callable[[int], set[int]] = family) -> None:
+        self.nvml, self.members = library, members
+        self.cards = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+        if not self.cards:
+            raise BadInput("the driver lists no card", hint=NVML_HINT)
+        self.whole_card = False
+        self._before = [self._in_use(card) for card in self.cards]
+        self._choose(0)
+
+    def _choose(self, index: int) -> None:
+        name = self.nvml.nvmlDeviceGetName(self.cards[index])
+        self.card = name.decode() if isinstance(name, bytes) else str(name)
+        self.total = int(self.nvml.nvmlDeviceGetMemoryInfo(self.cards[index]).total)
+
+    def _in_use(self, card: Any) -> int:
+        return int(self.nvml.nvmlDeviceGetMemoryInfo(card).used)
+
+    def read(self, pid: int) -> Levels:
+        ours = self.members(pid)
+        sizes = []
+        for card in self.cards:
+            running = self.nvml.nvmlDeviceGetComputeRunningProcesses(card)
+            sizes.append(sum(int(p.usedGpuMemory or 0) for p in running if p.pid in ours))
+        if any(sizes):
+            self.whole_card = False
+        else:  # not there yet, or not visible by its number: what has come since the beginning
+            grown = [self._in_use(card) - before for card, before in zip(self.cards, self._before, strict=True)]
+            self.whole_card = max(grown) > 0
+            best = max(range(len(grown)), key=grown.__getitem__)
+            sizes = [0] * len(grown)
+            sizes[best] = self._in_use(self.cards[best]) if grown[best] > 0 else 0
+        index = max(range(len(sizes)), key=sizes.__getitem__)
+        self._choose(index)
+        return Levels(0, 0, 0, sizes[index])
+
+
+def nvml() -> NvmlMeter:
+    """The meter of this machine's driver. Raises BadInput saying what is missing."""
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise BadInput("watching a card from outside needs the package nvidia-ml-py", hint=NVML_HINT) from None
+    try:
+        pynvml.nvmlInit()
+        return NvmlMeter(pynvml)
+    except pynvml.NVMLError as error:
+        raise BadInput(f"the NVIDIA driver does not answer: {error}", hint=NVML_HINT) from None
+
+
+def outside_meter(measure: str) -> tuple[RssMeter | NvmlMeter, str]:
+    """(the meter, what to tell about the choice). auto: the card where there is one, else resident memory."""
+    if measure == "rss":
+        return RssMeter(), ""
+    try:
+        return nvml(), ""
+    except BadInput as error:
+        if measure == "nvml":
+            raise
+        return RssMeter(), f"{error.message}: resident memory of the processes is measured instead"

@@ -1,0 +1,143 @@
+"""Takes samples and passes them on: to the log, the alarms, the sinks and the screen; keeps what a footprint needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from memfit import watch_file
+from memfit.band import Alarms
+from memfit.errors import BadInput
+from memfit.footprint import Levels
+from memfit.measured import highest
+from memfit.sample import Alarm, Header, Leak, Sample, Status, Watched
+from memfit.tape import Phase, Role
+from memfit.units import human
+from memfit.watcher.sinks import Sink
+
+MOST_SAMPLES = 8192  # in memory; then neighbours of one phase are merged (the log has every one)
+
+
+class Screen(Protocol):
+    """What shows a run: a live view, or plain lines."""
+
+    def show(self, status: Status) -> None: ...
+
+    def alarm(self, alarm: Alarm) -> None: ...
+
+    def leak(self, leak: Leak) -> None: ...
+
+    def close(self, watched: Watched) -> None: ...
+
+
+class Log:
+    """JSON lines, each written whole by one call at the end of the file: a crash loses nothing that was seen."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="log='memory.jsonl'") from None
+
+    def write(self, line: bytes) -> None:
+        """A full disk ends the log, never the run."""
+        if self.file < 0:
+            return
+        try:
+            os.write(self.file, line)
+        except OSError as error:
+            self.close()
+            print(f"memfit watch: the log ends here: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+        self.file = -1
+
+
+class Recorder:
+    """One watched run under way."""
+
+    def __init__(self, header: Header, log: Path | None, sinks: Sequence[Sink], screen: Screen) -> None:
+        self.header, self.sinks, self.screen = header, sinks, screen
+        self.alarm_rules = Alarms(header)
+        self.samples: list[Sample] = []
+        self.peaks: dict[Phase, Levels] = {}
+        self.alarms: list[Alarm] = []
+        self.leaks: list[Leak] = []
+        self.shares: tuple[tuple[Role, int], ...] = ()
+        self.log = Log(log) if log is not None else None
+        self._write(watch_file.line(header))
+
+    def add(self, sample: Sample) -> None:
+        """One more look."""
+        self.samples.append(sample)
+        if len(self.samples) > MOST_SAMPLES:
+            self.samples = thinned(self.samples)
+        self.peaks[sample.phase] = highest(self.peaks.get(sample.phase, sample.peak), sample.peak)
+        if self.log is not None:
+            self._write(watch_file.line(sample))
+        for sink in self.sinks:
+            sink.sample(sample)
+        for alarm in self.alarm_rules.look(sample):
+            self.alarm(alarm)
+        self.screen.show(self.status)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Say something, everywhere."""
+        self.alarms.append(alarm)
+        self._write(watch_file.line(alarm))
+        for sink in self.sinks:
+            sink.alarm(alarm)
+        self.screen.alarm(alarm)
+
+    def leak(self, leak: Leak, phase: Phase) -> None:
+        """Memory leaks: written with its holders, and raised as an alarm."""
+        self.leaks.append(leak)
+        self._write(watch_file.line(leak))
+        text = f"live memory grows by {human(leak.per_step)} per {leak.unit}"
+        self.alarm(Alarm("leak", leak.until, phase, leak.bytes, 0, text))
+        self.screen.leak(leak)
+
+    def share(self, shares: tuple[tuple[Role, int], ...]) -> None:
+        """What lies on the card between steps, by role."""
+        if shares != self.shares:
+            self.shares = shares
+            self._write(watch_file.shares_line(shares))
+
+    @property
+    def status(self) -> Status:
+        return Status(self.header, self.samples[-1], self.peaks, tuple(self.alarms), tuple(self.leaks))
+
+    def watched(self) -> Watched:
+        """The run so far."""
+        return Watched(self.header, tuple(self.samples), tuple(self.alarms), tuple(self.leaks), self.shares)
+
+    def close(self) -> None:
+        """The run is over."""
+        self.screen.close(self.watched())
+        for sink in self.sinks:
+            sink.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _write(self, line: bytes) -> None:
+        if self.log is not None:
+            self.log.write(line)
+
+
+def thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """Two neighbours of one phase become one: the later instant, the higher peaks."""
+    kept: list[Sample] = []
+    for index, sample in enumerate(samples):
+        before = kept[-1] if kept else None
+        if index % 2 and before is not None and before.phase == sample.phase:
+            peak = highest(before.peak, sample.peak)
+            kept[-1] = Sample(sample.seconds, sample.step, sample.phase, sample.now, peak)
+        else:
+            kept.append(sample)
+    return kept

@@ -1,0 +1,62 @@
+"""MemfitCallback: a transformers Trainer, or one of TRL's, watched from its first step to its last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.errors import MissingExtra
+from memfit.sample import Leak
+from memfit.watcher.handle import Watch
+from memfit.watcher.loop import watch
+
+try:
+    from transformers import TrainerCallback
+except ImportError:
+    raise MissingExtra("MemfitCallback", "trace") from None
+
+
+class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Trainer(..., callbacks=[MemfitCallback(predicted="run/recipe.toml")]).
+
+    Takes what memfit.watch takes, but for model and optimizer, which the Trainer hands over. The watch of the last
+    training is `callback.watch`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.watch: Watch | None = None
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """What leaked, and who holds it."""
+        return self.watch.leaks if self.watch else ()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.watch = watch(model, **self.options)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch:
+            self.watch.train()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if self.watch:
+            self.watch.optimizer = getattr(optimizer, "optimizer", optimizer)
+            self.watch.step()
+            if control.should_save and not control.should_evaluate:
+                self.watch.enter("save")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch:
+            self.watch.enter("eval")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch:
+            self.watch.enter("save") if control.should_save else self.watch.train()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch:
+            self.watch.train()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch:
+            self.watch.close()

@@ -1,0 +1,95 @@
+"""The log of a watch: what is written comes back, what was cut short or came from elsewhere is refused or left out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import watch_file
+from memfit.errors import BadInput, Unsupported
+from memfit.footprint import Footprint, Levels, PhasePeak
+from memfit.sample import Alarm, Header, Holder, Leak, Sample, Watched
+from memfit.tape import PHASES
+
+sizes = st.integers(0, 1 << 50)
+levels = st.builds(Levels, sizes, sizes, sizes, sizes)
+phases = st.sampled_from(PHASES)
+samples = st.builds(Sample, st.floats(0, 1e9), st.integers(0, 1 << 40), phases, levels, levels)
+footprints = st.builds(
+    Footprint, st.tuples(st.builds(PhasePeak, phases, st.text(), levels, st.just(()))), st.just("formula")
+)
+headers = st.builds(
+    Header, st.text(), st.sampled_from(["cuda", "tensors", "nvml", "rss"]), st.text(), sizes, predicted=st.none() | footprints
+)
+holders = st.builds(Holder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
+leaks = st.builds(Leak, sizes, sizes, sizes, sizes, st.lists(holders, max_size=2).map(tuple))
+alarms = st.builds(Alarm, st.sampled_from(["card", "band", "leak"]), sizes, phases, sizes, sizes, st.text())
+shares = st.dictionaries(st.sampled_from(["parameters", "optimizer_states"]), sizes).map(lambda d: tuple(d.items()))
+watched = st.builds(
+    Watched, headers, *(st.lists(x, max_size=3).map(tuple) for x in (samples, alarms, leaks)), shares  # type: ignore[attr-defined]
+)
+
+
+def written(run: Watched) -> bytes:
+    lines = [watch_file.line(noun) for noun in (run.header, *run.samples, *run.alarms, *run.leaks)]
+    return b"".join([*lines, watch_file.shares_line(run.shares)])
+
+
+@given(watched)
+def test_a_run_comes_back_as_it_was(run: Watched) -> None:
+    content = written(run)
+    assert watch_file.known(content)
+    assert watch_file.loads(content) == run
+
+
+@given(watched, watched)
+def test_the_last_of_several_runs_counts(first: Watched, second: Watched) -> None:
+    assert watch_file.loads(written(first) + written(second)) == second
+
+
+HEAD = watch_file.line(Header("train.py", "cuda"))
+SAMPLE = watch_file.line(Sample(1.0, 1, "step", Levels(1, 2, 3, 4), Levels(1, 2, 3, 4)))
+
+
+def test_every_noun_is_one_line() -> None:
+    assert HEAD.count(b"\n") == SAMPLE.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("cut", [1, 20, len(SAMPLE) - 2])
+def test_a_line_cut_short_by_a_crash_is_left_out(cut: int) -> None:
+    assert len(watch_file.loads(HEAD + SAMPLE + SAMPLE[:cut]).samples) == 1
+
+
+def test_kinds_of_later_versions_are_left_out() -> None:
+    assert len(watch_file.loads(HEAD + b'{"type":"weather"}\n' + SAMPLE).samples) == 1
+
+
+BAD = {
+    "no watched run": b"",
+    "line 2 is not valid JSON": HEAD + b"{broken\n" + SAMPLE,
+    "does not begin with a header": SAMPLE,
+    "line 2 has no type": HEAD + b"[1]\n",
+    "line 2 is wrong": HEAD + b'{"type":"sample","seconds":"soon"}\n',
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_log_is_refused(message: str) -> None:
+    with pytest.raises(BadInput, match=message) as caught:
+        watch_file.loads(BAD[message])
+    assert caught.value.hint
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"memfit\.watch/1"):
+        watch_file.loads(HEAD.replace(b"watch/1", b"watch/2"))
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_whatever_are_a_bug(content: bytes) -> None:
+    for text in (content, HEAD + content):
+        try:
+            watch_file.loads(text)
+        except BadInput as error:
+            assert error.hint
