@@ -20,14 +20,22 @@ footprints = st.builds(
     Footprint, st.tuples(st.builds(PhasePeak, phases, st.text(), levels, st.just(()))), st.just("formula")
 )
 headers = st.builds(
-    Header, st.text(), st.sampled_from(["cuda", "tensors", "nvml", "rss"]), st.text(), sizes, predicted=st.none() | footprints
+    Header,
+    st.text(),
+    st.sampled_from(["cuda", "tensors", "nvml", "rss"]),
+    st.text(),
+    sizes,
+    predicted=st.none() | footprints,
 )
 holders = st.builds(Holder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
 leaks = st.builds(Leak, sizes, sizes, sizes, sizes, st.lists(holders, max_size=2).map(tuple))
 alarms = st.builds(Alarm, st.sampled_from(["card", "band", "leak"]), sizes, phases, sizes, sizes, st.text())
 shares = st.dictionaries(st.sampled_from(["parameters", "optimizer_states"]), sizes).map(lambda d: tuple(d.items()))
 watched = st.builds(
-    Watched, headers, *(st.lists(x, max_size=3).map(tuple) for x in (samples, alarms, leaks)), shares  # type: ignore[attr-defined]
+    Watched,
+    headers,
+    *(st.lists(x, max_size=3).map(tuple) for x in (samples, alarms, leaks)),
+    shares,  # type: ignore[attr-defined]
 )
 
 

@@ -1,7 +1,7 @@
 """The tensors that are alive in this process, found through Python's garbage collector: no hook, no mode, no cost before.
 
 PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too
-(outputs that an operator saved of itself excepted). It takes about half a microsecond per object of the process.
+(outputs that an operator saved of itself excepted). It takes about a tenth of a microsecond per object of the process.
 """
 
 from __future__ import annotations
@@ -17,16 +17,9 @@ MOST_NODES = 200_000  # of one graph that are counted
 
 def live_tensors() -> list[Tensor]:
     """Every tensor object there is."""
-    kinds: dict[type, bool] = {}
-    found: list[Tensor] = []
-    for thing in gc.get_objects():
-        kind = type(thing)
-        known = kinds.get(kind)
-        if known is None:
-            known = kinds[kind] = issubclass(kind, Tensor)
-        if known:
-            found.append(thing)
-    return found
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
+    return [thing for thing in things if type(thing) in kinds]
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -140,6 +140,7 @@ class Watch:
             self.train()
 
     def _stepped(self) -> None:
+        self.train()
         self.done += 1
         phase: Phase = "first_step" if self.done == 1 else "step"
         reading = self._sample(phase)

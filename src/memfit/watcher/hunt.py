@@ -82,7 +82,7 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
     first = {(name.path, name.file): name for name in found.values()}
     nameless = groups.pop(NOBODY, [])
     holders = [
-        Holder(_kind(first[key]), key[0], *keeping_line(first[key]), *_amount(tensors, count, share))
+        Holder(_kind(first[key]), key[0], *keeping_line(first[key], roots.running), *_amount(tensors, count, share))
         for key, tensors in groups.items()
     ]
     many, size = _amount(nameless, count, share)

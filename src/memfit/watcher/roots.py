@@ -14,6 +14,9 @@ LIBRARIES = ("site-packages", "dist-packages", "lib/python3", "<frozen")
 WIDEST = 2000  # items of one container that are looked at
 
 
+Place = tuple[str, int, str]  # of a function: file, first line, name
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A name in the program: `path` as the program would write it, in `file`, inside lines [first, last] of `function`."""
@@ -31,6 +34,7 @@ class Roots:
         self.names: dict[int, Found] = {}
         for module in list(sys.modules.values()):
             self._module(module)
+        self.running: list[Place] = []  # innermost first
         for frame in _frames():
             self._frame(frame)
 
@@ -46,6 +50,7 @@ class Roots:
         code = frame.f_code
         if code.co_filename.startswith(OURS):
             return
+        self.running.append((code.co_filename, code.co_firstlineno, code.co_name))
         whole = code.co_name == "<module>"
         for name, value in list(frame.f_locals.items()):
             if name.startswith("__"):

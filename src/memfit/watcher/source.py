@@ -6,21 +6,27 @@ import ast
 import linecache
 import os
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from memfit.watcher.roots import Found
+from memfit.watcher.roots import Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 MOST = 2 << 20  # characters of a source file that is parsed
 
 
-def keeping_line(found: Found) -> tuple[str, str]:
-    """("train.py:12", "history.append(loss)"): where the program stores into that name; else where the name belongs."""
+def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]:
+    """("train.py:12", "history.append(loss)"): where the program stores into that name; else where the name belongs.
+
+    Of several lines one in the function that owns the name is taken, then one in a function that is running.
+    """
     stores = _stores(found.file)
     lines = next((stores[name] for name in _identifiers(found.path) if name in stores), ())
-    inside = [line for line in lines if _within(found, line)] or list(lines)
-    number = inside[0] if inside else found.first or 1
+    places = [(found.file, found.first, found.function)] if found.function else []
+    places += [place for place in running if place[0] == found.file and place[2] != "<module>"]
+    inside = (line for place in places for line in lines if line in _extent(*place))
+    number = next(iter((*inside, *lines)), None) or found.first or 1
     return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip()
 
 
@@ -38,10 +44,6 @@ def _identifiers(path: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w*", re.sub(r"\[('[^']*'|\.\.\.)\]", "", path))[::-1]
 
 
-def _within(found: Found, line: int) -> bool:
-    return line in _extent(found.file, found.first, found.function)
-
-
 @lru_cache(maxsize=64)
 def _tree(file: str) -> ast.Module | None:
     text = "".join(linecache.getlines(file))
@@ -54,11 +56,8 @@ def _tree(file: str) -> ast.Module | None:
 
 
 def _extent(file: str, first: int, function: str) -> range:
-    """The lines of a function; all lines for a module."""
-    tree = _tree(file)
-    if not function or tree is None:
-        return range(1, 1 << 30)
-    for node in ast.walk(tree):
+    """The lines of a function."""
+    for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if start <= first <= (node.end_lineno or start):

@@ -1,0 +1,421 @@
+"""memfit.watch on the virtual card and on a plain CPU: phases, peaks, alarms, and the three classic leaks by file and line."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit import watch_file
+from memfit.errors import BadInput
+from memfit.footprint import Footprint, Levels, PhasePeak
+from memfit.sample import Leak
+from memfit.units import GIB, MIB
+from memfit.virtual import Card
+from memfit.watcher import experiments, handle
+from memfit.watcher.handle import Watch
+from memfit.watcher.holders import holders_of
+from memfit.watcher.roots import Roots
+
+STEPS = 30  # the first look is after 19, the search takes 8 more
+CACHE: dict[int, Any] = {}
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    with memfit.virtual_gpu("l4") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments of other tests are none of this one's."""
+    monkeypatch.setattr(handle, "THIS_PROCESS", experiments.Experiments())
+    monkeypatch.setitem(globals(), "CACHE", {})
+
+
+@pytest.fixture
+def small_heap(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Objects of other tests are out of the collector's sight, so that counting tensors is quick."""
+    gc.collect()
+    gc.freeze()
+    monkeypatch.setitem(globals(), "CACHE", {})
+    yield
+    gc.unfreeze()
+
+
+def model_of(width: int = 256) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+
+def watched(model: nn.Module, **options: Any) -> Watch:
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
+    return memfit.watch(model, optimizer, log=options.pop("log", None), quiet=True, **options)
+
+
+def trained(watch: Watch, steps: int, each: Callable[[int], Any] = lambda step: None, rows: int = 64) -> Watch:
+    """The usual loop, with one more thing per step."""
+    model, optimizer = watch.model, watch.optimizer
+    device = next(model.parameters()).device
+    with watch:
+        for step in range(steps):
+            model(torch.randn(rows, model[0].in_features, device=device)).mean().backward()
+            each(step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return watch
+
+
+def line_of(text: str) -> int:
+    """The line of this file with that comment."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+# --- phases and peaks --------------------------------------------------------------------------------------------------
+
+
+def test_peaks_are_those_of_the_allocator(card: Card) -> None:
+    model = model_of().cuda()
+    watch = watched(model, reset_peaks=False)
+    trained(watch, 3)
+    peaks = watch.recorder.peaks
+    assert peaks["step"].allocated == torch.cuda.max_memory_allocated()
+    assert peaks["step"].reserved == torch.cuda.max_memory_reserved()
+    assert peaks["step"].device == card.gpu.context_bytes + torch.cuda.max_memory_reserved()
+    assert list(peaks) == ["load", "first_step", "step"]
+
+
+def test_every_phase_has_a_peak_of_its_own(card: Card) -> None:
+    model = model_of().cuda()
+    watch = watched(model)
+    loaded = torch.cuda.memory_allocated()
+
+    def evaluate(step: int) -> None:
+        if step == 1:
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(1 << 16, 256, device="cuda"))
+            model.train()
+        if step == 2:
+            with watch.phase("save"):
+                torch.empty(GIB, dtype=torch.int8, device="cuda")
+
+    trained(watch, 4, evaluate)
+    peaks = watch.recorder.peaks
+    assert peaks["load"].requested == loaded
+    assert peaks["save"].allocated > GIB > peaks["eval"].allocated > (1 << 16) * 1024 * 4 > peaks["step"].allocated
+    phases = [span.phase for span in watch.timeline().spans]
+    assert phases == ["load", "first_step", "step", "eval", "step", "save", "step"]
+
+
+def test_the_footprint_adds_up_and_knows_weights_and_states(card: Card) -> None:
+    model = model_of().cuda()
+    weights = sum(p.nbytes for p in model.parameters())
+    watch = trained(watched(model), 4)
+    found = watch.footprint()
+    assert found.source == "measured"
+    for peak in found.phases:
+        levels = peak.levels
+        assert sum(line.bytes for line in peak.lines) == levels.device
+        assert levels.requested <= levels.allocated <= levels.reserved <= levels.device
+    step = next(p for p in found.phases if p.phase == "step").by_role
+    assert step["parameters"] == weights
+    assert 2 * weights <= step["optimizer_states"] <= 2 * weights + 64
+    assert found.peak.levels == watch.timeline().by_phase()["step"]
+
+
+def test_a_loop_without_an_optimizer_says_its_steps(card: Card) -> None:
+    with memfit.watch(log=None, quiet=True) as watch:
+        for _ in range(3):
+            watch.step()
+    assert [s.step for s in watch.recorder.samples] == [0, 1, 2, 3, 3]
+
+
+def test_steps_said_by_hand_are_not_counted_twice(card: Card) -> None:
+    watch = watched(model_of().cuda())
+    trained(watch, 0)
+    model, optimizer = model_of().cuda(), None
+    optimizer = torch.optim.SGD(model.parameters())
+    with watched(model, optimizer=optimizer) as watch:
+        for _ in range(4):
+            model(torch.randn(4, 256, device="cuda")).mean().backward()
+            optimizer.step()
+            watch.step()
+    assert watch.done == 4
+
+
+def test_hooks_are_gone_when_the_watch_is_closed(card: Card) -> None:
+    model = model_of().cuda()
+    watch = trained(watched(model), 1)
+    watch.close()
+    assert not model._forward_pre_hooks and not watch.optimizer._optimizer_step_post_hooks
+
+
+def test_an_unknown_phase_is_refused(card: Card) -> None:
+    with watched(model_of().cuda()) as watch, pytest.raises(ValueError, match="none of load"), watch.phase("lunch"):  # type: ignore[arg-type]
+        pass
+
+
+# --- the log and what was predicted ------------------------------------------------------------------------------------
+
+
+def test_the_log_holds_the_run(card: Card, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run.jsonl"
+    watch = trained(watched(model_of().cuda(), log=path, name="mine.py"), 3)
+    assert watch_file.loads(path.read_bytes()) == watch.recorder.watched()
+    trained(watched(model_of().cuda(), log=path), 1)  # nothing is overwritten
+    runs = list(watch_file.runs_of(path.read_bytes()))
+    assert [run.header.name == "mine.py" for run in runs] == [True, False]
+
+
+def test_ranks_have_logs_of_their_own(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    trained(watched(model_of().cuda(), log=tmp_path / "run.jsonl"), 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.rank3.jsonl"]
+
+
+def predicted(reserved: int) -> Footprint:
+    peak = PhasePeak("step", "backward", Levels(1, 1, reserved, reserved), ())
+    return Footprint((peak, replace(peak, phase="first_step")), "formula")
+
+
+def test_the_first_step_outside_the_band_is_told_once(card: Card) -> None:
+    watch = trained(watched(model_of().cuda(), predicted=predicted(60 * MIB)), 6)
+    assert watch.recorder.alarms == []
+
+    def grow(step: int) -> None:
+        if step >= 3:
+            torch.empty(100 * MIB, dtype=torch.int8, device="cuda")
+
+    watch = trained(watched(model_of().cuda(), predicted=predicted(60 * MIB)), 6, grow)
+    (alarm,) = watch.recorder.alarms
+    assert (alarm.kind, alarm.step, alarm.phase, alarm.limit) == ("band", 4, "step", 63 * MIB)
+    assert "left the predicted band" in alarm.text and "57.0 MiB to 63.0 MiB" in alarm.text
+
+
+def test_nine_tenths_of_the_card_are_told_once(card: Card) -> None:
+    def fill(step: int) -> None:
+        if step in (1, 2):
+            torch.empty(21 * GIB, dtype=torch.int8, device="cuda")
+
+    watch = trained(watched(model_of().cuda()), 4, fill)
+    (alarm,) = watch.recorder.alarms
+    assert (alarm.kind, alarm.step) == ("card", 2)
+    assert re.match(r"9\d% of the card in use: 2\d\.\d GiB of 2\d\.\d GiB", alarm.text)
+
+
+def test_a_prediction_can_be_any_run(card: Card, tmp_path: Path) -> None:
+    path = tmp_path / "first.jsonl"
+    trained(watched(model_of().cuda(), log=path), 3)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    watch = trained(watched(model_of().cuda(), predicted=path), 3)
+    assert watch.recorder.header.predicted is not None
+    assert watch.recorder.alarms == []
+
+
+# --- leaks ---------------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[Tensor]] = {"eval": []}
+
+    def keep(self, out: Tensor) -> None:
+        self.outputs["eval"].append(out)  # attribute
+
+
+def summed(device: str) -> Watch:
+    """A loss summed with its graph."""
+    model = model_of().to(device)
+    watch = watched(model, count_every=1)
+    total: Any = 0
+    with watch:
+        for _ in range(STEPS):
+            loss = model(torch.randn(128, 256, device=device)).mean()
+            total = total + loss  # graph
+            watch.optimizer.step()
+    return watch
+
+
+def hoarded(device: str) -> Watch:
+    """Outputs kept in a list."""
+    model = model_of().to(device)
+    history: list[Tensor] = []
+    watch = watched(model, count_every=1)
+    with watch:
+        for _ in range(STEPS):
+            history.append(model(torch.randn(256, 256, device=device)))  # list
+            history[-1].mean().backward()
+            watch.optimizer.step()
+    return watch
+
+
+def cached(device: str) -> Watch:
+    """A cache that grows from experiment to experiment, each of which is a step here."""
+    with memfit.watch(log=None, quiet=True, count_every=1) as watch:
+        for experiment in range(STEPS):
+            model = model_of(128).to(device)
+            CACHE[experiment] = model  # cache
+            watch.step()
+    return watch
+
+
+CLASSICS = [(summed, "graph", "total"), (hoarded, "list", "history[...]"), (cached, "cache", "CACHE[...]")]
+
+
+def check(leak: Leak, marker: str, name: str) -> None:
+    holder = leak.holders[0]
+    assert holder.name == name
+    assert holder.place.endswith(f"test_watch.py:{line_of(marker)}")
+    assert holder.code.endswith(f"# {marker}")
+
+
+@pytest.mark.parametrize(("program", "marker", "name"), CLASSICS, ids=[c[1] for c in CLASSICS])
+def test_the_three_classics_on_a_card(card: Card, program: Callable[[str], Watch], marker: str, name: str) -> None:
+    (leak,) = program("cuda").leaks
+    check(leak, marker, name)
+    assert 0.8 * leak.per_step < leak.holders[0].bytes < 1.2 * leak.per_step
+    assert leak.until <= 20 and leak.bytes >= MIB
+
+
+@pytest.mark.parametrize(("program", "marker", "name"), CLASSICS, ids=[c[1] for c in CLASSICS])
+def test_the_three_classics_on_the_cpu(
+    small_heap: None, program: Callable[[str], Watch], marker: str, name: str
+) -> None:
+    (leak,) = program("cpu").leaks
+    check(leak, marker, name)
+
+
+def test_experiments_that_leave_memory_to_the_next(card: Card) -> None:
+    def experiment(number: int) -> Watch:
+        watch = trained(watched(model_of().cuda()), 2)
+        CACHE[number] = watch.model  # experiments
+        return watch
+
+    found = [experiment(number).leaks for number in range(4)]
+    assert [len(leaks) for leaks in found] == [0, 0, 1, 1]  # one rise may be something that is shared
+    assert found[2][0].unit == "run"
+    check(found[2][0], "experiments", "CACHE[...]")
+
+
+def test_a_shared_model_is_no_leak_between_experiments(card: Card) -> None:
+    model, seen = model_of().cuda(), []
+    for _ in range(5):
+        seen.append(trained(watched(model), 2).leaks)
+    assert seen == [()] * 5
+
+
+def test_other_holders_are_named_too(card: Card) -> None:
+    metrics, model = Metrics(), model_of().cuda()
+    watch = watched(model)
+    trained(watch, STEPS, lambda step: metrics.keep(torch.ones(256, 1024, device="cuda")))
+    check(watch.leaks[0], "attribute", "metrics.outputs['eval'][...]")
+
+    @functools.cache
+    def mask(length: int) -> Tensor:
+        return torch.ones(length, 1024, device="cuda")
+
+    watch = trained(watched(model_of().cuda()), STEPS, lambda step: mask(300 + step))
+    holder = watch.leaks[0].holders[0]
+    assert holder.name.endswith("mask()") and holder.code == "@functools.cache"
+
+
+def test_a_leak_is_told_once(card: Card) -> None:
+    kept: list[Tensor] = []
+    watch = trained(watched(model_of().cuda()), 90, lambda step: kept.append(torch.ones(256, 1024, device="cuda")))
+    assert len(watch.leaks) == 1
+
+
+def test_reference_cycles_are_told_apart(card: Card) -> None:
+    class Node:
+        pass
+
+    def cycle(step: int) -> None:
+        node: Any = Node()
+        node.itself, node.big = node, torch.ones(1 << 18, device="cuda")
+
+    gc.disable()
+    try:
+        watch = trained(watched(model_of().cuda()), STEPS, cycle)
+    finally:
+        gc.enable()
+    assert [h.kind for leak in watch.leaks for h in leak.holders] == ["cycle"]
+
+
+# --- no false alarms -----------------------------------------------------------------------------------------------------
+
+
+def lengths(order: str) -> list[int]:
+    draw = torch.randint(1, 2000, (80,), generator=torch.Generator().manual_seed(3)).tolist()
+    return sorted(draw) if order == "ascending" else draw
+
+
+@pytest.mark.parametrize("order", ["random", "ascending"])
+def test_varying_lengths_are_no_leak(card: Card, order: str) -> None:
+    """Outputs of the last step stay alive: with ascending lengths that grows steadily."""
+    model = model_of().cuda()
+    with watched(model) as watch:
+        for rows in lengths(order):
+            out = model(torch.randn(rows, 256, device="cuda"))
+            out.mean().backward()
+            watch.optimizer.step()
+    assert watch.leaks == ()
+
+
+def test_a_window_of_outputs_is_no_leak(card: Card) -> None:
+    recent: list[Tensor] = []
+
+    def window(step: int) -> None:
+        recent.append(torch.ones(256, 1024, device="cuda"))
+        del recent[:-10]
+
+    assert trained(watched(model_of().cuda()), 60, window).leaks == ()
+
+
+def test_metrics_as_numbers_are_no_leak(card: Card) -> None:
+    numbers: list[Tensor] = []
+    watch = trained(watched(model_of().cuda()), 60, lambda step: numbers.append(torch.ones(1, device="cuda")))
+    assert watch.leaks == ()
+
+
+# --- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_way_to_a_name() -> None:
+    inner = torch.ones(3)
+    outer = {"a": (inner,)}
+    found = holders_of([inner], Roots())[0]
+    assert found.path == "inner"
+    del inner
+    (found,) = holders_of([outer["a"][0]], Roots()).values()
+    assert found.path == "outer['a'][...]"
+    assert found.function == inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
+
+
+def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module, package in (
+        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("prometheus", "prometheus_client", "prometheus-client"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+        with pytest.raises(BadInput) as caught:
+            memfit.watch(log=None, quiet=True, to=[name])
+        assert caught.value.hint == f"pip install {package}"
+    with pytest.raises(BadInput, match="unknown sink 'tensorbord'") as caught:
+        memfit.watch(log=None, quiet=True, to=["tensorbord"])
+    assert "tensorboard" in caught.value.hint
