@@ -59,6 +59,8 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
+    "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
+    "compare": ["--gpu", *COMMON],
     "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
     "replay": [
         *CARDS,

@@ -38,7 +38,7 @@ def read(path: Path, gpu: Gpu | None = None) -> Footprint:
         raise BadInput(f"{path} has more than {MOST >> 20} MiB", hint=f"give {WANTED}")
     try:
         if watch_file.known(head):
-            return footprint_of(watch_file.loads(path.read_bytes()))
+            return _watched(path.read_bytes())
         if head.lstrip().startswith(b"{") and b'"memfit.' in head:
             return _document(path)
         if path.suffix == ".toml":
@@ -67,6 +67,8 @@ def of_tape(tape: Tape) -> Footprint:
     """A tape replayed under its own settings; its context is not in it."""
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
     timeline = replay(tape.events, settings=settings, start=tape.start)
+    if not timeline.spans:
+        raise BadInput("the tape is empty", hint="record a run")
     found = traced_footprint(tape, timeline, (), ("context of the driver",), 0)
     return replace(found, source=tape.source)
 
@@ -77,6 +79,13 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
     card = gpu or cards.parse_gpu(file.gpu)[0]
     return estimate(hub.resolve_model(file.model), file.recipe, card)
+
+
+def _watched(content: bytes) -> Footprint:
+    found = footprint_of(watch_file.loads(content))
+    if not found.phases:
+        raise BadInput("the watch saw nothing", hint="let the run take a step")
+    return found
 
 
 def _document(path: Path) -> Footprint:

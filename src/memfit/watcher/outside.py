@@ -65,8 +65,9 @@ def _relayed(child: subprocess.Popen[str], relay: Callable[[str], None]) -> Any:
 
     def lines() -> None:
         assert child.stdout is not None
-        for line in child.stdout:
-            relay(line.rstrip("\n"))
+        with child.stdout:
+            for line in child.stdout:
+                relay(line.rstrip("\n"))
 
     thread = Thread(target=lines, daemon=True)
     thread.start()

@@ -1,0 +1,182 @@
+"""Two runs side by side: what agrees, what explains the difference, and the exit code that says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit import codec, tape_file, watch_file
+from memfit.compare import compare
+from memfit.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.measured import REST
+from memfit.sample import Header, Sample
+from memfit.tape import PHASES, ROLES, Alloc, Free, Mark, Phase, Role, Tape
+from memfit.units import GIB, MIB
+
+Ran = Callable[..., tuple[int, str, str]]
+SNAPSHOT = Path(__file__).parent / "data" / "snapshots" / "plain-full.pickle.gz"
+SIZES: dict[Role, int] = {"parameters": 4 * GIB, "optimizer_states": 2 * GIB, "activations": 8 * GIB, "context": GIB}
+
+
+def footprint(sizes: dict[Role, int], *phases: Phase, labels: dict[Role, str] | None = None) -> Footprint:
+    lines = tuple(Line(role, (labels or {}).get(role, role), size) for role, size in sizes.items())
+    device = sum(sizes.values())
+    reserved = device - sizes.get("context", 0)
+    levels = Levels(reserved, reserved, reserved, device)
+    return Footprint(tuple(PhasePeak(p, "here", levels, lines) for p in phases or ("load", "step")), "formula")
+
+
+peaks = st.dictionaries(st.sampled_from(ROLES), st.integers(1, 80 * GIB), min_size=1)
+
+
+@given(peaks, peaks)
+def test_roles_add_up_to_the_difference(left: dict[Role, int], right: dict[Role, int]) -> None:
+    found = compare(footprint(left), footprint(right))
+    assert sum(row.left for row in found.roles) == found.left
+    assert sum(row.right for row in found.roles) == found.right
+    assert sum(row.difference for row in found.roles) == found.difference
+    assert (found.agreement == "agrees") == (abs(found.difference) <= found.band)
+
+
+@given(peaks)
+def test_a_run_agrees_with_itself(sizes: dict[Role, int]) -> None:
+    found = compare(footprint(sizes), footprint(sizes))
+    assert (found.agreement, found.difference, found.terms) == ("agrees", 0, ())
+
+
+def test_the_largest_term_comes_first() -> None:
+    more = SIZES | {"activations": 11 * GIB, "optimizer_states": GIB, "parameters": 4 * GIB + MIB}
+    found = compare(footprint(SIZES), footprint(more))
+    assert [(row.roles, row.difference) for row in found.roles][:2] == [
+        (("activations",), 3 * GIB), (("optimizer_states",), -GIB),
+    ]  # fmt: skip
+    assert [(t.role, t.difference) for t in found.terms] == [("activations", 3 * GIB), ("optimizer_states", -GIB)]
+
+
+def test_roles_that_a_watch_cannot_tell_apart_are_one() -> None:
+    seen: dict[Role, int] = {"parameters": 4 * GIB, "temporaries": 11 * GIB, "context": GIB}
+    found = compare(footprint(SIZES), footprint(seen, labels={"temporaries": REST}))
+    by_roles = {row.roles: row.difference for row in found.roles}
+    assert by_roles[("parameters",)] == 0
+    (lump,) = (roles for roles in by_roles if len(roles) > 1)
+    assert {"activations", "optimizer_states", "temporaries", "gradients"} <= set(lump)
+    assert by_roles[lump] == GIB
+    assert any("taken together" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_same_phase_is_compared_where_both_have_it(phase: Phase) -> None:
+    left = footprint(SIZES, "load", "first_step", "step", "eval", "save", "resume", "merge")
+    found = compare(left, footprint(SIZES, phase))
+    assert found.right_phase == phase and len(found.phases) == 7
+    both = compare(left, replace(left, phases=left.phases[::-1]))
+    assert both.left_phase == both.right_phase
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """The same run as a tape and as watched, and one that needs a gibibyte more."""
+    found = {}
+    for name, more in (("tape", 0), ("more", GIB)):
+        events = (
+            Mark("load", "weights"), Alloc(1, 4 * GIB, "parameters", "weights"),
+            Mark("step", "forward"), Alloc(2, 5 * GIB + more, "activations", "layers.3.mlp: silu"), Free(2),
+        )  # fmt: skip
+        found[name] = tmp_path / f"{name}.tape.gz"
+        found[name].write_bytes(tape_file.dumps(Tape(events, "traced")))
+    size = Levels(9 * GIB, 9 * GIB, 9 * GIB, 10 * GIB)
+    load = Levels(4 * GIB, 4 * GIB, 4 * GIB, 5 * GIB)
+    lines = [
+        watch_file.line(Header("train.py", "cuda", total=24 * GIB)),
+        watch_file.line(Sample(0.0, 0, "load", load, load)),
+        watch_file.line(Sample(1.0, 1, "step", load, size)),
+        watch_file.shares_line((("parameters", 4 * GIB),)),
+    ]
+    found["watched"] = tmp_path / "run.jsonl"
+    found["watched"].write_bytes(b"".join(lines))
+    return found
+
+
+CASES = [
+    ("tape", "watched", 0, "AGREE"),
+    ("tape", "more", 3, "MORE THAN EXPECTED"),
+    ("more", "watched", 4, "LESS THAN"),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "code", "words"), CASES)
+def test_the_exit_code_says_which_needs_more(
+    ran: Ran, files: dict[str, Path], left: str, right: str, code: int, words: str
+) -> None:
+    got, out, err = ran("compare", files[left], files[right])
+    assert (got, err) == (code, "")
+    assert words in out and "load" in out
+
+
+def test_the_term_that_explains_it_is_named(ran: Ran, files: dict[str, Path]) -> None:
+    _, out, _ = ran("compare", files["tape"], files["more"])
+    (line,) = (line for line in out.splitlines() if "layers.*.mlp: silu" in line)
+    assert line.split()[-3:] == ["5.00", "6.00", "+1.00"]
+
+
+def test_json_has_the_same(ran: Ran, files: dict[str, Path]) -> None:
+    code, out, _ = ran("compare", files["tape"], files["more"], "--json")
+    found: Any = codec.loads(out)
+    assert code == 3
+    assert (found.agreement, found.left, found.right, found.difference) == ("more", 9 * GIB, 10 * GIB, GIB)
+    assert found.terms[0].label == "layers.*.mlp: silu"
+
+
+def test_a_prediction_against_a_real_snapshot(ran: Ran, tmp_path: Path) -> None:
+    recipe = tmp_path / "estimate.json"
+    recipe.write_text(ran("estimate", "qwen2.5-0.5b", "--gpu", "l4", "--json")[1])
+    code, out, _ = ran("compare", recipe, SNAPSHOT)
+    assert code == 4
+    assert "taken together" in out and "-10.0 GiB" in out
+
+
+def test_a_recipe_is_estimated_on_its_card(ran: Ran, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    ran("plan", "qwen2.5-0.5b", "--gpu", "l4", "--out", tmp_path, "--target", "trl")
+    estimate = tmp_path / "estimate.json"
+    estimate.write_text(ran("estimate", "--from", recipe, "--gpu", "l4", "--json")[1])
+    code, out, _ = ran("compare", recipe, estimate)
+    assert code == 0 and "+0.0%" in out
+
+
+MISTAKES = {
+    "two files are compared, not 1": ("a.json",),
+    "cannot read a.json": ("a.json", "b.json"),
+    "missing argument": (),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_one_line_and_a_hint(ran: Ran, message: str) -> None:
+    code, out, err = ran("compare", *MISTAKES[message])
+    assert (code, out) == (2, "")
+    assert message in err and "hint: " in err
+
+
+@given(st.binary(max_size=200))
+def test_no_file_whatever_is_a_bug(content: bytes) -> None:
+    from tempfile import TemporaryDirectory
+
+    from memfit import footprints
+    from memfit.errors import MemfitError
+
+    with TemporaryDirectory() as folder:
+        for name in ("a.json", "a.toml", "a.jsonl", "a.pickle"):
+            path = Path(folder) / name
+            path.write_bytes(content)
+            with pytest.raises(MemfitError):
+                footprints.read(path)

@@ -1,0 +1,125 @@
+"""The callbacks: a real transformers Trainer, a real Lightning Trainer where it is installed, and the protocol of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.sample import Sample
+
+QUIET = {"log": None, "quiet": True}
+
+
+def phases(samples: list[Sample]) -> list[tuple[str, int]]:
+    """(phase, step) without repetitions."""
+    found = [(s.phase, s.step) for s in samples]
+    return [pair for i, pair in enumerate(found) if i == 0 or pair != found[i - 1]]
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        out = self.layer(x)
+        return {"loss": out.pow(2).mean(), "logits": out}
+
+
+def test_a_transformers_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": torch.ones(8), "labels": torch.ones(8)} for _ in range(12)]
+    callback = memfit.MemfitCallback(**QUIET, count_every=1)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
+        eval_strategy="steps", eval_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    Trainer(Tiny(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback]).train()  # type: ignore[arg-type]
+    assert callback.watch is not None
+    found = phases(callback.watch.recorder.samples)
+    assert found[:5] == [("load", 0), ("first_step", 1), ("step", 2), ("eval", 2), ("save", 2)]
+    assert ("step", 3) in found and found[-1][1] == 3
+    assert dict(callback.watch.recorder.shares)["parameters"] == 72 * 4
+    assert dict(callback.watch.recorder.shares)["optimizer_states"] >= 2 * 72 * 4
+    assert callback.leaks == ()
+
+
+def test_the_callback_costs_no_import_of_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, memfit, memfit.watcher.outside, memfit.watcher.sinks, memfit.watcher.screens; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def lightning() -> ModuleType:
+    return pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_lightning_trainer(tmp_path: Path) -> None:
+    pl = lightning()
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.tiny = Tiny()
+
+        def training_step(self, batch: Tensor, _: int) -> Tensor:
+            return self.tiny(batch)["loss"]  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: Tensor, _: int) -> None:
+            self.tiny(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    rows = torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2)  # type: ignore[arg-type]
+    callback = memfit.LightningCallback(**QUIET, count_every=1)
+    trainer = pl.Trainer(
+        max_steps=4, accumulate_grad_batches=2, val_check_interval=4, default_root_dir=tmp_path, accelerator="cpu",
+        callbacks=[callback], logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), rows, rows)
+    assert callback.watch is not None
+    found = phases(callback.watch.recorder.samples)
+    assert found[:2] == [("load", 0), ("first_step", 1)]
+    assert ("eval", 2) in found and found[-1][1] == 4
+    assert callback.watch.done == 4
+    assert dict(callback.watch.recorder.shares)["optimizer_states"] >= 2 * 72 * 4
+
+
+def test_the_protocol_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same order of calls without the package: the class it inherits from is a bare one."""
+    import importlib
+    import sys
+
+    package, module = ModuleType("lightning"), ModuleType("lightning.pytorch")
+    module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lightning", package)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
+    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning", raising=False)
+    callback = importlib.import_module("memfit.watcher.lightning").LightningCallback(**QUIET)
+    model = Tiny()
+    trainer = SimpleNamespace(global_step=0, optimizers=[torch.optim.SGD(model.parameters())])
+    callback.on_train_start(trainer, model)
+    for batch in range(4):
+        callback.on_train_batch_start(trainer, model, None, batch)
+        trainer.global_step += batch % 2  # two batches are accumulated
+        callback.on_train_batch_end(trainer, model, None, None, batch)
+    callback.on_validation_start(trainer, model)
+    callback.on_validation_end(trainer, model)
+    callback.on_save_checkpoint(trainer, model, {})
+    callback.on_train_end(trainer, model)
+    assert phases(callback.watch.recorder.samples) == [
+        ("load", 0), ("first_step", 1), ("step", 2), ("eval", 2), ("step", 2), ("save", 2),
+    ]  # fmt: skip
+    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning")

@@ -1,0 +1,224 @@
+"""memfit watch from outside: the child's exit code, signals and memory; NVML by a recorded driver; the log shown again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memfit import codec, watch_file
+from memfit.errors import BadInput
+from memfit.footprint import Levels
+from memfit.sample import Header, Sample
+from memfit.units import GIB, MIB
+from memfit.watcher.outside import run
+from memfit.watcher.processes import NvmlMeter, RssMeter, family
+from memfit.watcher.recorder import Recorder
+from memfit.watcher.screens import Quiet
+
+Ran = Callable[..., tuple[int, str, str]]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 137])
+def test_the_exit_code_is_the_command_s(ran: Ran, tmp_path: Path, code: int) -> None:
+    got, out, _ = ran(
+        "watch", "--measure", "rss", "--log", tmp_path / "x.jsonl", "--", *python(f"raise SystemExit({code})")
+    )
+    assert (got, out) == (code, "")
+
+
+def test_a_child_killed_by_a_signal_is_told_as_shells_do(ran: Ran, tmp_path: Path) -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    assert ran("watch", "--measure", "rss", "--log", tmp_path / "x.jsonl", "--", *python(code))[0] == 128 + 9
+
+
+def test_resident_memory_of_the_whole_family(ran: Ran, tmp_path: Path) -> None:
+    grandchild = "x = bytearray(120 << 20); import time; time.sleep(0.5)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {grandchild!r}])"
+    got, out, _ = ran(
+        "watch", "--json", "--measure", "rss", "--every", "0.05", "--log", tmp_path / "x.jsonl", "--", *python(code)
+    )  # fmt: skip
+    found = codec.loads(out)
+    assert got == found.exit_code == 0
+    assert 120 * MIB < found.peak.device < 400 * MIB
+    assert found.header.meter == "rss"
+    seen = watch_file.loads((tmp_path / "x.jsonl").read_bytes())
+    assert max(s.now.device for s in seen.samples) == found.peak.device
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import signal, sys, time, pathlib\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(42))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-m", "memfit", "watch", "--measure", "rss", "--log", str(tmp_path / "x.jsonl"), "--"]
+    watch = subprocess.Popen([*command, *python(code)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not ready.exists() and watch.poll() is None:
+        time.sleep(0.02)
+    watch.send_signal(number)
+    assert watch.wait(30) == 42
+
+
+def test_output_goes_through_a_relay_line_by_line(tmp_path: Path) -> None:
+    lines: list[str] = []
+    recorder = Recorder(Header("x", "rss"), None, (), Quiet())
+    code, watched = run(python("print('one'); print('two')"), recorder, RssMeter(), 0.1, lines.append)
+    assert (code, lines) == (0, ["one", "two"])
+    assert watched.samples
+
+
+def test_a_family_is_a_process_and_its_descendants() -> None:
+    child = subprocess.Popen(python("import time; time.sleep(30)"))
+    try:
+        assert {os.getpid(), child.pid} <= family(os.getpid())
+        assert family(child.pid) == {child.pid}
+    finally:
+        child.kill()
+        child.wait()
+
+
+# --- NVML --------------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """What nvidia-ml-py answers, with two cards of 24 GiB; `running` is {card: {pid: bytes}}."""
+
+    def __init__(self) -> None:
+        self.running: list[dict[int, int | None]] = [{}, {}]
+        self.other = [GIB, 0]  # bytes of processes that are not listed
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, card: int) -> str:
+        return f"NVIDIA Card {card}"
+
+    def nvmlDeviceGetMemoryInfo(self, card: int) -> Any:
+        size = self.other[card] + sum(v or 0 for v in self.running[card].values())
+        return SimpleNamespace(total=24 * GIB, used=size)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: int) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.running[card].items()]
+
+
+def test_nvml_counts_the_command_and_its_children() -> None:
+    driver = Driver()
+    meter = NvmlMeter(driver, lambda pid: {pid, 8})
+    assert meter.read(7).device == 0
+    driver.running = [{99: 5 * GIB, 7: GIB}, {7: 2 * GIB, 8: 3 * GIB, 5: GIB}]
+    assert meter.read(7).device == 5 * GIB
+    assert (meter.card, meter.total, meter.whole_card) == ("NVIDIA Card 1", 24 * GIB, False)
+
+
+def test_nvml_in_a_container_takes_what_came_onto_the_card() -> None:
+    driver = Driver()
+    meter = NvmlMeter(driver, lambda pid: {pid})
+    driver.running = [{4242: 6 * GIB}, {}]
+    assert meter.read(7).device == 7 * GIB
+    assert meter.whole_card
+
+
+def test_nvml_s_numbers_that_are_not_available_are_nothing() -> None:
+    driver = Driver()
+    meter = NvmlMeter(driver, lambda pid: {pid})
+    driver.running = [{7: None}, {}]
+    assert meter.read(7).device == 0
+
+
+def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.watcher import processes
+
+    driver = Driver()
+    meter = NvmlMeter(driver, lambda pid: {pid, 1})
+    driver.running[0][1] = 23 * GIB
+    monkeypatch.setattr(processes, "nvml", lambda: meter)
+    expected = tmp_path / "first.jsonl"
+    levels = Levels(1, 1, 19 * GIB, 20 * GIB)
+    sample = Sample(1.0, 2, "step", levels, levels)
+    expected.write_bytes(watch_file.line(Header("x", "cuda")) + watch_file.line(sample))
+    log = ("--log", tmp_path / "x.jsonl")
+    code, out, err = ran("watch", "--every", "0.1", "--predicted", expected, *log, "--", *python("pass"))
+    assert (code, out) == (0, "")
+    assert "warning: 96% of the card in use: 23.0 GiB of 24.0 GiB, 1.00 GiB left" in err
+    assert "left the predicted band: 23.0 GiB device, predicted 19.0 GiB to 21.0 GiB" in err
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "there is no command 'no-such-program'": ("--measure", "rss", "--", "no-such-program"),
+    "--every must be from 0.01 to 3600": ("--every", "0", "--", "true"),
+    "--measure cannot be 'magic'": ("--measure", "magic", "--", "true"),
+    "unknown sink 'carrier-pigeon'": ("--measure", "rss", "--to", "carrier-pigeon", "--", "true"),
+    "--live is for a command": ("--live", "run.jsonl"),
+    "cannot read missing.jsonl": ("missing.jsonl",),
+    "missing argument": (),
+    "cannot read nothing.toml": ("--predicted", "nothing.toml", "--", "true"),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_one_line_and_a_hint(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ran("watch", *MISTAKES[message])
+    error, hint = err.splitlines()[-2:]
+    assert (code, out) == (2, "")
+    assert error.startswith("error: ") and message in error
+    assert hint.startswith("hint: ")
+
+
+def test_without_a_driver_it_says_so_and_measures_the_process(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
+    log = ("--log", tmp_path / "x.jsonl")
+    code, _, err = ran("watch", *log, "--", *python("pass"))
+    assert code == 0
+    assert "needs the package nvidia-ml-py: resident memory of the processes is measured instead" in err
+    code, _, err = ran("watch", "--measure", "nvml", *log, "--", *python("pass"))
+    assert code == 2 and "hint: pip install 'memfit[watch]'" in err
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.watcher import processes
+
+    class NVMLError(Exception):
+        pass
+
+    def init() -> None:
+        raise NVMLError("Driver Not Loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=init, NVMLError=NVMLError))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="does not answer: Driver Not Loaded"):
+        processes.nvml()
+
+
+def test_a_log_is_shown_again(ran: Ran, tmp_path: Path) -> None:
+    log = tmp_path / "x.jsonl"
+    ran("watch", "--measure", "rss", "--log", log, "--", *python("pass"))
+    code, out, err = ran("watch", log)
+    assert (code, err) == (0, "")
+    assert out.startswith("memfit watch · ") and "resident memory of the command and its children" in out
+    code, out, _ = ran("watch", log, "--json")
+    assert code == 0 and json.loads(out)["schema"] == "memfit.watched/1"
