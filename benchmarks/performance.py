@@ -93,7 +93,8 @@ def main() -> int:
         print(page)
     else:
         written = PAGE.with_suffix(".new")
-        written.write_text(page)
+        _, mark, watch = PAGE.read_text().partition("\n<!-- watch -->")  # written by benchmarks/watch.py
+        written.write_text(page + mark + watch)
         written.replace(PAGE)
     return 0
 

@@ -141,7 +141,7 @@ def test_a_prediction_against_a_real_snapshot(ran: Ran, tmp_path: Path) -> None:
     recipe.write_text(ran("estimate", "qwen2.5-0.5b", "--gpu", "l4", "--json")[1])
     code, out, _ = ran("compare", recipe, SNAPSHOT)
     assert code == 4
-    assert "taken together" in out and "-10.0 GiB" in out
+    assert "taken together" in out and "1.07 GiB reserved against 6.68 GiB: -5.61 GiB" in out
 
 
 def test_a_recipe_is_estimated_on_its_card(ran: Ran, tmp_path: Path) -> None:

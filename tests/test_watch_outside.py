@@ -103,20 +103,20 @@ class Driver:
         self.running: list[dict[int, int | None]] = [{}, {}]
         self.other = [GIB, 0]  # bytes of processes that are not listed
 
-    def nvmlDeviceGetCount(self) -> int:
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return 2
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
-    def nvmlDeviceGetName(self, card: int) -> str:
+    def nvmlDeviceGetName(self, card: int) -> str:  # noqa: N802
         return f"NVIDIA Card {card}"
 
-    def nvmlDeviceGetMemoryInfo(self, card: int) -> Any:
+    def nvmlDeviceGetMemoryInfo(self, card: int) -> Any:  # noqa: N802
         size = self.other[card] + sum(v or 0 for v in self.running[card].values())
         return SimpleNamespace(total=24 * GIB, used=size)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, card: int) -> list[Any]:
+    def nvmlDeviceGetComputeRunningProcesses(self, card: int) -> list[Any]:  # noqa: N802
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.running[card].items()]
 
 

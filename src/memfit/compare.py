@@ -153,7 +153,7 @@ def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]
     """(role, label) -> bytes: a label may stand on several lines."""
     sizes: Counter[tuple[Role, str]] = Counter()
     for line in peak.lines:
-        if line.role in roles and line.label != REST:
+        if line.role in roles and line.label and line.label != REST:
             sizes[line.role, line.label] += line.bytes
     return sizes
 
@@ -165,7 +165,7 @@ def _lump(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> li
         if len(row.roles) > 1:
             notes.append("roles that one side cannot tell apart are taken together")
         if len(row.roles) > 1 and abs(row.difference) >= least:
-            for side, peak in (("first", a), ("second", b)):
+            for side, peak in (("left", a), ("right", b)):
                 largest = _labels(peak, row.roles).most_common(3)
                 if len(largest) > 1:
                     named = ", ".join(f"{label} {human(size)}" for (_, label), size in largest)
