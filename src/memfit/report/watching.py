@@ -56,7 +56,7 @@ def live_view(status: Status) -> Group:
         *([f"step {last.step:,}"] if METERS[header.meter].roles else []),
         clock(last.seconds),
     ]
-    facts += [f"{clock(last.seconds / last.step)} per step"] if last.step else []
+    facts += [f"{clock(last.seconds / last.step)}/step"] if last.step else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
     parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
     level = METERS[header.meter].compared

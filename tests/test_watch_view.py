@@ -1,0 +1,101 @@
+"""What a watched run looks like: in a terminal of any width, in a pipe, and as lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from memfit.footprint import Footprint, Levels, PhasePeak
+from memfit.report.watching import closing_view, leak_lines, live_view, status_of
+from memfit.sample import Alarm, Header, Holder, Leak, MeterName, Sample, Watched
+from memfit.tape import Phase
+from memfit.units import GIB, KIB, MIB
+from memfit.watcher.screens import Live, Plain
+
+
+def levels(reserved: int) -> Levels:
+    return Levels(reserved - 2, reserved - 1, reserved, reserved + reserved // 20)
+
+
+def run(meter: MeterName = "cuda", scale: int = GIB) -> Watched:
+    sizes: dict[Phase, int] = {"load": 3 * scale, "first_step": 14 * scale, "step": 19 * scale}
+    predicted = Footprint(tuple(PhasePeak(phase, "", levels(15 * scale), ()) for phase in sizes), "formula")
+    header = Header("train.py", meter, "NVIDIA L4", 22 * scale if meter in ("cuda", "nvml") else 0, predicted=predicted)
+    samples = tuple(
+        Sample(9.0 * n, n, phase, levels(size // 2), levels(size)) for n, (phase, size) in enumerate(sizes.items())
+    )
+    leak = Leak(
+        960 * KIB, 12, 19, 6 * MIB, (Holder("graph", "total", "train.py:31", "total = total + loss", 7, 960 * KIB),)
+    )
+    alarm = Alarm("card", 2, "step", 20 * scale, 19 * scale, "92% of the card in use")
+    return Watched(header, samples, (alarm,), (leak,))
+
+
+def drawn(view: object, width: int, terminal: bool = True) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=terminal, color_system=None, legacy_windows=False).print(view)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("meter", ["cuda", "tensors", "nvml", "rss"])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_meter_fits_any_terminal(meter: MeterName, width: int) -> None:
+    watched = run(meter)
+    for view in (live_view(status_of(watched)), closing_view(watched)):
+        lines = drawn(view, width)
+        assert max(map(len, lines)) <= width
+        assert lines[0].startswith("memfit watch · train.py")
+        assert any("92% of the card" in line for line in lines)
+
+
+def test_the_band_is_beside_the_peaks_it_is_about() -> None:
+    lines = drawn(live_view(status_of(run())), 100)
+    row = {line.replace("▶", " ").strip().split("  ")[0]: line for line in lines if " to " in line and "." in line}
+    assert row["load"].rstrip().endswith("below") and row["step"].rstrip().endswith("above")
+    assert "14.25 to 15.75" in row["first step"]
+
+
+def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
+    assert not any("predicted" in line for line in drawn(closing_view(run("tensors")), 100))
+
+
+def test_small_runs_are_told_in_mebibytes() -> None:
+    lines = drawn(closing_view(run("cuda", MIB * 10)), 100)
+    assert any(line.startswith("peak, MiB") for line in lines)
+
+
+def test_a_leak_says_who_and_what_to_do() -> None:
+    first, second = leak_lines(run().leaks[0])
+    assert first == "leak: 960 KiB more per step, 6.00 MiB over steps 12 to 19"
+    assert second.startswith(
+        "  held by the graph behind total (7 nodes, 960 KiB more each time) at train.py:31: total = total + loss"
+    )
+    assert "loss.item()" in second
+    assert "not known" in leak_lines(Leak(1, 2, 3, 4))[1]
+
+
+def test_plain_lines_are_whole_in_a_pipe() -> None:
+    out, watched = io.StringIO(), run()
+    screen = Plain(out)
+    screen.show(status_of(watched))
+    assert out.getvalue() == ""
+    screen.alarm(watched.alarms[0])
+    screen.leak(watched.leaks[0])
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and all(line.startswith("memfit watch: ") for line in lines)
+    screen.close(watched)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_live_picture_is_drawn_twice_a_second() -> None:
+    out, now = io.StringIO(), [0.0]
+    screen = Live(out, clock=lambda: now[0])
+    pictures = []
+    for now[0] in (0.0, 0.1, 0.2, 0.6, 0.7):
+        screen.show(status_of(run()))
+        pictures.append(out.getvalue().count("memfit watch"))
+    screen.close(run())
+    assert screen._shown == 0.6
+    assert "memfit watch" in out.getvalue()
