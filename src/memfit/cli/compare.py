@@ -23,7 +23,7 @@ GPU = Flag("gpu", str, "The card of a recipe.toml that names none, or another on
 
 @takes(GPU, *COMMON, argument=TWO)
 def run(files: tuple[str, ...], **flags: Any) -> int:
-    """Compare two runs by role and phase, and say what explains the difference.
+    """Compare two runs: what differs, by role and phase.
 
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """

@@ -38,7 +38,7 @@ FASTEST, SLOWEST = 0.01, 3600.0
 
 @takes(*OWN, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...], **flags: Any) -> int:
-    """Watch a run's memory live, against what was predicted.
+    """Watch a run's memory live.
 
     A command is started, measured from outside, and its exit code passed on. Phases, steps and leaks are seen only from
     inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
