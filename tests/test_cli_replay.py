@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit import codec, tape_file
-from memfit.cli import replay as command
+from memfit.alloc_conf import torch_version
 from memfit.errors import BadInput
 from memfit.snapshot import read
 from memfit.tape import Alloc, Free, Mark, Tape
@@ -136,6 +136,6 @@ def test_a_file_that_cannot_be_written(ran: Ran, tape: Path) -> None:
 
 
 def test_versions() -> None:
-    assert command.version("2.13.0+cu130") == (2, 13)
+    assert torch_version("2.13.0+cu130") == (2, 13)
     with pytest.raises(BadInput):
-        command.version("2")
+        torch_version("2")

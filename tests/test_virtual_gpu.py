@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import platform
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +14,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from memfit import supported  # noqa: E402
+from memfit.alloc_conf import torch_version  # noqa: E402
 from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.virtual import Card, virtual_gpu  # noqa: E402
@@ -22,6 +26,7 @@ from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
 from memfit.virtual.temporaries import flash_splits  # noqa: E402
 
 MIB = 1 << 20
+Ran = Callable[..., tuple[int, str, str]]
 
 
 def test_tensors_are_plain_cuda_tensors_with_the_allocators_addresses() -> None:
@@ -283,3 +288,45 @@ def test_adapters_on_the_host_are_not_drawn() -> None:
     assert torch.equal(before, torch.get_rng_state())
     torch.nn.Linear(4, 4)
     assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_where_no_virtual_gpu_can_be_the_formulas_answer(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
+    by_formula = ran("estimate", "smollm2-135m", "--gpu", "l4", "--json")[1]
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    code, out, err = ran("trace", "smollm2-135m", "--gpu", "l4", "--json")
+    assert (code, out) == (0, by_formula)
+    assert "no virtual GPU on Darwin arm64: answered by formula" in err
+    code, _, err = ran("plan", "smollm2-135m", "--gpu", "l4", "--trace", "--json")
+    assert code == 0 and "not confirmed" in err
+    code, out, err = ran("trace", "train.py", "--gpu", "l4")
+    assert (code, out) == (2, "") and "no virtual GPU on Darwin arm64" in err and "hint:" in err
+
+
+@pytest.mark.parametrize(
+    ("there", "problem"),
+    [
+        ({"torch": "2.9.1+cu128"}, "PyTorch 2.9.1"),
+        ({"torch": "2.10.0"}, "missing: transformers"),
+        ({}, "missing: torch"),
+    ],
+)
+def test_what_a_trace_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, ran: Ran, there: dict[str, str], problem: str
+) -> None:
+    monkeypatch.setattr(supported, "versions", lambda: there)
+    code, out, err = ran("trace", "smollm2-135m", "--gpu", "l4")
+    assert (code, out) == (2, "") and problem in err and "hint:" in err
+
+
+def test_the_allocator_is_that_of_the_torch_that_runs() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        assert card.settled().torch == torch_version(torch.__version__)
+
+
+def test_masks_index_as_their_nonzero_does() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        x, mask = torch.arange(6, device="cuda"), torch.tensor([1, 0, 0, 1, 0, 1], device="cuda").bool()
+        before = len(card.ledger.ops)
+        assert x[mask].tolist() == [0, 3, 5]
+        assert [op for op in card.ledger.ops[before:] if op >= 0] == [24, 24]  # where it is true, then what is there

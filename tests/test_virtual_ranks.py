@@ -16,12 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import torch.distributed as dist  # noqa: E402
 
 import oracle_sharded  # noqa: E402
+from memfit.errors import Unsupported  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
 MIB = 1 << 20
+WITH_CUDA = torch.backends.cuda.is_built()
 TINY = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -69,8 +71,8 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
         everyone = torch.empty(128, dtype=torch.int64, device="cuda")
         big, part = torch.empty(64 * MIB, device="cuda"), torch.empty(MIB, device="cuda")
         before = len(card.ledger.blocks)
-        dist.all_gather_single(everyone, ids)
-        dist.reduce_scatter_single(part, big)
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(everyone, ids)  # its name up to 2.12
+        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, big)
         dist.all_reduce(part)
         dist.barrier()
         assert len(card.ledger.blocks) == before
@@ -87,7 +89,13 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "recorded",
-    [r for r in DATA["runs"] if r["case"]["model"] == "qwen3-0.6b" and r["case"]["accum"] == 1],
+    [
+        r
+        for r in DATA["runs"]
+        if r["case"]["model"] == "qwen3-0.6b"
+        and r["case"]["accum"] == 1
+        and not (WITH_CUDA and r["case"]["mode"] == "ddp")
+    ],
     ids=lambda r: r["id"],
 )
 def test_the_traced_run_is_the_recorded_one(recorded: dict[str, Any]) -> None:
@@ -115,7 +123,12 @@ def _peak(world_size: int, **words: Any) -> int:
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
 def test_accelerate_shards_and_replicates(trainer: Any) -> None:
     alone, sharded = _peak(1, trainer=trainer), _peak(8, trainer=trainer, shard="parameters")
-    assert sharded < alone < _peak(8, trainer=trainer)
+    assert sharded < alone
+    if WITH_CUDA:
+        with pytest.raises(Unsupported, match="DDP on virtual cards needs a build of PyTorch without CUDA"):
+            _peak(8, trainer=trainer)
+    else:
+        assert alone < _peak(8, trainer=trainer)
 
 
 @pytest.mark.filterwarnings("ignore")

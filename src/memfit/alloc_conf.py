@@ -12,6 +12,8 @@ from memfit.units import MIB
 
 Torch = tuple[int, int]
 LATEST_TORCH: Torch = (2, 13)
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*|\+.*)?")
+_FIRST_TORCH: Torch = (2, 1)
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
 
 # Twins of the constants in AllocatorConfig.h and AllocatorConfig.cpp.
@@ -20,6 +22,14 @@ K_LARGE_BUFFER = 20 * MIB  # kLargeBuffer: the default of large_segment_size_
 K_ROUND_UP_POWER_OF_TWO_INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: one per power of two from 1 MiB to 32 GiB
 NO_ROUNDUP: tuple[int, ...] = (0,) * K_ROUND_UP_POWER_OF_TWO_INTERVALS
 _FILLS_AFTER_LAST: Torch = (2, 9)  # from here `>` fills from the interval after the last key, before from that key on
+
+
+def torch_version(text: str) -> Torch:
+    """'2.11' or '2.11.1+cu130' -> (2, 11). Raises BadInput for anything else and for versions before 2.1."""
+    found = _VERSION.fullmatch(text.strip())
+    if found is None or (number := (int(found[1]), int(found[2]))) < _FIRST_TORCH:
+        raise BadInput(f"'{text}' is no PyTorch version memfit knows", hint="from 2.1 on, for example --torch 2.11")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def run(
     from memfit.cli.asked import asked, job_of, with_data
     from memfit.cli.files import check_free
     from memfit.planner import make_plan
+    from memfit.supported import obstacle
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])
@@ -50,7 +51,9 @@ def run(
     job, base = job_of(found, flags)
     with terminal.progress() as tell:
         plan = make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell)
-        if flags["trace"]:
+        if flags["trace"] and (reason := obstacle()):
+            found.notes.append(f"{reason}: the formulas' answer, not confirmed")
+        elif flags["trace"]:
             plan = _confirmed(plan, model or (found.adopted.model if found.adopted else "") or "", found, tell)
     for line in found.notes:
         terminal.note(line)

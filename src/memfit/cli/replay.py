@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ OWN = (
     Flag("force", bool, "Overwrite files.", default=False),
 )
 FILES = ("save_tape", "snapshot", "html")
-OLDEST: Torch = (2, 1)
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*|\+.*)?")
 
 
 @takes(GPU, *CARD[1:], *OWN, *COMMON, argument=TAPE)
@@ -44,14 +41,14 @@ def run(tape: str, **flags: Any) -> int:
     Says whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors are.
     Without a card it is replayed on one without a limit.
     """
-    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.capacity import capacity
     from memfit.snapshot import read
 
     check(flags)
     found = read(Path(tape), flags["device"])
     text = flags["torch"] or found.about.get("torch", "")
-    torch = version(text) if text else LATEST_TORCH
+    torch = torch_version(text) if text else LATEST_TORCH
     conf = found.about.get("alloc_conf", "") if flags["alloc_conf"] is None else flags["alloc_conf"]
     settings = parse_alloc_conf(conf, torch)
     gpu = card(flags)
@@ -82,14 +79,6 @@ def check(flags: dict[str, Any]) -> None:
     if len(set(wanted)) < len(wanted):
         raise BadInput("two files of one name were asked for", hint="give each its own")
     check_free([Path(name) for name in wanted], flags["force"])
-
-
-def version(text: str) -> Torch:
-    """'2.11' or '2.11.1+cu130' -> (2, 11)."""
-    found = _VERSION.fullmatch(text.strip())
-    if found is None or (number := (int(found[1]), int(found[2]))) < OLDEST:
-        raise BadInput(f"'{text}' is no PyTorch version memfit knows", hint="from 2.1 on, for example --torch 2.11")
-    return number
 
 
 def card(flags: dict[str, Any]) -> Gpu | None:

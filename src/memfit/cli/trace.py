@@ -61,9 +61,12 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
+    from memfit.supported import obstacle
 
     found = asked(model, flags)
     recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    if reason := obstacle():
+        return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
         name = model or (found.adopted.model if found.adopted else "") or ""
         footprint, answer, tape, settings = traced(recipe, name, found, tell)
@@ -75,19 +78,34 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     return EXIT_OF[answer.judgement.verdict]
 
 
+def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
+    """The closed form's answer on a machine that can trace nothing."""
+    from memfit.cli import estimate
+
+    for name in ("snapshot", "html"):
+        if flags[name]:
+            raise BadInput(f"{reason}, and --{name} is of a trace", hint="--save-tape, then memfit replay")
+    terminal.note(f"{reason}: answered by formula, as memfit estimate does")
+    return estimate.run(model, **flags, why=False)
+
+
 def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
     """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about."""
     from memfit import hub
-    from memfit.alloc_conf import parse_alloc_conf
+    from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
     from memfit.replay import replay
+    from memfit.supported import check_trace
     from memfit.traced import footprint_of, judged
+
+    check_trace()
     from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=True)
-    settings = parse_alloc_conf(recipe.alloc_conf)
-    answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
-    whole = replay(tape.events, settings=settings)
+    torch = torch_version(tape.about["torch"])
+    settings = parse_alloc_conf(recipe.alloc_conf, torch)
+    answer = capacity(judged(tape), settings, torch, found.gpu, found.reserve, tell)
+    whole = replay(tape.events, settings=settings, torch=torch)
     footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
     return footprint, answer, tape, settings
 
@@ -127,12 +145,12 @@ def _show(
 
 
 def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
-    from memfit.alloc_conf import LATEST_TORCH
+    from memfit.alloc_conf import torch_version
     from memfit.cli.replay import write
 
     assert answer.judgement is not None
     title = f"{found.architecture.name} on {found.gpu.name}"
-    write(tape, title, flags, settings, LATEST_TORCH, answer.judgement.usable)
+    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable)
     for name in ("save_tape",):
         if flags[name]:
             terminal.note(f"next: memfit replay {Path(flags[name])} --gpu NAME")

@@ -21,16 +21,16 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     import contextlib
     import sys
 
-    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
     from memfit.cli.replay import card, reserve, write
+    from memfit.supported import check_trace
     from memfit.traced import judged
-    from memfit.virtual.answers import Answers
-    from memfit.virtual.tracing import installed
 
     gpu, conf = _checked(flags, card(flags)), flags["alloc_conf"] or ""
-    if hint := installed():
-        raise BadInput("a trace needs the training libraries", hint=hint)
+    check_trace()
+    from memfit.virtual.answers import Answers
+
     answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
     from memfit.virtual.script import trace_script
 
@@ -40,15 +40,16 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
             Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
             capacity=gpu.usable_bytes(kept),
         )  # fmt: skip
-    settings = parse_alloc_conf(conf)
+    version = tape.about["torch"]
+    torch = torch_version(version)
+    settings = parse_alloc_conf(conf, torch)
     with terminal.progress() as tell:
-        answer = capacity(judged(tape), settings, LATEST_TORCH, gpu, kept, tell)
+        answer = capacity(judged(tape), settings, torch, gpu, kept, tell)
     judgement = answer.judgement
     assert judgement is not None
     if outcome.survived and outcome.ending != "oom":  # the script made itself small enough
         answer = replace(answer, judgement=replace(judgement, verdict="tight"))
-    write(tape, f"{path} on {gpu.name}", flags, settings, LATEST_TORCH, judgement.usable)
-    version = tape.about["torch"]
+    write(tape, f"{path} on {gpu.name}", flags, settings, torch, judgement.usable)
     if flags["json"]:
         from memfit.replay_doc import replay_doc
 

@@ -48,7 +48,6 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_getMemoryFraction": lambda _: 1.0,
         "_cuda_ipc_collect": nothing,
-        "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_get_sync_debug_mode": lambda: 0,
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_canDeviceAccessPeer": lambda *_: False,
@@ -116,6 +115,7 @@ def answered(card: Card) -> Iterator[None]:
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), "memory_snapshot": lambda *_, **__: [],
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
+        "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
     }  # fmt: skip
     tensor: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.alloc_conf import parse_alloc_conf
+from memfit.alloc_conf import parse_alloc_conf, torch_version
 from memfit.allocator import Allocator, OutOfMemory
 from memfit.gpu import Gpu
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
@@ -32,7 +32,9 @@ class Card:
         self.gpu, self.alloc_conf = gpu, alloc_conf
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
-        allocator = Allocator(capacity, parse_alloc_conf(alloc_conf), total_memory=gpu.total_bytes)
+        version = torch_version(torch.__version__)
+        settings = parse_alloc_conf(alloc_conf, version)
+        allocator = Allocator(capacity, settings, version, total_memory=gpu.total_bytes)
         self.ledger = Ledger(allocator)
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()

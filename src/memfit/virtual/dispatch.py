@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,12 +109,23 @@ def _delegated(out_op: Any, in_place: bool) -> Handler:
     names = [a.name for a in out_op._schema.arguments if a.is_out]
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.dynamic_output_shape in op.tags:
+            args = (args[0], _expanded(args[1]), *args[2:])
         made = args[0] if in_place else card.tensors(SHAPES(op, args, kwargs), UNNAMED)
         outs = dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))
         _kernel(out_op, *args, **kwargs, **outs)
         return made
 
     return run
+
+
+def _expanded(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """expandTensors of IndexingUtils.h, which the shape function of `index` begins with: a mask is where it is true."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+        found += index.nonzero().unbind(1) if masks and index is not None else [index]
+    return found
 
 
 def _without_out(op: Any) -> Any:

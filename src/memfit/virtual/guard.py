@@ -3,7 +3,7 @@
 A CPU wheel registers no CUDA device guard, and the autograd engine asks the CUDA hooks for an accelerator. Both are
 C++ objects: the guard is registered through ctypes, then replaced by PyTorch's own no-op guard; the hooks object gets
 a copy of its own table of virtual functions with a few entries of ours. Slot numbers are read from the headers that
-ship in the wheel. Itanium C++ ABI only (Linux, macOS).
+ship in the wheel. Itanium C++ ABI only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memfit.errors import BadInput
+from memfit.supported import check_host
 
 _KEPT: list[object] = []  # what C++ points at must never be collected
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
@@ -26,6 +27,7 @@ def install() -> None:
     """Register the guard and patch the hooks, once per process. Raises BadInput where that is impossible."""
     if _KEPT:
         return
+    check_host(torch.__version__)
     try:
         if torch.version.cuda is None:
             _register_guard()
@@ -34,7 +36,7 @@ def install() -> None:
     except (AttributeError, OSError, ValueError) as error:
         raise BadInput(
             f"this build of PyTorch ({torch.__version__}) cannot host a virtual GPU: {error}",
-            hint="trace needs PyTorch 2.11 or newer on Linux; memfit estimate answers without PyTorch",
+            hint="trace needs one of PyTorch's own wheels; memfit estimate answers without PyTorch",
         ) from error
 
 

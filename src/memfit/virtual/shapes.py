@@ -46,8 +46,17 @@ def _depthwise(
     return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0, 0], x.shape[1])
 
 
-# operators of CUDA alone that have no shape function, by one that returns the same
-_TWINS: dict[str, Any] = {"aten._conv_depthwise2d.default": _depthwise}
+def _wider(*args: Any) -> Tensor:
+    """`mm`, `bmm`, `addmm` and `baddbmm` with the dtype of the result as last argument."""
+    (*_, a, b), dtype = (x for x in args if isinstance(x, Tensor)), next(x for x in args if isinstance(x, torch.dtype))
+    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)
+
+
+# operators of CUDA alone that have no shape function, in some version at least, by one that returns the same
+_TWINS: dict[str, Any] = {
+    "aten._conv_depthwise2d.default": _depthwise,
+    **{f"aten.{name}.dtype{out}": _wider for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")},
+}
 
 
 class Shapes:

@@ -10,37 +10,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.gpu import Gpu
 from memfit.job import Recipe
+from memfit.supported import check_trace, versions
 from memfit.tape import Tape
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.setup import Setup
 
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
 Tell = Callable[[str, float], None]
-
-
-def installed() -> str:
-    """'' where everything a trace needs is there, else what to install."""
-    missing = [name for name in PACKAGES[:5] if _version(name) is None]
-    return f"pip install 'memfit[trace]' (missing: {', '.join(missing)})" if missing else ""
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str]:
-    """The libraries whose code was traced."""
-    return {name: found for name in PACKAGES if (found := _version(name)) is not None}
 
 
 def trace_recipe(
@@ -52,8 +33,7 @@ def trace_recipe(
     kept away from the others. Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a
     recipe that has no job.
     """
-    if hint := installed():
-        raise BadInput("a trace needs the training libraries", hint=hint)
+    check_trace()
     from memfit.virtual.jobs.recipe import setup_of
 
     setup = setup_of(recipe, config)

@@ -96,8 +96,9 @@ class _Module(ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name != "triton" and not name.startswith("triton."):
-            return None
+        package, _, module = name.partition(".")
+        if package != "triton" or (module.startswith("_") and not module.startswith("_C")):
+            return None  # private modules are asked for by those who can do without
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:

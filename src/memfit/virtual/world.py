@@ -17,6 +17,7 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+from memfit.errors import Unsupported
 from memfit.virtual.dispatch import current
 from memfit.virtual.patching import patched
 from memfit.virtual.values import keeps
@@ -52,11 +53,33 @@ def world(size: int) -> Iterator[None]:
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
-            with patched(dist, started), patched(distributed_c10d, started), patched(device_mesh, started):
+            with patched(dist, started | _reducer()), patched(distributed_c10d, started), patched(device_mesh, started):
                 yield
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_world()
+
+
+def _forget_world() -> None:
+    """accelerate remembers for the life of the process what it found."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _reducer() -> dict[str, Any]:
+    """DDP's reducer measures its first passes with CUDA events of C++, which no Python stands in for."""
+    if not torch.backends.cuda.is_built():
+        return {}
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise Unsupported(
+            f"DDP on virtual cards needs a build of PyTorch without CUDA, not {torch.__version__}",
+            hint="install PyTorch's CPU wheel for the trace, or shard with FSDP2",
+        )
+
+    return {"Reducer": refused}
 
 
 @contextmanager

@@ -1,0 +1,52 @@
+"""What a trace needs of the machine it runs on: system, processor, libraries and their versions; imports none of them."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from memfit.alloc_conf import Torch, torch_version
+from memfit.errors import BadInput
+
+OLDEST: Torch = (2, 10)  # the first that puts a device guard of no devices in CUDA's place when Python asks
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
+_OPTIONAL = "bitsandbytes"
+
+
+def versions() -> dict[str, str]:
+    """The training libraries that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def obstacle() -> str:
+    """Why this machine can have no virtual GPU, whatever is installed; '' where it can."""
+    system, machine = platform.system(), platform.machine()
+    return "" if (system, machine) == ("Linux", "x86_64") else f"no virtual GPU on {system} {machine}"
+
+
+def check_host(torch: str) -> None:
+    """Raises BadInput for a machine or a version of PyTorch that can have no virtual GPU."""
+    if reason := obstacle():
+        raise BadInput(reason, hint="trace needs Linux on x86-64; memfit estimate answers everywhere")
+    if torch_version(torch) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise BadInput(
+            f"PyTorch {torch} cannot host a virtual GPU",
+            hint=f"pip install 'torch>={oldest}'; memfit estimate answers without PyTorch",
+        )
+
+
+def check_trace() -> None:
+    """Raises BadInput where `check_host` does, and where a training library is missing."""
+    there = versions()
+    check_host(there.get("torch", ".".join(map(str, OLDEST))))
+    if missing := [name for name in PACKAGES if name not in there and name != _OPTIONAL]:
+        raise BadInput(
+            "a trace needs the training libraries", hint=f"pip install 'memfit[trace]' (missing: {', '.join(missing)})"
+        )
