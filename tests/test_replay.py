@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit import tape_file
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, parse_alloc_conf
-from memfit.allocator import OutOfMemory
+from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
@@ -22,7 +23,7 @@ from memfit.smallest import (
     smallest_capacity,
     smallest_capacity_of,
 )
-from memfit.tape import Alloc, Event, Free, Mark, SegmentAlloc, SegmentFree
+from memfit.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 TAPE: tuple[Event, ...] = (
@@ -235,3 +236,29 @@ def test_quick_attempts_end_as_those_of_the_full_allocator(
 
     found = bisect(both, granularity, only_compared=not expandable)
     assert found == smallest_capacity_of(ops, settings=settings, granularity=granularity)
+
+
+@given(st.lists(st.tuples(st.sampled_from("afru"), st.integers(0, 40 << 20), st.integers(0, 2)), max_size=60))
+def test_storages_used_on_other_streams_are_free_again_when_the_allocator_says(
+    program: list[tuple[str, int, int]],
+) -> None:
+    real, live, events = Allocator(), dict[int, Block | None](), list[Event]()
+    for number, (what, size, stream) in enumerate(program):
+        one = sorted(live)[size % len(live)] if live else None
+        if what == "a":
+            live[number] = real.malloc(size, stream)
+            events.append(Alloc(number, size, stream=stream))
+        elif one is not None and what == "f":
+            real.free(live.pop(one))
+            events.append(Free(one))
+        elif one is not None:
+            real.record_stream(live[one], stream)
+            events.append(RecordStream(one, stream))
+    peaks = (real.requested_peak, real.allocated_peak, real.reserved_peak)
+    ops, streams = to_ops(events)
+    assert tuple(run(ops, streams=streams)) == peaks
+    peak = replay(events).peak
+    assert (peak.requested, peak.allocated, peak.reserved) == peaks
+    assert list(replay(tape_file.loads(tape_file.dumps(Tape(tuple(events), "traced"))).events).spans) == list(
+        replay(events).spans
+    )

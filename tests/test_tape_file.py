@@ -25,6 +25,7 @@ from memfit.tape import (
     Mark,
     Oom,
     Piece,
+    RecordStream,
     Segment,
     SegmentAlloc,
     SegmentFree,
@@ -41,6 +42,7 @@ EVENTS = st.one_of(
     st.builds(SegmentFree, SIZES, SIZES),
     st.builds(Oom, SIZES, SIZES),
     st.just(EmptyCache()),
+    st.builds(RecordStream, IDS, st.integers(0, 2**62)),
 )
 PIECES = st.builds(Piece, SIZES, st.none() | ALLOCS, st.booleans())
 SEGMENTS = st.builds(

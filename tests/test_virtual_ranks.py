@@ -17,6 +17,8 @@ import torch.distributed as dist  # noqa: E402
 
 import oracle_sharded  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
+from memfit.replay import replay  # noqa: E402
+from memfit.tape import RecordStream  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
@@ -46,7 +48,7 @@ def test_a_resized_storage_frees_its_memory_and_takes_new() -> None:
 
 
 def test_each_stream_has_its_own_free_blocks() -> None:
-    with virtual_gpu("rtx-4090"):
+    with virtual_gpu("rtx-4090") as card:
         side = torch.cuda.Stream()
         a = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
         del a
@@ -60,6 +62,9 @@ def test_each_stream_has_its_own_free_blocks() -> None:
         with torch.cuda.stream(side):
             torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
         assert torch.cuda.memory_reserved() == 2 * one
+        tape = Observer(card).tape({})
+        assert RecordStream(1, 0) in tape.events
+        assert replay(tape.events).peak.reserved == 2 * one
 
 
 def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values() -> None:

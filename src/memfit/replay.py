@@ -10,11 +10,13 @@ from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Segment
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
 
 DEFAULTS = AllocSettings()
 ONE_STREAM: Mapping[int, int] = {}
+NOBODY = -1  # the allocation in `streams` of a tape on whose stream 0 others only use what is there
 EMPTY_CACHE = -(1 << 62)  # among the integers that `run` takes: empty_cache(), which frees no allocation
+_STREAM_BITS = 64  # of the number of a stream within a `use`, which so lies below EMPTY_CACHE
 _START = Mark("load", "start")  # where events before the first mark belong
 
 
@@ -119,6 +121,10 @@ class Walk:
                     self.begin(event, index)
                 elif isinstance(event, EmptyCache):
                     allocator.empty_cache()
+                elif isinstance(event, RecordStream):
+                    if event.id not in live:
+                        raise _bad_event(index, event)
+                    allocator.record_stream(live[event.id], event.stream)
                 elif isinstance(event, Oom):
                     free(malloc(event.size))
             except OutOfMemory as error:
@@ -210,6 +216,17 @@ def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ())
     return tuple(live.values())
 
 
+def use(number: int, stream: int) -> int:
+    """The operation for `run` that record_stream was called for an allocation; then `streams` must not be empty."""
+    return -((number + 1) << _STREAM_BITS | stream)
+
+
+def used(op: int) -> tuple[int, int]:
+    """(number of the allocation, stream) of a `use`."""
+    number, stream = divmod(-op, 1 << _STREAM_BITS)
+    return number - 1, stream
+
+
 def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
     """Events -> what `run` takes: sizes and frees, and the streams of the allocations that are not on stream 0.
 
@@ -237,6 +254,11 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
             born += 1
         elif isinstance(event, EmptyCache):
             ops.append(EMPTY_CACHE)
+        elif isinstance(event, RecordStream):
+            if event.id not in number_of:
+                raise _bad_event(index, event)
+            ops.append(use(number_of[event.id], event.stream))
+            streams[NOBODY] = 0
     return ops, streams
 
 
@@ -251,7 +273,7 @@ def run(
     """The fast road for planners: `op >= 0` allocates that many bytes, `op < 0` frees allocation number `~op`.
 
     Allocations are numbered from 0 in their order, so -1 frees the first; `streams` names those not on stream 0;
-    EMPTY_CACHE stands for empty_cache().
+    EMPTY_CACHE stands for empty_cache(), `use` for record_stream.
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
     if settings == DEFAULTS and torch == LATEST_TORCH and not streams:
@@ -303,8 +325,11 @@ def play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], b
     for op in ops:
         if op >= 0:
             born(malloc(op, streams.get(len(blocks), 0)))
-        elif op != EMPTY_CACHE:
+        elif op > EMPTY_CACHE:
             free(blocks[~op])
+        elif op < EMPTY_CACHE:
+            number, stream = used(op)
+            allocator.record_stream(blocks[number], stream)
         else:
             allocator.empty_cache()
 
@@ -318,8 +343,10 @@ def _higher(one: Levels, other: Levels) -> Levels:
     )
 
 
-def _bad_event(index: int, event: Alloc | Free) -> BadInput:
-    if isinstance(event, Free):
+def _bad_event(index: int, event: Alloc | Free | RecordStream) -> BadInput:
+    if isinstance(event, RecordStream):
+        wrong = f"uses {event.id}, which is not allocated"
+    elif isinstance(event, Free):
         wrong = f"frees {event.id}, which is not allocated"
     elif event.size < 0:
         wrong = f"allocates {event.size} bytes"

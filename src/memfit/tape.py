@@ -70,7 +70,15 @@ class EmptyCache:
     """The program called torch.cuda.empty_cache(): every segment that is wholly free goes back to the driver."""
 
 
-Event = Alloc | Free | Mark | SegmentAlloc | SegmentFree | Oom | EmptyCache
+@dataclass(frozen=True, slots=True)
+class RecordStream:
+    """The program called Tensor.record_stream: once freed, the storage `id` waits for `stream` before it is used again."""
+
+    id: int
+    stream: int
+
+
+Event = Alloc | Free | Mark | SegmentAlloc | SegmentFree | Oom | EmptyCache | RecordStream
 
 
 @dataclass(frozen=True, slots=True)

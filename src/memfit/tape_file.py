@@ -25,6 +25,7 @@ from memfit.tape import (
     Mark,
     Oom,
     Phase,
+    RecordStream,
     Role,
     Segment,
     SegmentAlloc,
@@ -39,6 +40,7 @@ Source = Literal["formula", "traced", "measured"]
 KINDS: dict[str, tuple[str, type[Event]]] = {
     "A": ("allocs", Alloc), "F": ("frees", Free), "M": ("marks", Mark), "S": ("segment_allocs", SegmentAlloc),
     "R": ("segment_frees", SegmentFree), "O": ("ooms", Oom), "E": ("empty_caches", EmptyCache),
+    "U": ("uses", RecordStream),
 }  # fmt: skip
 LETTERS = {kind: letter for letter, (_, kind) in KINDS.items()}
 
@@ -67,6 +69,13 @@ class OomColumns(Struct, frozen=True):
     free: list[int] = []
 
 
+class UseColumns(Struct, frozen=True):
+    """Storages that other streams use too."""
+
+    id: list[int] = []
+    stream: list[int] = []
+
+
 class MarkColumns(Struct, frozen=True):
     """Instants; their names are places in `strings`."""
 
@@ -88,6 +97,7 @@ class TapeDoc(Struct, frozen=True, kw_only=True):
     segment_allocs: SizeColumns = SizeColumns()
     segment_frees: SizeColumns = SizeColumns()
     ooms: OomColumns = OomColumns()
+    uses: UseColumns = UseColumns()
     start: tuple[Segment, ...] = ()
 
 
@@ -115,6 +125,7 @@ def dumps(tape: Tape) -> bytes:
         segment_allocs=SizeColumns(*_columns(of["S"], "address", "size")),
         segment_frees=SizeColumns(*_columns(of["R"], "address", "size")),
         ooms=OomColumns(*_columns(of["O"], "size", "free")),
+        uses=UseColumns(*_columns(of["U"], "id", "stream")),
         strings=list(strings),
         start=tape.start,
     )  # fmt: skip
@@ -149,6 +160,7 @@ def _events(document: TapeDoc) -> list[Event]:
         "S": map(SegmentAlloc, document.segment_allocs.address, document.segment_allocs.size),
         "R": map(SegmentFree, document.segment_frees.address, document.segment_frees.size),
         "O": map(Oom, document.ooms.size, document.ooms.free),
+        "U": map(RecordStream, document.uses.id, document.uses.stream),
         "E": (EmptyCache() for _ in count()),
     }
     events = [next(made[letter]) for letter in document.events]

@@ -143,12 +143,11 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None) -> None:
         raise BadInput("a text has no timeline", hint="--html is for snapshots and tapes")
     from importlib.resources import files
 
-    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf
+    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.cli.files import write_files
-    from memfit.cli.replay import version
     from memfit.report.timeline_html import timeline_html
 
-    torch = version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
+    torch = torch_version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
     page = timeline_html(template, Path(what).name, tape, settings, torch)

@@ -15,7 +15,7 @@ from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
 from memfit.replay import alive_at_start, begun
-from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, Tape
+from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, RecordStream, SegmentAlloc, Tape
 
 BASE = 0x7F00_0000_0000  # the model counts addresses from 0; the viewer takes 0 for none
 STATES = {ALLOCATED: "active_allocated", PENDING: "active_pending_free", FREE: "inactive"}
@@ -71,6 +71,8 @@ class _Writer:
                 elif isinstance(event, EmptyCache):
                     allocator.empty_cache()
                     self._segments()
+                elif isinstance(event, RecordStream):
+                    allocator.record_stream(live[event.id], event.stream)
                 elif isinstance(event, Mark):
                     self._mark(f"{event.phase}: {event.instant}")
                 elif isinstance(event, Oom):

@@ -17,7 +17,7 @@ from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.replay import alive_at_start, begun
 from memfit.report.words import ROLE_WORDS, phase_title
-from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, Role, Tape
+from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Role, Tape
 from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
@@ -97,6 +97,8 @@ def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | No
                 drawing.marks.append((index // width, event))
             elif isinstance(event, EmptyCache):
                 allocator.empty_cache()
+            elif isinstance(event, RecordStream):
+                allocator.record_stream(live[event.id], event.stream)
             elif isinstance(event, Oom):
                 passing = allocator.malloc(event.size)
             if allocator.allocated > top:

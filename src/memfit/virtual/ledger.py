@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.replay import EMPTY_CACHE
-from memfit.tape import Phase
+from memfit.replay import EMPTY_CACHE, NOBODY, use, used
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
@@ -17,7 +17,7 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` is what `memfit.replay.run` takes: n >= 0 allocates, ~number frees, EMPTY_CACHE.
+    """Allocations are numbered from 0; `ops` and `streams` are what `memfit.replay.run` takes.
 
     labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
     allocation at an address that a tensor shows.
@@ -71,7 +71,9 @@ class Ledger:
     def record_stream(self, address: int, stream: int) -> None:
         """The allocation at an address is used on `stream` too."""
         number = self.number_at.get(address)
-        if number is not None:
+        if number is not None and stream != self.streams.get(number, 0):
+            self.ops.append(use(number, stream))
+            self.streams[NOBODY] = 0
             self.allocator.record_stream(self.blocks[number], stream)
 
     def address(self, number: int) -> int:
@@ -90,6 +92,28 @@ class Ledger:
         number = self.number_at.get(address)
         if number is not None and self.labels[number] == UNNAMED:
             self.labels[number] = label
+
+    def events(self, named: Callable[[int], tuple[Role, str]]) -> Iterator[Event]:
+        """What happened, as a Tape has it; named: the role and the label of an allocation."""
+        marks: dict[int, list[Event]] = {}
+        for position, phase, instant in self.marks:
+            marks.setdefault(position, []).append(Mark(phase, instant))
+        number = 0
+        for position, op in enumerate(self.ops):
+            yield from marks.get(position, ())
+            if op >= 0:
+                if number in self.refused:
+                    yield Oom(op)
+                else:
+                    yield Alloc(number, op, *named(number), self.streams.get(number, 0))
+                number += 1
+            elif op == EMPTY_CACHE:
+                yield EmptyCache()
+            elif op < EMPTY_CACHE:
+                yield RecordStream(*used(op))
+            elif ~op not in self.refused:
+                yield Free(~op)
+        yield from marks.get(len(self.ops), ())  # instants in which nothing was allocated any more
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from memfit.replay import EMPTY_CACHE
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Role, Tape
+from memfit.tape import Phase, Role, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.patching import patched
 from memfit.virtual.values import base, tensors
@@ -153,28 +152,11 @@ class Observer:
     def tape(self, about: dict[str, str]) -> Tape:
         """What happened, as the noun."""
         self.card.settle()
-        ledger, roles = self.card.ledger, self._roles
-        marks: dict[int, list[Event]] = {}
-        for position, phase, instant in ledger.marks:
-            marks.setdefault(position, []).append(Mark(phase, instant))
-        events: list[Event] = []
-        number = 0
-        for position, op in enumerate(ledger.ops):
-            events += marks.get(position, ())
-            if op == EMPTY_CACHE:
-                events.append(EmptyCache())
-            if op < 0:
-                if op != EMPTY_CACHE and ~op not in ledger.refused:
-                    events.append(Free(~op))
-                continue
-            if number in ledger.refused:
-                events.append(Oom(op))
-                number += 1
-                continue
+        ledger, roles, titles = self.card.ledger, self._roles, self._titles
+
+        def named(number: int) -> tuple[Role, str]:
             label, place = ledger.labels[number], ledger.places[number]
             role: Role = "workspace" if label == "cuBLAS workspace" else roles.get(number, "temporaries")
-            text = self._titles.get(number) or (f"{place}: {label}" if place else label)
-            events.append(Alloc(number, op, role, sys.intern(text), ledger.streams.get(number, 0)))
-            number += 1
-        events += marks.get(len(ledger.ops), ())  # instants in which nothing was allocated any more
-        return Tape(tuple(events), "traced", about)
+            return role, sys.intern(titles.get(number) or (f"{place}: {label}" if place else label))
+
+        return Tape(tuple(ledger.events(named)), "traced", about)
