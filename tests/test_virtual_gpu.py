@@ -6,6 +6,7 @@ import gc
 import platform
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 from memfit import supported  # noqa: E402
 from memfit.alloc_conf import torch_version  # noqa: E402
+from memfit.errors import Unsupported  # noqa: E402
 from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
+from memfit.snapshot import read  # noqa: E402
 from memfit.virtual import Card, virtual_gpu  # noqa: E402
 from memfit.virtual.deaths import Deaths  # noqa: E402
 from memfit.virtual.host import no_random_weights  # noqa: E402
@@ -330,3 +333,58 @@ def test_masks_index_as_their_nonzero_does() -> None:
         before = len(card.ledger.ops)
         assert x[mask].tolist() == [0, 3, 5]
         assert [op for op in card.ledger.ops[before:] if op >= 0] == [24, 24]  # where it is true, then what is there
+
+
+def test_statistics_by_pool_add_up_and_the_summary_prints() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            _step(model, optimizer, torch.empty(4096, 256, device="cuda"))
+            if step == 1:
+                torch.cuda.reset_peak_memory_stats()
+            stats = torch.cuda.memory_stats()
+            for name in ("requested", "allocated", "reserved", "active", "inactive_split"):
+                by_pool = [stats[f"{name}_bytes.{pool}.current"] for pool in ("large_pool", "small_pool")]
+                assert sum(by_pool) == stats[f"{name}_bytes.all.current"] == getattr(card.settled().stats, name)
+                came_and_went = stats[f"{name}_bytes.all.allocated"] - stats[f"{name}_bytes.all.freed"]
+                assert came_and_went == stats[f"{name}_bytes.all.current"]
+        assert "GPU reserved segments" in torch.cuda.memory_summary()
+        assert "Allocated memory" in torch.cuda.memory_summary(abbreviated=True)
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+
+
+def test_a_memory_fraction_limits_the_card() -> None:
+    with virtual_gpu("rtx-4090") as card:
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.25
+        room = int(0.25 * card.gpu.total_bytes)
+        kept = torch.empty(room - 4 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match=r"memory in use. 5\.\d\d GiB allowed; Of the allocated"):
+            torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        assert torch.empty(8 * MIB, dtype=torch.uint8, device="cuda").is_cuda
+        assert kept.is_cuda
+
+
+def test_snapshots_of_the_card_are_torchs(tmp_path: Path) -> None:
+    with virtual_gpu("rtx-4090") as card:
+        torch.cuda.memory._record_memory_history()
+        kept = [torch.empty(n * MIB, dtype=torch.uint8, device="cuda") for n in (1, 5, 30)]
+        del kept[1]
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "s.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        assert {s["segment_type"] for s in torch.cuda.memory_snapshot()} == {"small", "large"}
+        assert sum(s["total_size"] for s in torch.cuda.memory_snapshot()) == torch.cuda.memory_reserved()
+        tape = read(tmp_path / "s.pickle")
+        assert replay(tape.events).peak.reserved == card.settled().reserved_peak
+
+
+@pytest.mark.parametrize("name", ["CUDAGraph", "MemPool", "make_graphed_callables", "graph"])
+def test_what_no_virtual_card_has_is_refused_by_name(name: str) -> None:
+    with virtual_gpu("rtx-4090"), pytest.raises(Unsupported, match=f"torch.cuda.{name} is not modelled"):
+        getattr(torch.cuda, name)(torch.nn.Linear(2, 2))
+    with virtual_gpu("rtx-4090"), torch.cuda.nvtx.range("a part"):
+        torch.cuda.nvtx.mark("here")
+        assert torch.cuda.mem_get_info()[1] == torch.cuda.get_device_properties().total_memory

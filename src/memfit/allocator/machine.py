@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
 
 from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
 from memfit.allocator.blocks import (
@@ -78,6 +80,11 @@ class Allocator(Reserve):
         """The free blocks of a pool, smallest first."""
         pools = self._pools.get(stream) or self._new_pools(stream)
         return pools[0 if small else 1].in_order()
+
+    def free_pools(self) -> Iterator[Pool]:
+        """The free blocks of every stream, small and large."""
+        for pools in self._pools.values():
+            yield from pools
 
     def is_cached(self, size: int, stream: int = 0) -> bool:
         """Would malloc serve this without asking the driver? Changes nothing."""
@@ -158,6 +165,13 @@ class Allocator(Reserve):
             uses = self._stream_uses.setdefault(block, [])
             if stream not in uses:
                 uses.append(stream)
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        """torch.cuda.set_per_process_memory_fraction: of the card's memory, from now on."""
+        self.settings = replace(self.settings, per_process_memory_fraction=fraction)
+        self.allowed = self._allowed_memory_maximum()
+        self._collects = self.allowed is not None and self.settings.garbage_collection_threshold > 0.0
+        self._plain = self._plain and not self._collects
 
     def empty_cache(self) -> None:
         """torch.cuda.empty_cache(): give every segment back that is wholly free (release_cached_blocks)."""

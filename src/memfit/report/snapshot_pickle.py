@@ -23,16 +23,20 @@ PROTOCOL = 4  # what torch writes
 
 
 def snapshot_pickle(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> bytes:
-    """The pickle, of plain data. It ends where memory runs out on a card with `capacity` bytes (None: never)."""
+    """The pickle of a `snapshot`."""
+    return pickle.dumps(snapshot(tape, settings, torch, capacity), protocol=PROTOCOL)
+
+
+def snapshot(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> dict[str, Any]:
+    """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never)."""
     writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments)
     writer.play(tape)
-    snapshot = {
+    return {
         "segments": writer.segments(),
         "device_traces": [writer.trace],
         "allocator_settings": _settings(settings, tape.about.get("alloc_conf", "")),
         "external_annotations": writer.annotations,
     }
-    return pickle.dumps(snapshot, protocol=PROTOCOL)
 
 
 class _Writer:

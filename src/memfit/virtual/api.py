@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.virtual.memory import REFUSED, memory_functions
 from memfit.virtual.patching import patched
 from memfit.virtual.streams import record_stream, stream_functions
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
-
-
-def _nested(card: Card) -> dict[str, Any]:
-    """_cuda_memoryStats: statistic -> pool -> moment -> value."""
-    stats = card.settled().stats
-    out: dict[str, Any] = {}
-    for name in ("requested", "allocated", "active", "reserved", "inactive_split"):
-        now, peak = getattr(stats, name), getattr(stats, f"{name}_peak")
-        out[f"{name}_bytes"] = {"all": {"current": now, "peak": peak, "allocated": 0, "freed": 0}}
-    counts = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
-    return out | {name: getattr(stats, name) for name in counts}
 
 
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
@@ -42,11 +32,8 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_init": nothing,
         "_cuda_synchronize": nothing,
         "_cuda_emptyCache": lambda *_: card.empty_cache(),
-        "_cuda_memoryStats": lambda _: _nested(card),
-        "_cuda_resetPeakMemoryStats": lambda _: card.settled().reset_peak_stats(),
-        "_cuda_resetAccumulatedMemoryStats": nothing,
+        **memory_functions(card),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_getMemoryFraction": lambda _: 1.0,
         "_cuda_ipc_collect": nothing,
         "_cuda_get_sync_debug_mode": lambda: 0,
         "_cuda_getCompiledVersion": lambda: 13000,
@@ -55,6 +42,13 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
         "_memfit_free": free,
     }
+
+
+class _Ranges:
+    """NVTX: ranges are named for nobody."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_, **__: 0
 
 
 class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
@@ -108,12 +102,12 @@ def answered(card: Card) -> Iterator[None]:
     free = functions.pop("_memfit_free")
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
+        **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
         "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
         "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,
         "get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
-        "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), "memory_snapshot": lambda *_, **__: [],
+        "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), 
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
@@ -130,7 +124,9 @@ def answered(card: Card) -> Iterator[None]:
         patched(torch, {"Generator": Generator}),
         patched(torch.version, {"cuda": "13.0"}),
         # these modules took some names by value
-        patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True}),
+        patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),
+        patched(torch.cuda.graphs, REFUSED),
+        patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
     ):
         yield

@@ -153,7 +153,7 @@ def _format_size(size: int) -> str:
 
 
 def out_of_memory_text(error: OutOfMemory, context: int) -> str:
-    """The words of torch.OutOfMemoryError in PyTorch 2.13; `context` bytes of the card are not PyTorch's."""
+    """The words of torch.OutOfMemoryError from PyTorch 2.11 on; `context` bytes of the card are not PyTorch's."""
     size = _format_size
     limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
     process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "

@@ -31,6 +31,7 @@ class Ledger:
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
     number_at: dict[int, int] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)  # bytes of each block, below 0 in the large pool; 0: it got none
     blocks: list[Block | None] = field(default_factory=list)
     stream: int = 0
     refused: set[int] = field(default_factory=set)  # numbers of the requests that could not be served
@@ -42,6 +43,7 @@ class Ledger:
         self.labels.append(label)
         self.places.append(self.place())
         self.blocks.append(None)
+        self.sizes.append(0)
         if self.stream:
             self.streams[number] = self.stream
         try:
@@ -52,6 +54,7 @@ class Ledger:
             raise
         if block is not None:
             self.number_at[BASE + block.addr] = number
+            self.sizes[number] = block.size if block.pool.small else -block.size
         return number
 
     def free(self, number: int) -> None:

@@ -1,0 +1,181 @@
+"""torch.cuda.memory as the card answers it: statistics by pool, limits, snapshots, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from memfit.alloc_conf import K_MIN_LARGE_ALLOC
+from memfit.errors import Unsupported
+from memfit.replay import EMPTY_CACHE
+from memfit.report.snapshot_pickle import snapshot
+from memfit.tape import SegmentAlloc, Tape
+
+if TYPE_CHECKING:
+    from memfit.virtual.card import Card
+
+POOLS = ("all", "large_pool", "small_pool")
+_COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
+
+
+class Tally:
+    """One statistic of c10's: current, peak, allocated and freed, of each pool and of all."""
+
+    def __init__(self) -> None:
+        self.pools = {name: {"current": 0, "peak": 0, "allocated": 0, "freed": 0} for name in POOLS}
+
+    def change(self, small: bool, amount: int) -> None:
+        """Bytes or blocks came (above 0) or went."""
+        for pool in (self.pools["all"], self.pools["small_pool" if small else "large_pool"]):
+            pool["current"] += amount
+            pool["allocated" if amount > 0 else "freed"] += abs(amount)
+            pool["peak"] = max(pool["peak"], pool["current"])
+
+    def become(self, small: bool, value: int) -> None:
+        """A pool's value is looked at now and then."""
+        self.change(small, value - self.pools["small_pool" if small else "large_pool"]["current"])
+
+    def reset(self) -> None:
+        """Peaks become what is there now."""
+        for pool in self.pools.values():
+            pool["peak"] = pool["current"]
+
+    def forget(self) -> None:
+        """What came and went so far no longer counts."""
+        for pool in self.pools.values():
+            pool["allocated"] = pool["freed"] = 0
+
+
+class Statistics:
+    """torch.cuda.memory_stats, brought up to date from the ledger when somebody looks.
+
+    Peaks of `inactive_split` in one pool are the largest that were looked at; all other numbers are the allocator's.
+    """
+
+    _NAMES = (
+        "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
+        "inactive_split_bytes", "requested_bytes",
+    )  # fmt: skip
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.tallies = {name: Tally() for name in self._NAMES}
+        self._op = self._born = self._call = 0  # how far the ledger and the driver's calls were read
+        self._requested: list[int] = []
+
+    def nested(self) -> dict[str, Any]:
+        """_cuda_memoryStats: statistic -> pool -> moment -> value."""
+        self._read()
+        stats = self.card.settled().stats
+        found: dict[str, Any] = {name: {k: dict(v) for k, v in t.pools.items()} for name, t in self.tallies.items()}
+        for name in ("requested", "allocated", "active", "reserved", "inactive_split"):
+            found[f"{name}_bytes"]["all"]["current"] = getattr(stats, name)
+            found[f"{name}_bytes"]["all"]["peak"] = getattr(stats, f"{name}_peak")
+        none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
+        limit = self.card.ledger.allocator.settings.max_split_size
+        return found | {name: getattr(stats, name) for name in _COUNTS} | {
+            "oversize_allocations": none, "oversize_segments": none, "num_sync_all_streams": stats.num_alloc_retries + self.card.ledger.ops.count(EMPTY_CACHE),
+            "max_split_size": -1 if limit is None else limit,
+        }  # fmt: skip
+
+    def reset_peaks(self) -> None:
+        """torch.cuda.reset_peak_memory_stats."""
+        self._read()
+        self.card.ledger.allocator.reset_peak_stats()
+        for tally in self.tallies.values():
+            tally.reset()
+
+    def reset_accumulated(self) -> None:
+        """torch.cuda.reset_accumulated_memory_stats."""
+        self._read()
+        for tally in self.tallies.values():
+            tally.forget()
+
+    def _read(self) -> None:
+        allocator, ledger = self.card.settled(), self.card.ledger
+        for op in ledger.ops[self._op :]:
+            if op >= 0:
+                self._requested.append(op)
+                self._block(self._born, 1)
+                self._born += 1
+            elif op > EMPTY_CACHE:
+                self._block(~op, -1)
+        self._op = len(ledger.ops)
+        for call in allocator.driver_calls[self._call :]:
+            sign, small = (1 if isinstance(call, SegmentAlloc) else -1), call.size < K_MIN_LARGE_ALLOC
+            self.tallies["segment"].change(small, sign)
+            self.tallies["reserved_bytes"].change(small, sign * call.size)
+        self._call = len(allocator.driver_calls)
+        self._splits()
+
+    def _block(self, number: int, sign: int) -> None:
+        size = self.card.ledger.sizes[number]
+        if not size:  # the request was refused
+            return
+        for name in ("allocation", "active"):
+            self.tallies[name].change(size > 0, sign)
+        for name in ("allocated_bytes", "active_bytes"):
+            self.tallies[name].change(size > 0, sign * abs(size))
+        self.tallies["requested_bytes"].change(size > 0, sign * self._requested[number])
+
+    def _splits(self) -> None:
+        """Free pieces of segments that are not wholly free."""
+        allocator = self.card.ledger.allocator
+        for small in (True, False):
+            pieces = [
+                b for pair in allocator.free_pools() if pair.small == small for b in pair.in_order() if b.is_split
+            ]
+            self.tallies["inactive_split"].become(small, len(pieces))
+            self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
+
+
+def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
+    """Names in torch._C -> answers."""
+    statistics = Statistics(card)
+    allocator = card.ledger.allocator
+
+    def recorded(pool: Any = None) -> dict[str, Any]:
+        """The card's whole history; it is kept whether the script asked for it or not."""
+        card.settle()
+        ledger = card.ledger
+        events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
+        found = snapshot(Tape(events, "traced"), allocator.settings, allocator.torch, allocator.capacity)
+        return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
+
+    def fraction(_: Any) -> float:
+        asked = allocator.settings.per_process_memory_fraction
+        return 1.0 if asked is None else asked
+
+    return {
+        "_cuda_memoryStats": lambda _: statistics.nested(),
+        "_cuda_resetPeakMemoryStats": lambda _: statistics.reset_peaks(),
+        "_cuda_resetAccumulatedMemoryStats": lambda _: statistics.reset_accumulated(),
+        "_cuda_getMemoryFraction": fraction,
+        "_cuda_setMemoryFraction": lambda share, _: allocator.set_memory_fraction(share),
+        "_cuda_record_memory_history": lambda *_, **__: None,
+        "_cuda_record_memory_history_legacy": lambda *_, **__: None,
+        "_cuda_memorySnapshot": recorded,
+        "_cuda_attach_out_of_memory_observer": lambda _: None,
+    }
+
+
+def _refused(name: str, hint: str) -> type:
+    """A class of that name which nobody can make one of."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> None:
+        raise Unsupported(f"torch.cuda.{name} is not modelled on a virtual card", hint=hint)
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"torch.cuda.{name}, refused."})
+
+
+_GRAPHS = "trace without CUDA graphs: their private pool keeps what a capture allocates on top"
+_POOLS = "trace with the default allocator; memfit knows no pool beside it"
+REFUSED: dict[str, type] = {
+    **{name: _refused(name, _GRAPHS) for name in ("CUDAGraph", "graph", "make_graphed_callables")},
+    **{
+        name: _refused(name, _POOLS)
+        for name in (
+            "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+        )
+    },
+}  # fmt: skip
