@@ -388,3 +388,16 @@ def test_what_no_virtual_card_has_is_refused_by_name(name: str) -> None:
     with virtual_gpu("rtx-4090"), torch.cuda.nvtx.range("a part"):
         torch.cuda.nvtx.mark("here")
         assert torch.cuda.mem_get_info()[1] == torch.cuda.get_device_properties().total_memory
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_random_state_of_efficient_attention_lies_on_the_host(dropout: float) -> None:
+    with virtual_gpu("rtx-4090") as card:
+        q, k, v = (torch.empty(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+        mask = torch.zeros(2, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
+        before = len(card.ledger.ops)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout)
+        assert [op for op in card.ledger.ops[before:] if op >= 0] == [2 * 4 * 64 * 64 * 2, 2 * 4 * 64 * 4]
+        out.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape

@@ -18,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 import oracle_sharded  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.replay import replay  # noqa: E402
-from memfit.tape import RecordStream  # noqa: E402
+from memfit.tape import ROLES, Alloc, RecordStream  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
@@ -134,6 +134,25 @@ def test_accelerate_shards_and_replicates(trainer: Any) -> None:
             _peak(8, trainer=trainer)
     else:
         assert alone < _peak(8, trainer=trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_and_the_buffers_of_their_communication_are_named() -> None:
+    with virtual_gpu("h100", world_size=8, capacity=None) as card:
+        observer = Observer(card)
+        words: dict[str, Any] = {"trainer": "transformers", "shard": "parameters", "autocast": "bf16"}
+        with observer.watching():
+            run(Setup(config=TINY, sequence=64, dtype="fp32", world_size=8, steps=2, **words), observer)
+        born = [e for e in observer.tape({}).events if isinstance(e, Alloc)]
+    of = {role: sum(e.size for e in born if e.role == role) for role in ROLES}
+    weights = 4 * (2 * 1000 * 256 + 256 + 2 * (2 * 256 + 3 * 256 * 512 + 2 * 256 * 256 + 2 * 128 * 256)) // 8
+    assert weights <= of["parameters"] < weights + 4096  # with the model's buffers
+    assert of["gradients"] == 2 * weights
+    assert of["optimizer_states"] == pytest.approx(2 * weights, abs=64 * 4)
+    labels = {(e.role, e.label.rpartition(": ")[2]) for e in born}
+    for buffer in ("all-gather buffer", "reduce-scatter buffer", "gathered parameters"):
+        assert ("temporaries", buffer) in labels
+    assert {"gradient of model.layers.0", "gradients of several modules"} <= {label for _, label in labels}
 
 
 @pytest.mark.filterwarnings("ignore")

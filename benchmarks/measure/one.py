@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import sys
@@ -119,14 +118,21 @@ def real(case: Any, tape: Path | None) -> dict[str, Any]:
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
     found = measure(case)
     if tape is not None:
-        from memfit import tape_file
-        from memfit.snapshot.history import tape_of
-
-        tape.write_bytes(gzip.compress(tape_file.dumps(tape_of(torch.cuda.memory._snapshot())), mtime=0))
+        keep(tape)
     return found
 
 
-def virtual(case: Any, card: dict[str, Any]) -> dict[str, Any]:
+def keep(tape: Path) -> None:
+    """Write the card's memory history as a tape."""
+    import torch
+
+    from memfit import tape_file
+    from memfit.snapshot.history import tape_of
+
+    tape.write_bytes(tape_file.dumps(tape_of(torch.cuda.memory._snapshot())))
+
+
+def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any]:
     """On a virtual card with the facts of a real one."""
     from dataclasses import replace
 
@@ -138,17 +144,23 @@ def virtual(case: Any, card: dict[str, Any]) -> dict[str, Any]:
         sm_count=card["multiprocessors"],
     )  # fmt: skip
     with virtual_gpu(gpu, alloc_conf=case.alloc_conf, answers=Answers(balanced=False)):
-        return measure(case)
+        found = measure(case)
+        if tape is not None:
+            keep(tape)
+        return found
 
 
 def main() -> None:
-    """`one.py CASE real [TAPE]` or `one.py CASE virtual CARD-AS-JSON`."""
+    """`one.py CASE real [TAPE]` or `one.py CASE virtual CARD-AS-JSON [TAPE]`."""
     from measure.cases import CASES
 
     warnings.simplefilter("ignore")
     name, where, *rest = sys.argv[1:]
     case = next(c for c in CASES if c.name == name)
-    found = real(case, Path(rest[0]) if rest else None) if where == "real" else virtual(case, json.loads(rest[0]))
+    if where == "real":
+        found = real(case, Path(rest[0]) if rest else None)
+    else:
+        found = virtual(case, json.loads(rest[0]), Path(rest[1]) if rest[1:] else None)
     print(json.dumps(found))
 
 

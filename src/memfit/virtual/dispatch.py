@@ -14,7 +14,7 @@ from memfit.virtual.ledger import UNNAMED
 from memfit.virtual.native import delegates, operator, registered, shadowed, structured, title
 from memfit.virtual.shapes import Shapes, blueprint
 from memfit.virtual.special import SPECIAL
-from memfit.virtual.temporaries import GEMMS, SCRIPTS
+from memfit.virtual.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
 from memfit.virtual.values import base, keeps, tensors
 
 if TYPE_CHECKING:
@@ -152,10 +152,12 @@ def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _functional(name: str) -> Handler:
-    script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
+    script, gemm, label, on_host = SCRIPTS.get(name), name in GEMMS, title(name), HOST_OUTPUTS.get(name, ())
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
+        if on_host:
+            planned = [torch.empty(p[0], dtype=p[2]) if i in on_host else p for i, p in enumerate(planned)]
         order = script(card, args, kwargs) if script else ()
         out = card.scripted(planned, order, label) if order else card.tensors(planned, label)
         if gemm:

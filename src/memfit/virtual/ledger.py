@@ -12,6 +12,7 @@ from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Record
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
 
+GATHERING, REDUCING, GATHERED = "all-gather buffer", "reduce-scatter buffer", "gathered parameters"
 UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 
@@ -89,6 +90,12 @@ class Ledger:
         number = self.number_at.get(address)
         block = None if number is None else self.blocks[number]
         return 0 if block is None else block.requested
+
+    def describe(self, address: int, label: str) -> None:
+        """Say what the allocation at an address is for, whatever made it."""
+        number = self.number_at.get(address)
+        if number is not None:
+            self.labels[number] = label
 
     def rename(self, address: int, label: str) -> None:
         """Say what the allocation at an address turned out to be made by."""

@@ -14,8 +14,23 @@ from torch.optim import optimizer as optimizers
 
 from memfit.tape import Phase, Role, Tape
 from memfit.virtual.card import Card
+from memfit.virtual.ledger import GATHERED, GATHERING, REDUCING
 from memfit.virtual.patching import patched
 from memfit.virtual.values import base, tensors
+
+# What is made by these operators where parameters are sharded (torch.distributed.fsdp), and the role of what has such a name.
+_SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
+_ROLES: dict[str, Role] = {
+    "cuBLAS workspace": "workspace", GATHERING: "temporaries", REDUCING: "temporaries", GATHERED: "temporaries",
+}  # fmt: skip
+
+
+def _common(one: str, other: str) -> str:
+    """`gradient of layers.0` of two gradients within it that were reduced together and share a storage."""
+    if other == one or other.startswith(one + "."):
+        return one
+    shared = [a for a, b in zip(one.split("."), other.split("."), strict=False) if a == b]
+    return ".".join(shared) or "gradients of several modules"
 
 
 class EnoughSteps(BaseException):
@@ -130,11 +145,14 @@ class Observer:
     # --- roles and labels ---
 
     def _tag(self, t: Tensor | None, role: Role, title: str) -> None:
+        share = getattr(t, "_local_tensor", None)  # of a DTensor: this rank's
+        t = t if share is None else share
         if t is not None and t.is_cuda:
             number = self.card.ledger.number_at.get(base(t))
             if number is not None:
+                whole = share is not None and role == "gradients" and self._titles.get(number)
                 self._roles[number] = role
-                self._titles[number] = title
+                self._titles[number] = _common(whole, title) if whole else title
 
     def _tag_live(self, role: Role) -> None:
         for number in self.card.ledger.number_at.values():
@@ -153,10 +171,12 @@ class Observer:
         """What happened, as the noun."""
         self.card.settle()
         ledger, roles, titles = self.card.ledger, self._roles, self._titles
+        sharded = _SHARDED if GATHERING in ledger.labels else {}
 
         def named(number: int) -> tuple[Role, str]:
-            label, place = ledger.labels[number], ledger.places[number]
-            role: Role = "workspace" if label == "cuBLAS workspace" else roles.get(number, "temporaries")
+            place, label = ledger.places[number], ledger.labels[number]
+            label = sharded.get(label, label)
+            role = _ROLES.get(label) or roles.get(number, "temporaries")
             return role, sys.intern(titles.get(number) or (f"{place}: {label}" if place else label))
 
         return Tape(tuple(ledger.events(named)), "traced", about)

@@ -52,7 +52,7 @@ class Event:
     """A CUDA event that has happened."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        """Whatever torch.cuda.Event takes; time does not pass."""
 
     def record(self, stream: Any = None) -> None:
         """It has happened already."""

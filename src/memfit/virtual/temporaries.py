@@ -120,6 +120,10 @@ def _cudnn_backward(card: Card, args: Call, kwargs: Words) -> Script:
     return (4 * batch * heads * queries * (width + 1),)
 
 
+# Outputs that lie on the host unless a CUDA graph is captured: the random state of attention.cu's _efficient_attention_forward.
+HOST_OUTPUTS: dict[str, tuple[int, ...]] = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
+
+
 def _efficient(card: Card, args: Call, kwargs: Words) -> Script:
     """An fp32 output accumulator for heads wider than one tile."""
     q, v = args[0], args[2]

@@ -36,7 +36,7 @@ class Anything(metaclass=_Anything):
     """Stands for whatever is looked up."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        """Whatever it is made with."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -19,8 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from memfit.errors import Unsupported
 from memfit.virtual.dispatch import current
+from memfit.virtual.ledger import GATHERING, REDUCING
 from memfit.virtual.patching import patched
-from memfit.virtual.values import keeps
+from memfit.virtual.values import base, keeps
 
 _c10d: Any = torch._C._distributed_c10d
 
@@ -139,11 +140,14 @@ def _done(result: Sequence[Tensor]) -> Any:
 def _all_gather(output: Tensor, source: Tensor, *_: Any) -> Any:
     if source.numel():
         output.view(-1, source.numel()).copy_(source.view(1, -1))
+    current().ledger.describe(base(output), GATHERING)
     return output, _done([output])
 
 
 def _reduce_scatter(output: Tensor, source: Tensor, *_: Any) -> Any:
     output.view(-1).copy_(source.view(-1)[: output.numel()])
+    for t in (output, source):
+        current().ledger.describe(base(t), REDUCING)
     return output, _done([output])
 
 
