@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, cli, codec, find_gpu
+from memfit.alloc_conf import parse_alloc_conf
 from memfit.capacity import capacity
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import BadInput
 from memfit.hub import resolve_config
 from memfit.replay import replay
 from memfit.tape import Alloc, Free, Mark, Tape
 from memfit.traced import footprint_of, general, judged
-from memfit.virtual.jobs.recipe import setup_of
 from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,17 +83,11 @@ def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None
 def test_a_run_that_only_a_retry_saves_is_told_from_one_that_fails() -> None:
     recipe = Recipe(trainer="torch", sequence_length=512, micro_batch=2)
     tape, _ = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
-    answer = capacity(judged(tape), replay_settings())
+    answer = capacity(judged(tape), parse_alloc_conf(""))
     assert answer.smallest <= answer.free.peak.reserved
     assert replay(tape.events, capacity=answer.smallest).oom is None
     assert replay(tape.events, capacity=answer.smallest - (2 << 20)).oom is not None
     assert answer.slack.tensors + answer.slack.rounding <= answer.smallest
-
-
-def replay_settings() -> Any:
-    from memfit.alloc_conf import parse_alloc_conf
-
-    return parse_alloc_conf("")
 
 
 def test_merging_decides_no_verdict() -> None:
@@ -112,19 +106,6 @@ def test_merging_decides_no_verdict() -> None:
 )
 def test_the_same_tensor_of_every_layer_has_one_name(label: str, shown: str) -> None:
     assert general(label) == shown
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(num_gpus=8, shard="parameters"), Recipe(offload="optimizer"), Recipe(attention="flash"),
-        Recipe(trainer="litgpt"), Recipe(precision="bf16-master"), Recipe(trainer="torch", optimizer="galore"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_traced_is_refused_with_a_hint(recipe: Recipe) -> None:
-    with pytest.raises(Unsupported) as refused:
-        setup_of(recipe, resolve_config("smollm2-135m"))
-    assert refused.value.hint
 
 
 def test_a_trainer_that_fails_says_so_in_one_line() -> None:

@@ -21,11 +21,13 @@ class Setup:
     alpha: int = 32
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
+    widen: bool = False  # adapters become fp32 after the trainer has made them 16-bit
     optimizer: str = "adamw_torch_fused"  # transformers' name; adamw_forloop and sgd_momentum besides
-    checkpointing: Literal["none", "nonreentrant", "reentrant"] = "none"
+    checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
     attention: str = "sdpa"
     micro_batch: int = 1
     sequence: int = 512
+    packing: bool = False  # every sequence is several short ones end to end
     accumulation: int = 1
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2

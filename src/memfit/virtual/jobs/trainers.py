@@ -53,7 +53,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
         "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",
     }  # fmt: skip
     if setup.checkpointing != "none":
-        words["gradient_checkpointing_kwargs"] = {"use_reentrant": CHECKPOINTING[setup.checkpointing]}
+        words["gradient_checkpointing_kwargs"] = dict(CHECKPOINTING[setup.checkpointing])
     if setup.world_size > 1 and setup.shard == "parameters":
         words["fsdp"] = True
         words["fsdp_config"] = {
@@ -85,15 +85,21 @@ def _sft(setup: Setup, model: Any, folder: str) -> Any:
     # every second sequence is shorter, so that the collator pads it
     ends = [None, -min(8, setup.sequence // 2) if setup.mask == "padded" else None]
     rows = {name: [one[name][: ends[i % 2]].tolist() for i in range(_count(setup))] for name in ("input_ids", "labels")}
+    if setup.packing:  # TRL's packing has been over them
+        rows["seq_lengths"] = [[setup.sequence - setup.sequence // 2, setup.sequence // 2]] * _count(setup)
     data = datasets.Dataset.from_dict(rows)
     words = _arguments(setup, folder) | {
-        "max_length": setup.sequence, "dataset_kwargs": {"skip_prepare_dataset": True}
+        "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
-    return SFTTrainer(
+    made: Any = SFTTrainer(
         model=model, args=SFTConfig(**words), train_dataset=data, eval_dataset=data if setup.evaluate else None,
         processing_class=_tokenizer(), **adapters,
     )  # fmt: skip
+    for p in made.model.parameters() if setup.widen else ():
+        if p.requires_grad:
+            p.data = p.data.float()
+    return made
 
 
 def _tokenizer() -> Any:
