@@ -70,7 +70,7 @@ def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None
     recipe = Recipe(method="lora", loss="fused", sequence_length=256, checkpointing="full")
     tape, answered = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
     footprint = footprint_of(tape, replay(tape.events), (), (), A100.context_bytes)
-    assert [p.phase for p in footprint.phases] == ["load", "first_step", "step", "eval", "merge"]
+    assert [p.phase for p in footprint.phases] == ["load", "first_step", "step", "save", "eval", "resume", "merge"]
     for phase in footprint.phases:
         assert sum(line.bytes for line in phase.lines) == phase.levels.device
         assert phase.levels.requested <= phase.levels.allocated <= phase.levels.reserved <= phase.levels.device

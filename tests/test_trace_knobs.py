@@ -167,3 +167,11 @@ def test_adapters_under_a_loss_scaler_are_wide() -> None:
     half, scaled = (peaks(recipe(precision=p, **knobs))["load"] for p in ("bf16", "fp16-mixed"))
     assert setup_of(recipe(precision="fp16-mixed", **knobs), TINY).widen
     assert scaled >= half
+
+
+@pytest.mark.parametrize("knobs", [{}, {"method": "lora"}, {"optimizer": "adamw-8bit"}], ids=str)
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_saving_needs_nothing_and_resuming_only_what_it_loads(trainer: str, knobs: dict[str, Any]) -> None:
+    found = peaks(recipe(trainer, **knobs))
+    assert found["load"] < found["save"] < found["step"]
+    assert found["resume"] == pytest.approx(found["save"], rel=0.1)  # states come from the host, adapters pass through

@@ -45,7 +45,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones", merge=True,
+        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones", merge=True,
         load="checkpoint" if recipe.quantization != "none" else "host", arguments=_arguments(recipe, name),
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ class Setup:
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
+    save: bool = False  # a trainer saves a checkpoint after the last step, and is resumed from it
     merge: bool = False  # put the adapters into the weights at the end
     load: Literal["host", "checkpoint", "device", "meta"] = "host"  # built there, or read from a file to the card
     world_size: int = 1  # cards; below, what several do

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memfit.virtual.jobs.checkpoints import Saving, resume, without_files
 from memfit.virtual.jobs.models import load
 from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters
 from memfit.virtual.jobs.setup import Setup
@@ -34,10 +35,14 @@ def run(setup: Setup, observer: Observer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_sft if setup.trainer == "trl" else _plain)(setup, model, folder)
         del model
-        trainer.train()
-        if setup.evaluate:
-            trainer.args.prediction_loss_only = True
-            trainer.evaluate()
+        with without_files():
+            trainer.add_callback(saving := Saving(observer))
+            trainer.train()
+            if setup.evaluate:
+                trainer.args.prediction_loss_only = True
+                trainer.evaluate()
+            if setup.save:
+                resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
             trainer.model.merge_and_unload()
@@ -47,7 +52,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
     words: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": setup.micro_batch,
         "per_device_eval_batch_size": setup.micro_batch, "max_steps": setup.steps,
-        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "no",
+        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
         "logging_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, "max_grad_norm": setup.clip,
         "bf16": setup.autocast == "bf16", "fp16": setup.autocast == "fp16",
         "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",
