@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
 
+
 from memfit import Recipe, find_gpu
 from memfit.errors import Unsupported
+from memfit.formula.sharding import NCCL_BYTES
 from memfit.replay import replay
 from memfit.tape import Phase
 from memfit.virtual.jobs.recipe import setup_of
@@ -175,3 +179,25 @@ def test_saving_needs_nothing_and_resuming_only_what_it_loads(trainer: str, knob
     found = peaks(recipe(trainer, **knobs))
     assert found["load"] < found["save"] < found["step"]
     assert found["resume"] == pytest.approx(found["save"], rel=0.1)  # states come from the host, adapters pass through
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_sharding_more_needs_less(trainer: str, method: str) -> None:
+    none, gradients, parameters = (
+        peaks(recipe(trainer, method=method, shard=shard, num_gpus=8, sequence_length=64))["step"]
+        for shard in ("none", "gradients", "parameters")
+    )
+    assert parameters < gradients < none
+
+
+def test_several_gpus_on_the_command_line(ran: Any, tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(TINY | {"architectures": ["LlamaForCausalLM"]}))
+    words = ["trace", model, "--gpu", "2xl4", "--shard", "parameters", "--sequence-length", 64, "--loss", "fused"]
+    code, out, _ = ran(*words)
+    assert code == 0 and "NCCL buffers" in out and "rank 0 of 2" in out
+    code, out, _ = ran(*words, "--json")
+    document = json.loads(out)
+    assert document["need"] - document["peak"]["reserved"] == NCCL_BYTES
+    assert sum(line["bytes"] for line in document["phases"][0]["lines"]) == document["phases"][0]["levels"]["device"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +81,24 @@ def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Foo
     from memfit import hub
     from memfit.alloc_conf import parse_alloc_conf
     from memfit.capacity import capacity
+    from memfit.formula.sharding import NCCL_BYTES
     from memfit.replay import replay
     from memfit.traced import footprint_of, judged
     from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=True)
-    settings = parse_alloc_conf(recipe.alloc_conf)
-    answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve, progress=tell)
+    settings, nccl = parse_alloc_conf(recipe.alloc_conf), NCCL_BYTES if recipe.num_gpus > 1 else 0
+    answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve + nccl, progress=tell)
     whole = replay(tape.events, settings=settings)
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
-    return footprint, answer, tape, settings
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes, nccl)
+    return footprint, _with_nccl(answer, nccl), tape, settings
+
+
+def _with_nccl(answer: Capacity, nccl: int) -> Capacity:
+    """The judgement of a run that also holds NCCL's buffers, which lie beside PyTorch's."""
+    held = answer.judgement
+    assert held is not None
+    return replace(answer, judgement=replace(held, usable=held.usable + nccl, need=held.need + nccl))
 
 
 def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -97,8 +106,21 @@ def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple
     packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
     asked = f"answered for data: {', '.join(f'{k} {n}x' for k, n in answered.items())}" if answered else ""
-    assumed = (", ".join(packages), "all sequences at full length", shown, asked)
-    return tuple(a for a in assumed if a), ("context of your driver", "cuDNN's plan workspaces")
+    ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
+    kept = "--shard gradients as FSDP2 that keeps gathered parameters, not as DeepSpeed's ZeRO-2"
+    spread = (ranks, kept if recipe.shard == "gradients" else "")
+    assumed = (", ".join(packages), _lengths(recipe), shown, *spread, asked)
+    unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
+    return tuple(a for a in assumed if a), unknown
+
+
+def _lengths(recipe: Recipe) -> str:
+    """Which batch was traced: the largest there can be."""
+    if recipe.padding == "packing":
+        return "packed rows, full"
+    if recipe.micro_batch == 1:
+        return "all sequences at full length"
+    return f"batches padded to {recipe.sequence_length:,} tokens"
 
 
 def _show(
@@ -133,6 +155,5 @@ def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSetti
     assert answer.judgement is not None
     title = f"{found.architecture.name} on {found.gpu.name}"
     write(tape, title, flags, settings, LATEST_TORCH, answer.judgement.usable)
-    for name in ("save_tape",):
-        if flags[name]:
-            terminal.note(f"next: memfit replay {Path(flags[name])} --gpu NAME")
+    if flags["save_tape"]:
+        terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")

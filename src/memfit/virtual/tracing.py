@@ -64,7 +64,10 @@ def trace_recipe(
         from memfit.virtual.jobs import import_libraries, run
         from memfit.virtual.observer import Observer
 
-        with as_in_a_run(setup, lean), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
+        with (
+            as_in_a_run(setup, lean),
+            virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
+        ):
             observer = Observer(card)
             try:
                 import_libraries(setup)

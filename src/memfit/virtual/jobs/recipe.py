@@ -34,7 +34,10 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
-    numbers = names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, launch.backend(recipe))
+    kind, sharded = launch.backend(recipe), recipe.shard in ("gradients", "parameters")
+    numbers = (
+        names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, "fsdp" if sharded else kind)
+    )
     half = recipe.method != "full" and recipe.precision == "fp16-mixed"  # a frozen base needs no fp32 weights
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
@@ -45,8 +48,9 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones", merge=True,
-        load="checkpoint" if recipe.quantization != "none" else "host", arguments=_arguments(recipe, name),
+        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
+        merge=not sharded, load=_load(recipe, name), world_size=recipe.num_gpus,
+        shard="parameters" if sharded else "none", reshard=recipe.shard != "gradients", arguments=_arguments(recipe, name),
     )  # fmt: skip
 
 
@@ -59,7 +63,8 @@ def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
     return (
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
-        (recipe.num_gpus > 1 or recipe.shard != "none", "several GPUs yet", f"trace one GPU; {estimate}"),
+        (recipe.shard == "optimizer", "--shard optimizer yet: ZeRO-1 is DeepSpeed's", f"--shard gradients, parameters or none; {estimate}"),
+        (recipe.shard != "none" and recipe.quantization != "none", "quantised weights that are sharded yet", f"--shard none; {estimate}"),
         (recipe.offload != "none", f"--offload {recipe.offload} yet: it is DeepSpeed's", estimate),
         (recipe.precision == "bf16-master", "--precision bf16-master yet: it is DeepSpeed's", estimate),
         (recipe.attention == "flash", "--attention flash yet", "--attention sdpa runs the same kernel without a package"),
@@ -93,6 +98,13 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "meta", "host"]:
+    """A loop that shards builds the model nowhere at first; the Trainers shard what the host holds."""
+    if recipe.quantization != "none":
+        return "checkpoint"
+    return "meta" if name == "torch" and recipe.shard != "none" else "host"
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:

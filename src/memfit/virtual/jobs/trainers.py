@@ -41,7 +41,9 @@ def run(setup: Setup, observer: Observer) -> None:
             if setup.evaluate:
                 trainer.args.prediction_loss_only = True
                 trainer.evaluate()
-            if setup.save:
+            if (
+                setup.save and setup.shard == "none"
+            ):  # FSDP2's loading copies into DTensors, which the fake group cannot
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
