@@ -76,8 +76,13 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     return EXIT_OF[answer.judgement.verdict]
 
 
-def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
-    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about."""
+def traced(
+    recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True
+) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
+    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about.
+
+    lean: no other recipe is traced in this process.
+    """
     from memfit import hub
     from memfit.alloc_conf import parse_alloc_conf
     from memfit.capacity import capacity
@@ -86,7 +91,7 @@ def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Foo
     from memfit.traced import footprint_of, judged
     from memfit.virtual.tracing import trace_recipe
 
-    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=True)
+    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
     settings, nccl = parse_alloc_conf(recipe.alloc_conf), NCCL_BYTES if recipe.num_gpus > 1 else 0
     answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve + nccl, progress=tell)
     whole = replay(tape.events, settings=settings)
