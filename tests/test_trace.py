@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_merging_decides_no_verdict() -> None:
 )
 def test_the_same_tensor_of_every_layer_has_one_name(label: str, shown: str) -> None:
     assert general(label) == shown
+
+
+def test_a_trace_leaves_the_environment_as_it_was() -> None:
+    from huggingface_hub import constants
+
+    before, offline = dict(os.environ), constants.HF_HUB_OFFLINE
+    trace_recipe(
+        Recipe(loss="fused", sequence_length=64, num_gpus=2, shard="parameters"), resolve_config("smollm2-135m"), A100
+    )
+    assert dict(os.environ) == before and offline == constants.HF_HUB_OFFLINE
 
 
 def test_a_trainer_that_fails_says_so_in_one_line() -> None:

@@ -201,3 +201,22 @@ def test_several_gpus_on_the_command_line(ran: Any, tmp_path: Path) -> None:
     document = json.loads(out)
     assert document["need"] - document["peak"]["reserved"] == NCCL_BYTES
     assert sum(line["bytes"] for line in document["phases"][0]["lines"]) == document["phases"][0]["levels"]["device"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "every sequence 40 tokens, the longest of train.jsonl"),
+        (["--micro-batch", 2], "batches padded to 40 tokens, the longest of train.jsonl"),
+        (["--sequence-length", 16], "every sequence 16 tokens, the longest of train.jsonl"),
+        (["--sequence-length", 512, "--padding", "packing"], "packed rows, all of them full"),
+    ],
+    ids=str,
+)
+def test_the_longest_batch_of_the_data_is_traced(ran: Any, tmp_path: Path, words: list[Any], said: str) -> None:
+    data, model = tmp_path / "train.jsonl", tmp_path / "config.json"
+    data.write_text("".join(json.dumps({"input_ids": list(range(n))}) + "\n" for n in (3, 40, 7)))
+    model.write_text(json.dumps(TINY | {"architectures": ["LlamaForCausalLM"]}))
+    code, out, err = ran("trace", model, "--gpu", "l4", "--loss", "fused", "--data", data, *words)
+    assert code == 0, err
+    assert said in out

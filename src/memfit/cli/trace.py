@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput
 
@@ -35,7 +35,7 @@ SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz o
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(*CARD, *DATA, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -61,10 +61,11 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit import combinations
-    from memfit.cli.asked import asked, exact_recipe
+    from memfit.cli.asked import asked, exact_recipe, longest_batch, with_data
 
-    found = asked(model, flags)
-    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    found = with_data(asked(model, flags), flags)
+    recipe = longest_batch(found, exact_recipe(found, flags["method"]))
+    recipe = combinations.check(recipe, found.architecture, found.gpu)
     with terminal.progress() as tell:
         name = model or (found.adopted.model if found.adopted else "") or ""
         footprint, answer, tape, settings = traced(recipe, name, found, tell)
@@ -94,8 +95,9 @@ def traced(
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
     settings, nccl = parse_alloc_conf(recipe.alloc_conf), NCCL_BYTES if recipe.num_gpus > 1 else 0
     answer = capacity(judged(tape), settings, gpu=found.gpu, reserve=found.reserve + nccl, progress=tell)
+    data = Path(found.dataset.path).name if found.dataset else ""
     whole = replay(tape.events, settings=settings)
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes, nccl)
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), found.gpu.context_bytes, nccl)
     return footprint, _with_nccl(answer, nccl), tape, settings
 
 
@@ -106,26 +108,29 @@ def _with_nccl(answer: Capacity, nccl: int) -> Capacity:
     return replace(answer, judgement=replace(held, usable=held.usable + nccl, need=held.need + nccl))
 
 
-def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the trace took for granted, and what it cannot know."""
+def beliefs(
+    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the trace took for granted, and what it cannot know. data: the file whose longest batch it is."""
     packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
     asked = f"answered for data: {', '.join(f'{k} {n}x' for k, n in answered.items())}" if answered else ""
     ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
     kept = "--shard gradients as FSDP2 that keeps gathered parameters, not as DeepSpeed's ZeRO-2"
     spread = (ranks, kept if recipe.shard == "gradients" else "")
-    assumed = (", ".join(packages), _lengths(recipe), shown, *spread, asked)
+    assumed = (", ".join(packages), _lengths(recipe, data), shown, *spread, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
 
 
-def _lengths(recipe: Recipe) -> str:
+def _lengths(recipe: Recipe, data: str) -> str:
     """Which batch was traced: the largest there can be."""
+    of = f", the longest of {data}" if data else ""
     if recipe.padding == "packing":
-        return "packed rows, full"
+        return "packed rows, all of them full"
     if recipe.micro_batch == 1:
-        return "all sequences at full length"
-    return f"batches padded to {recipe.sequence_length:,} tokens"
+        return f"every sequence {recipe.sequence_length:,} tokens{of}"
+    return f"batches padded to {recipe.sequence_length:,} tokens{of}"
 
 
 def _show(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from memfit.virtual.dispatch import current
-from memfit.virtual.patching import patched
+from memfit.virtual.patching import environment, patched
 from memfit.virtual.values import keeps
 
 _c10d: Any = torch._C._distributed_c10d
@@ -36,14 +35,14 @@ def world(size: int) -> Iterator[None]:
         kwargs |= {"backend_options": None, "device_id": None}
         return real(group_size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
 
-    environment = {
+    variables = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(min(size, 8)),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
     started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
     untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
     with (
-        _environment(environment),
+        environment(variables),
         patched(sys, {"excepthook": sys.excepthook}),  # init_process_group puts the rank before every line
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
         patched(_c10d.Logger, untimed),
@@ -57,18 +56,6 @@ def world(size: int) -> Iterator[None]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """What trainers write there (ACCELERATE_USE_FSDP, say) is forgotten as well."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _quick_propagation() -> dict[str, Any]:
