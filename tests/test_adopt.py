@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit import launch
 from memfit.adopt import FORMATS, adopt
 from memfit.errors import BadInput, Unsupported
-from memfit.export import export, launch, write
+from memfit.export import export, write
 from memfit.job import RECIPE_FIELDS, Recipe
 from memfit.recipe_file import SIZE_LIMIT
 from plans import CHOICES, GRID, SINGLES, make_plan

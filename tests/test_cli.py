@@ -37,6 +37,7 @@ FLAGS = {
         *CARDS,
         "--any-gpu",
         "--trace",
+        "--no-trace",
         "--effective-batch",
         "--data",
         "--tokenizer",
@@ -49,6 +50,8 @@ FLAGS = {
     "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
+        "--data",
+        "--tokenizer",
         "--from",
         "--steps",
         "--answer",

@@ -20,10 +20,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit import export
+from memfit import export, launch
 from memfit import framework_names as names
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
-from memfit.export import launch, templates
+from memfit.export import templates
 from memfit.export.dataset import layout_of
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form

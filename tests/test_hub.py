@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from memfit import catalogue, hub
 from memfit.catalogue import names
 from memfit.errors import BadInput, MemfitError, UnknownName, Unsupported
-from memfit.hub import list_models, resolve_model
+from memfit.hub import list_models, resolve_config, resolve_model
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -372,3 +372,12 @@ def test_light_imports() -> None:
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "", "./nowhere", "no such model"])
+def test_a_config_is_refused_as_its_model_is(name: str) -> None:
+    with pytest.raises(MemfitError) as model:
+        resolve_model(name)
+    with pytest.raises(MemfitError) as config:
+        resolve_config(name)
+    assert (config.value.message, config.value.hint) == (model.value.message, model.value.hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, cli, codec, find_gpu
+from memfit.alloc_conf import parse_alloc_conf
 from memfit.capacity import capacity
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import BadInput
 from memfit.hub import resolve_config
 from memfit.replay import replay
 from memfit.tape import Alloc, Free, Mark, Tape
 from memfit.traced import footprint_of, general, judged
-from memfit.virtual.jobs.recipe import setup_of
 from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,7 +71,7 @@ def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None
     recipe = Recipe(method="lora", loss="fused", sequence_length=256, checkpointing="full")
     tape, answered = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
     footprint = footprint_of(tape, replay(tape.events), (), (), A100.context_bytes)
-    assert [p.phase for p in footprint.phases] == ["load", "first_step", "step", "eval", "merge"]
+    assert [p.phase for p in footprint.phases] == ["load", "first_step", "step", "save", "eval", "resume", "merge"]
     for phase in footprint.phases:
         assert sum(line.bytes for line in phase.lines) == phase.levels.device
         assert phase.levels.requested <= phase.levels.allocated <= phase.levels.reserved <= phase.levels.device
@@ -83,17 +84,11 @@ def test_a_trace_of_lora_goes_through_every_phase_and_its_lines_add_up() -> None
 def test_a_run_that_only_a_retry_saves_is_told_from_one_that_fails() -> None:
     recipe = Recipe(trainer="torch", sequence_length=512, micro_batch=2)
     tape, _ = trace_recipe(recipe, resolve_config("smollm2-135m"), A100)
-    answer = capacity(judged(tape), replay_settings())
+    answer = capacity(judged(tape), parse_alloc_conf(""))
     assert answer.smallest <= answer.free.peak.reserved
     assert replay(tape.events, capacity=answer.smallest).oom is None
     assert replay(tape.events, capacity=answer.smallest - (2 << 20)).oom is not None
     assert answer.slack.tensors + answer.slack.rounding <= answer.smallest
-
-
-def replay_settings() -> Any:
-    from memfit.alloc_conf import parse_alloc_conf
-
-    return parse_alloc_conf("")
 
 
 def test_merging_decides_no_verdict() -> None:
@@ -114,17 +109,14 @@ def test_the_same_tensor_of_every_layer_has_one_name(label: str, shown: str) -> 
     assert general(label) == shown
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(num_gpus=8, shard="parameters"), Recipe(offload="optimizer"), Recipe(attention="flash"),
-        Recipe(trainer="litgpt"), Recipe(precision="bf16-master"), Recipe(trainer="torch", optimizer="galore"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_traced_is_refused_with_a_hint(recipe: Recipe) -> None:
-    with pytest.raises(Unsupported) as refused:
-        setup_of(recipe, resolve_config("smollm2-135m"))
-    assert refused.value.hint
+def test_a_trace_leaves_the_environment_as_it_was() -> None:
+    from huggingface_hub import constants
+
+    before, offline = dict(os.environ), constants.HF_HUB_OFFLINE
+    trace_recipe(
+        Recipe(loss="fused", sequence_length=64, num_gpus=2, shard="parameters"), resolve_config("smollm2-135m"), A100
+    )
+    assert dict(os.environ) == before and offline == constants.HF_HUB_OFFLINE
 
 
 def test_a_trainer_that_fails_says_so_in_one_line() -> None:

@@ -39,35 +39,41 @@ def resolve_model(
     count is over 2 % away from the checkpoint's; `checkpoint_parameters` then differs from `parameters`.
     Raises UnknownName, BadInput (unreadable or wrong values) or Unsupported (a family without a formula).
     """
+    name, source = _found(text)
+    if isinstance(source, Path):
+        return _local(source, name, trust_config)
+    if isinstance(source, Entry):
+        # a repository that was named is kept (a variant with the same shape); a short name means the catalogued one
+        return architecture(catalogue.config(source), name if "/" in name else source.id)
+    return _from_hub(name, offline, token, trust_config)
+
+
+def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:
+    """The config.json behind a name, as `resolve_model` understands it."""
+    name, source = _found(text)
+    if isinstance(source, Path):
+        return read_json(source / "config.json" if source.is_dir() else source, MAX_CONFIG)
+    if isinstance(source, Entry):
+        return dict(catalogue.config(source))
+    return read_json(_download_config(name, offline, token), MAX_CONFIG)
+
+
+def _found(text: str) -> tuple[str, Path | Entry | None]:
+    """(the name without blanks, what it means: a folder or file, an entry of the catalogue, None for the Hub)."""
     name = text.strip()
     if not name or len(name) > 1024 or "\0" in name:
         raise BadInput("no model given", hint="name one, such as meta-llama/Llama-3.1-8B, or see 'memfit models'")
     path = _path_of(name)
     if path and (name.endswith(".json") or (path / "config.json").exists()):
-        return _local(path, name, trust_config)
+        return name, path
     entry = names.find(name)
     if entry is not None:
-        # a repository that was named is kept (a variant with the same shape); a short name means the catalogued one
-        return architecture(catalogue.config(entry), name if "/" in name else entry.id)
+        return name, entry
     if path and path.is_dir():
         raise _no_config(path)
     if name.startswith((".", "/", "~")) or name.endswith((".json", "/")):
         raise BadInput(f"{name[:80]} does not exist", hint="give a folder with a config.json, or its path")
-    if _REPOSITORY.fullmatch(name):
-        return _from_hub(name, offline, token, trust_config)
-    return _by_part(name)
-
-
-def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:
-    """The config.json behind a name that `resolve_model` understands."""
-    name = text.strip()
-    path = _path_of(name)
-    if path and (name.endswith(".json") or (path / "config.json").exists()):
-        return read_json(path / "config.json" if path.is_dir() else path, MAX_CONFIG)
-    entry = names.find(name) or next(iter(names.parts(name)), None)
-    if entry is not None:
-        return dict(catalogue.config(entry))
-    return read_json(_download_config(name, offline, token), MAX_CONFIG)
+    return name, None if _REPOSITORY.fullmatch(name) else _by_part(name)
 
 
 def _path_of(name: str) -> Path | None:
@@ -80,10 +86,10 @@ def _path_of(name: str) -> Path | None:
     return path
 
 
-def _by_part(name: str) -> Architecture:
+def _by_part(name: str) -> Entry:
     found = names.parts(name)
     if len(found) == 1:
-        return architecture(catalogue.config(found[0]), found[0].id)
+        return found[0]
     if not found:
         raise UnknownName("model", name, names.known(), hint="see 'memfit models', or give org/name or a config.json")
     shown = ", ".join(entry.stem for entry in found[:8]) + (", ..." if len(found) > 8 else "")

@@ -25,25 +25,27 @@ def judged(tape: Tape) -> Tape:
 
 
 def footprint_of(
-    tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int
+    tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int, nccl: int = 0
 ) -> Footprint:
-    """The phases of a replayed tape, each explained by what was alive at its worst; `context` bytes come on top."""
+    """The phases of a replayed tape, each explained by what was alive at its worst; `context` and `nccl` come on top."""
     largest: dict[Phase, Span] = {}
     for span in timeline.spans:
         if span.phase not in largest or span.peak.allocated > largest[span.phase].peak.allocated:
             largest[span.phase] = span
     peaks = timeline.by_phase()
-    phases = tuple(_phase(tape, span, peaks[phase], context) for phase, span in largest.items())
+    phases = tuple(_phase(tape, span, peaks[phase], context, nccl) for phase, span in largest.items())
     return Footprint(phases, "traced", assumptions, unknowns)
 
 
-def _phase(tape: Tape, span: Span, peak: Levels, context: int) -> PhasePeak:
+def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> PhasePeak:
     """The levels of a phase are its maxima; what is shown is the instant at which most is allocated."""
     lines = _lines(alive_at(tape.events, span.at, tape.start))
     tensors = sum(line.bytes for line in lines)
     lines.append(Line("context", "CUDA context and loaded modules", context))
+    if nccl:
+        lines.append(Line("context", "NCCL buffers", nccl))
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - tensors))
-    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context)
+    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl)
     return PhasePeak(span.phase, span.instant, levels, tuple(lines))
 
 

@@ -234,6 +234,17 @@ def _length_for(found: Asked) -> int:
     return cut.length
 
 
+def longest_batch(found: Asked, recipe: Recipe) -> Recipe:
+    """The recipe at the length of the longest batch its data can give; without data at its own."""
+    if found.dataset is None:
+        return recipe
+    if "sequence_length" not in {*found.wanted, *(found.adopted.stated if found.adopted else ())}:
+        recipe = recipe.but(sequence_length=_length_for(found))
+    if recipe.padding == "packing":
+        return recipe
+    return recipe.but(sequence_length=min(recipe.sequence_length, found.dataset.lengths.longest))
+
+
 def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
     """The same, with the training file read (`--data`, or the one the `--from` file names, where it exists)."""
     path = flags.get("data")

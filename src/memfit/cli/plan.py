@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
-    from memfit.capacity import Progress
     from memfit.cli.asked import Asked
     from memfit.export import Target
     from memfit.plan import Plan
@@ -24,19 +23,22 @@ EXAMPLES = (
     "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
 )
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
-TRACE = Flag("trace", bool, "Confirm the answer by a trace: seconds, and needs memfit[trace].", default=False)
+TRACE = Flag("trace", bool, "Confirm the answer by a trace, in pipes too: seconds, needs memfit[trace].", default=False)
+NO_TRACE = Flag("no_trace", bool, "Leave it at the formulas on a terminal, too.", default=False)
 
 
-@takes(*CARD, ANY, TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(
     model: str | None = None,
     **flags: Any,
 ) -> int:
     """Find the cheapest recipe that fits.
 
-    Shows what each technique buys on the way, and on request writes the files that run the recipe.
+    Shows what each technique buys on the way, and on request writes the files that run the recipe. On a terminal the
+    chosen recipe is then traced, where memfit[trace] is installed.
     """
     from memfit.cards import list_gpus
+    from memfit.cli import confirm
     from memfit.cli.asked import asked, job_of, with_data
     from memfit.cli.files import check_free
     from memfit.planner import make_plan
@@ -49,15 +51,21 @@ def run(
         flags["trainer"] = target.trainer
     found = with_data(asked(model, flags), flags)
     job, base = job_of(found, flags)
+    again = partial(make_plan, job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"])
+    name, by_trace = model or (found.adopted.model if found.adopted else "") or "", confirm.wanted(flags)
     with terminal.progress() as tell:
-        plan = make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell)
+        plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             found.notes.append(f"{reason}: the formulas' answer, not confirmed")
         elif flags["trace"]:
-            plan = _confirmed(plan, model or (found.adopted.model if found.adopted else "") or "", found, tell)
+            plan = confirm.confirmed(plan, name, found, lambda known: again(known=known), tell)
     for line in found.notes:
         terminal.note(line)
     _show(plan, found, flags)
+    if by_trace and not flags["trace"]:
+        before, plan = plan, confirm.at_leisure(plan, name, found, lambda known: again(known=known))
+        if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
+            _show(plan, found, flags)
     if flags["save_tape"]:
         from memfit.cli.files import save_tape
 
@@ -66,20 +74,6 @@ def run(
         assert target is not None
         _write(plan, target.key, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
-
-
-def _confirmed(plan: Plan, name: str, found: Asked, tell: Progress) -> Plan:
-    """The plan with the footprint and the verdict of its recipe's trace; says where they differ from the formula's."""
-    from memfit.cli.trace import traced
-    from memfit.units import gib
-
-    footprint, answer, _, _ = traced(plan.recipe, name, found, tell)
-    assert answer.judgement is not None
-    reserved = footprint.peak.levels.reserved
-    found.notes.append(
-        f"traced: {gib(reserved, 2)} GiB reserved where the formulas say {gib(plan.footprint.peak.levels.reserved, 2)}"
-    )
-    return replace(plan, footprint=footprint, judgement=answer.judgement)
 
 
 def _target(flags: dict[str, Any]) -> Target | None:

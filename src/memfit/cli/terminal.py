@@ -39,6 +39,11 @@ def _plainer(error: UnicodeError) -> tuple[str, int]:
     return "".join(PLAINER.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
+def interactive() -> bool:
+    """Somebody reads what is shown."""
+    return sys.stdout.isatty()
+
+
 def show(view: RenderableType) -> None:
     """A view on stdout."""
     out = console(sys.stdout)

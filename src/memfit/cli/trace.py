@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput
 
@@ -34,7 +35,7 @@ SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz o
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(*CARD, *DATA, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -60,11 +61,12 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit import combinations
-    from memfit.cli.asked import asked, exact_recipe
+    from memfit.cli.asked import asked, exact_recipe, longest_batch, with_data
     from memfit.supported import obstacle
 
-    found = asked(model, flags)
-    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    found = with_data(asked(model, flags), flags)
+    recipe = longest_batch(found, exact_recipe(found, flags["method"]))
+    recipe = combinations.check(recipe, found.architecture, found.gpu)
     if reason := obstacle():
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
@@ -89,11 +91,17 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
     return estimate.run(model, **flags, why=False)
 
 
-def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
-    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about."""
+def traced(
+    recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True
+) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
+    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about.
+
+    lean: no other recipe is traced in this process.
+    """
     from memfit import hub
     from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
+    from memfit.formula.sharding import NCCL_BYTES
     from memfit.replay import replay
     from memfit.supported import check_trace
     from memfit.traced import footprint_of, judged
@@ -101,22 +109,46 @@ def traced(recipe: Recipe, name: str, found: Asked, tell: Progress) -> tuple[Foo
     check_trace()
     from memfit.virtual.tracing import trace_recipe
 
-    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=True)
-    torch = torch_version(tape.about["torch"])
+    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
+    torch, nccl = torch_version(tape.about["torch"]), NCCL_BYTES if recipe.num_gpus > 1 else 0
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
-    answer = capacity(judged(tape), settings, torch, found.gpu, found.reserve, tell)
+    answer = capacity(judged(tape), settings, torch, found.gpu, found.reserve + nccl, tell)
+    data = Path(found.dataset.path).name if found.dataset else ""
     whole = replay(tape.events, settings=settings, torch=torch)
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered), found.gpu.context_bytes)
-    return footprint, answer, tape, settings
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), found.gpu.context_bytes, nccl)
+    return footprint, _with_nccl(answer, nccl), tape, settings
 
 
-def beliefs(tape: Tape, recipe: Recipe, answered: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the trace took for granted, and what it cannot know."""
+def _with_nccl(answer: Capacity, nccl: int) -> Capacity:
+    """The judgement of a run that also holds NCCL's buffers, which lie beside PyTorch's."""
+    held = answer.judgement
+    assert held is not None
+    return replace(answer, judgement=replace(held, usable=held.usable + nccl, need=held.need + nccl))
+
+
+def beliefs(
+    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the trace took for granted, and what it cannot know. data: the file whose longest batch it is."""
     packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
     asked = f"answered for data: {', '.join(f'{k} {n}x' for k, n in answered.items())}" if answered else ""
-    assumed = (", ".join(packages), "all sequences at full length", shown, asked)
-    return tuple(a for a in assumed if a), ("context of your driver", "cuDNN's plan workspaces")
+    ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
+    kept = "--shard gradients as FSDP2 that keeps gathered parameters, not as DeepSpeed's ZeRO-2"
+    spread = (ranks, kept if recipe.shard == "gradients" else "")
+    assumed = (", ".join(packages), _lengths(recipe, data), shown, *spread, asked)
+    unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
+    return tuple(a for a in assumed if a), unknown
+
+
+def _lengths(recipe: Recipe, data: str) -> str:
+    """Which batch was traced: the largest there can be."""
+    of = f", the longest of {data}" if data else ""
+    if recipe.padding == "packing":
+        return "packed rows, all of them full"
+    if recipe.micro_batch == 1:
+        return f"every sequence {recipe.sequence_length:,} tokens{of}"
+    return f"batches padded to {recipe.sequence_length:,} tokens{of}"
 
 
 def _show(
@@ -151,6 +183,5 @@ def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSetti
     assert answer.judgement is not None
     title = f"{found.architecture.name} on {found.gpu.name}"
     write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable)
-    for name in ("save_tape",):
-        if flags[name]:
-            terminal.note(f"next: memfit replay {Path(flags[name])} --gpu NAME")
+    if flags["save_tape"]:
+        terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")

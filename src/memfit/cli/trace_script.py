@@ -81,7 +81,11 @@ def said(outcome: Outcome) -> list[str]:
 
 def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:
     """A script has its own recipe, and needs a card."""
-    given = sorted(set(recipe_values(flags)) - {"alloc_conf"} | ({"from"} if flags["from_"] else set()))
+    given = sorted(
+        set(recipe_values(flags)) - {"alloc_conf"}
+        | ({"from"} if flags["from_"] else set())
+        | {n for n in ("data", "tokenizer") if flags[n]}
+    )
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")

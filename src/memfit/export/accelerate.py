@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import memfit.export.deepspeed as deepspeed
-import memfit.export.launch as launch
+import memfit.launch as launch
 from memfit.export.text import yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import memfit.export.deepspeed as deepspeed
-import memfit.export.launch as launch
 import memfit.framework_names as names
+import memfit.launch as launch
 from memfit.errors import Unsupported
 from memfit.export.dataset import Layout, layout_for
 from memfit.export.savings import savings

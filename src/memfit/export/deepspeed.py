@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import memfit.export.launch as launch
+import memfit.launch as launch
 from memfit.job import Recipe
 
 # DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link

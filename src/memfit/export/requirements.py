@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import memfit.export.launch as launch
 import memfit.framework_names as names
+import memfit.launch as launch
 from memfit.job import Recipe
 
 PINS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import memfit.export.launch as launch
 import memfit.framework_names as names
+import memfit.launch as launch
 from memfit import __version__
 from memfit.export.script_data import DATA
 from memfit.export.text import WIDTH, comment, literal, summary

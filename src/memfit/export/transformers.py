@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import memfit.export.accelerate as accelerate
-import memfit.export.launch as launch
 import memfit.export.script as script
 import memfit.framework_names as names
+import memfit.launch as launch
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
 from memfit.export.savings import savings

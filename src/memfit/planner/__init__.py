@@ -11,7 +11,7 @@ from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
 from memfit.optimizers import optimizer
 from memfit.plan import Judgement, Plan, Refusal, Rung
-from memfit.planner.engine import Candidate, Estimator
+from memfit.planner.engine import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.trainers import trainer
@@ -26,16 +26,18 @@ PAYS_LATER = ("mixed", "accumulation", "shard-parameters")  # rungs that later o
 
 def make_plan(
     job: Job, *, base: Recipe | None = None, cards: Iterable[Gpu] = (), any_gpu: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | None = None, known: Known | None = None,
 ) -> Plan:  # fmt: skip
     """Answer a job. `base` holds what the user's flags or file said; `cards` are considered when `any_gpu`.
+
+    `known`: what is known better than by formula about some recipes on the job's own card.
 
     The ladder is climbed only as far as needed; what the user named is never altered. Raises BadInput for impossible
     combinations and Unsupported for models that are not modelled.
     """
     tell = progress or (lambda text, share: None)
     cards, base = tuple(cards), base or Recipe()
-    plan = _answer(job, base, tell)
+    plan = _answer(job, base, tell, known)
     if any_gpu:
         from memfit.planner.hardware import cheaper
 
@@ -48,9 +50,9 @@ def make_plan(
     return plan
 
 
-def _answer(job: Job, base: Recipe, tell: Progress) -> Plan:
-    """The plan on the job's own card."""
-    estimator = Estimator(job)
+def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) -> Plan:
+    """The plan on one card."""
+    estimator = Estimator(job, known)
     start = starting_recipe(job, base)
     tell("climbing the ladder", 0.1)
     rungs = _climb(job, start, estimator)

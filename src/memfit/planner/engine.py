@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit import combinations
@@ -25,11 +26,14 @@ class Candidate:
     seconds: float  # of one optimizer step
 
 
-class Estimator:
-    """Remembers what it has estimated for one job."""
+Known = Mapping[Recipe, tuple[Footprint, Judgement]]
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+
+class Estimator:
+    """Remembers what it has estimated for one job; of `known` recipes a trace has told more."""
+
+    def __init__(self, job: Job, known: Known | None = None) -> None:
+        self.job, self._known = job, known or {}
         self._full: dict[tuple[Recipe, bool], Footprint] = {}
 
     def possible(self, recipe: Recipe) -> bool:
@@ -44,6 +48,7 @@ class Estimator:
         need = reserved_of(account, worst) + nccl
         tensors = worst.requested + int(ROUNDING_SHARE * worst.requested) + nccl
         found = verdict_of(need, tensors, self.job.gpu.usable_bytes(self.job.reserve))
+        found = self._known[recipe][1] if recipe in self._known else found
         seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
         return Candidate(recipe, found, seconds)
 
@@ -56,6 +61,8 @@ class Estimator:
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
         """What is printed for a recipe: replayed when the answer could depend on it, or where it must be `exact`."""
+        if recipe in self._known:
+            return self._known[recipe]
         quick = self.footprint(recipe, replay=False)
         found = judge(quick, self.job.gpu, self.job.reserve)
         if exact or found.need <= NEAR * found.usable:

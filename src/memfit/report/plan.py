@@ -96,6 +96,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if limits:
         found.append(("largest:", f"{' or '.join(limits)} would still fit, with the rest as it is"))
     found += [("refused:", f"{r.title}: {r.why}") for r in plan.refused[:SHOWN_REFUSALS]]
+    if plan.footprint.source != "formula":
+        found.append(("source:", plan.footprint.source))
     found.append(("assumed:", DOT.join(plan.footprint.assumptions)))
     found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{gib(plan.judgement.band)} GiB"))))
     return found

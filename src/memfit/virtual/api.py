@@ -121,6 +121,7 @@ def answered(card: Card) -> Iterator[None]:
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card)}),
         patched(torch.cuda, cuda),
+        patched(torch.accelerator, {"current_stream": cuda["current_stream"]}),
         patched(torch, {"Generator": Generator}),
         patched(torch.version, {"cuda": "13.0"}),
         # these modules took some names by value

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
+from memfit.virtual.values import LARGEST
 
 HINT = "a trace changes no file that was there: let the script write to another folder"
 
@@ -120,7 +121,7 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 class Saves:
-    """Files of tensors that were saved are remembered by the shapes in them, and written nowhere."""
+    """Files of tensors that were saved are remembered by the shapes in them, and lie empty where they were written."""
 
     def __init__(self, saving: Callable[[], None], loading: Callable[[], None]) -> None:
         self._saved: dict[str, Any] = {}
@@ -130,6 +131,7 @@ class Saves:
         """torch.save, safetensors' save_file."""
         self._saving()
         if isinstance(file, str | os.PathLike):
+            Path(file).touch()
             self._saved[os.path.realpath(file)] = tree_map(_hollow, what)
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,4 +153,7 @@ class Saves:
 
 
 def _hollow(x: Any) -> Any:
-    return torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    small = x.device.type == "cpu" and x.numel() <= LARGEST  # the state of a random generator, say
+    return x.clone() if small else torch.empty_like(x, device="cpu")

@@ -1,7 +1,8 @@
-"""Replace attributes for the length of a block."""
+"""Replace attributes, or environment variables, for the length of a block."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,3 +21,15 @@ def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             delattr(target, name) if value is _MISSING else setattr(target, name, value)
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """What libraries write there inside the block (ACCELERATE_USE_FSDP, say) is forgotten as well."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

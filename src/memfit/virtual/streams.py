@@ -41,6 +41,10 @@ class Stream:
         """All work is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graph is."""
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 

@@ -17,6 +17,7 @@ from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.supported import check_trace, versions
 from memfit.tape import Tape
+from memfit.virtual.patching import environment, patched
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.setup import Setup
@@ -44,7 +45,10 @@ def trace_recipe(
         from memfit.virtual.jobs import import_libraries, run
         from memfit.virtual.observer import Observer
 
-        with as_in_a_run(setup, lean), virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf) as card:
+        with (
+            as_in_a_run(setup, lean),
+            virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
+        ):
             observer = Observer(card)
             try:
                 import_libraries(setup)
@@ -106,13 +110,16 @@ def collecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The libraries' own progress, warnings and advice are not this program's output."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """The libraries' own progress, warnings and advice are not this program's output; nothing is looked up on the Hub."""
+    from huggingface_hub import constants  # which reads the environment once, when it is imported
+
+    words = {k: v for k, v in {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}.items() if k not in os.environ}
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
+            environment(words),
+            patched(constants, {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1") not in ("", "0")}),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),

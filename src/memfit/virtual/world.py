@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from memfit.errors import Unsupported
 from memfit.virtual.dispatch import current
 from memfit.virtual.ledger import GATHERING, REDUCING
-from memfit.virtual.patching import patched
+from memfit.virtual.patching import environment, patched
 from memfit.virtual.values import base, keeps
 
 _c10d: Any = torch._C._distributed_c10d
@@ -38,14 +37,14 @@ def world(size: int) -> Iterator[None]:
         kwargs |= {"backend_options": None, "device_id": None}
         return real(group_size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
 
-    environment = {
+    variables = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(min(size, 8)),
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
     started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
     untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
     with (
-        _environment(environment),
+        environment(variables),
         patched(sys, {"excepthook": sys.excepthook}),  # init_process_group puts the rank before every line
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
         patched(_c10d.Logger, untimed),
@@ -81,18 +80,6 @@ def _reducer() -> dict[str, Any]:
         )
 
     return {"Reducer": refused}
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """What trainers write there (ACCELERATE_USE_FSDP, say) is forgotten as well."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _quick_propagation() -> dict[str, Any]:

@@ -63,9 +63,19 @@ def _prepared(setup: Setup) -> Any:
     if setup.method != "full":
         model = with_adapters(setup, model)
         model = model.to("cuda") if setup.load == "host" else model
-    if setup.checkpointing != "none" and setup.method != "qlora":
-        words = {"use_reentrant": CHECKPOINTING[setup.checkpointing]}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=words)
-        if setup.method != "full":
-            model.enable_input_require_grads()
+    prepared = setup.method == "qlora" and setup.checkpointing in ("nonreentrant", "reentrant")
+    if setup.checkpointing != "none" and not prepared:
+        _checkpoint(setup, model)
     return model
+
+
+def _checkpoint(setup: Setup, model: Any) -> None:
+    words = dict(CHECKPOINTING[setup.checkpointing])
+    if words.pop("selective", False):
+        from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
+
+        enable_selective_activation_checkpointing(model)
+    offload = words.pop("offload", False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=words, **({"offload": True} if offload else {}))
+    if setup.method != "full":
+        model.enable_input_require_grads()

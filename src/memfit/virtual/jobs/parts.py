@@ -9,7 +9,13 @@ from torch import Tensor
 
 from memfit.virtual.jobs.setup import Setup
 
-CHECKPOINTING = {"nonreentrant": False, "reentrant": True}
+# keywords of activation_checkpointing_enable; "selective" is TRL's word
+CHECKPOINTING: dict[str, dict[str, bool]] = {
+    "nonreentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {"use_reentrant": False, "selective": True},
+    "offload": {"use_reentrant": False, "offload": True},
+}
 
 
 def lora_config(setup: Setup) -> Any:
@@ -28,7 +34,7 @@ def with_adapters(setup: Setup, model: Any) -> Any:
 
     if setup.method == "qlora" and setup.prepare_kbit:
         on = setup.checkpointing != "none"
-        words = {"gradient_checkpointing_kwargs": {"use_reentrant": CHECKPOINTING[setup.checkpointing]}} if on else {}
+        words = {"gradient_checkpointing_kwargs": {"use_reentrant": setup.checkpointing == "reentrant"}} if on else {}
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
     return get_peft_model(model, lora_config(setup))
 

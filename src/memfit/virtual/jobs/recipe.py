@@ -1,9 +1,11 @@
-"""From a Recipe to the Setup that its trainer is told; what cannot be traced is refused with what could be."""
+"""From a Recipe to the Setup that its trainer is told: what memfit's exports write, or a refusal that says what to take."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, get_args
 
+from memfit import families, launch
 from memfit import framework_names as names
 from memfit.errors import Unsupported
 from memfit.job import Recipe
@@ -11,16 +13,11 @@ from memfit.optimizers import optimizer
 from memfit.trainers import trainer
 from memfit.virtual.jobs.setup import Setup
 
-_TRAINERS: dict[str, Literal["torch", "transformers", "trl"]] = {
-    "torch": "torch", "transformers": "transformers", "trl": "trl"
+TrainerName = Literal["torch", "transformers", "trl"]
+_TRAINERS: tuple[str, ...] = get_args(TrainerName)
+_DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"
 }  # fmt: skip
-_DTYPES: dict[str, Literal["bf16", "fp16", "fp32"]] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_QUANTIZED: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
 MICRO_STEPS = 2  # of an accumulation; from the second on every one finds the memory as the one before left it
 # a hand-written loop makes these itself
 _LOOP = {
@@ -32,50 +29,94 @@ _LOOP = {
 
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
-    """What the recipe's trainer is told. Raises Unsupported for what has no job yet."""
-    row = trainer(recipe.trainer)
-    _check(recipe, row.name)
-    numbers = names.NUMBERS[recipe.precision]
-    frozen = recipe.method != "full"
-    dtype = _DTYPES[numbers.weights if not (frozen and recipe.precision == "fp16-mixed") else "float16"]
-    mixed: Literal["", "bf16", "fp16"] = "" if numbers.mixed == "no" else numbers.mixed
-    if row.name == "torch" and not recipe.precision.endswith("mixed"):
-        mixed = ""
+    """What the recipe's trainer is told. Raises Unsupported for what it cannot be told, or what has no job yet."""
+    name: Any = trainer(recipe.trainer).name
+    for wrong, what, hint in _refused(recipe, name):
+        if wrong:
+            raise Unsupported(f"trace cannot run {what}", hint=hint)
+    kind, sharded = launch.backend(recipe), recipe.shard in ("gradients", "parameters")
+    numbers = (
+        names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, "fsdp" if sharded else kind)
+    )
+    half = recipe.method != "full" and recipe.precision == "fp16-mixed"  # a frozen base needs no fp32 weights
+    mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
-        config=config, trainer=_TRAINERS[row.name], method=recipe.method, dtype=dtype, autocast=mixed,
-        quantization=_QUANTIZED.get(recipe.quantization, {}), prepare_kbit=row.kbit_prepare, rank=recipe.lora_rank,
-        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe), optimizer=_optimizer(recipe, row.name),
-        checkpointing="none" if recipe.checkpointing == "none" else "nonreentrant",
+        config=config, trainer=name, method=recipe.method, dtype="fp16" if half else _DTYPES[numbers.weights],
+        autocast="" if name == "torch" and not recipe.precision.endswith("mixed") else mixed,
+        quantization=names.four_bit(recipe), prepare_kbit=trainer(recipe.trainer).kbit_prepare, rank=recipe.lora_rank,
+        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
+        optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
-        accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2, evaluate=True, mask=_mask(recipe), merge=True,
-        load="checkpoint" if recipe.quantization != "none" else "host", arguments=_arguments(recipe, row.name),
+        packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
+        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
+        merge=not sharded, load=_load(recipe, name), world_size=recipe.num_gpus,
+        shard="parameters" if sharded else "none", reshard=recipe.shard != "gradients", arguments=_arguments(recipe, name),
     )  # fmt: skip
 
 
-def _check(recipe: Recipe, name: str) -> None:
-    refused = (
+Refusal = tuple[bool, str, str]  # does it hold, what cannot be run, what to take instead
+
+
+def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
+    loop, plain = name == "torch", name == "transformers"
+    estimate = "memfit estimate knows it"
+    return (
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
-        (recipe.num_gpus > 1 or recipe.shard != "none", "several GPUs", "trace one GPU, or memfit estimate for all"),
-        (recipe.offload != "none", f"--offload {recipe.offload}", "memfit estimate knows it"),
-        (recipe.precision == "bf16-master", "bf16-master", "it is DeepSpeed's; memfit estimate knows it"),
-        (recipe.attention == "flash", "--attention flash", "--attention sdpa runs the same kernel without a package"),
-    )
-    for wrong, what, hint in refused:
-        if wrong:
-            raise Unsupported(f"trace cannot run {what} yet", hint=hint)
+        *_absent(recipe, name),
+        (recipe.shard == "optimizer", "--shard optimizer yet: ZeRO-1 is DeepSpeed's", f"--shard gradients, parameters or none; {estimate}"),
+        (recipe.shard != "none" and recipe.quantization != "none", "quantised weights that are sharded yet", f"--shard none; {estimate}"),
+        (recipe.offload != "none", f"--offload {recipe.offload} yet: it is DeepSpeed's", estimate),
+        (recipe.precision == "bf16-master", "--precision bf16-master yet: it is DeepSpeed's", estimate),
+        (recipe.attention == "flash", "--attention flash yet", "--attention sdpa runs the same kernel without a package"),
+        (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
+        (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
+        (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),
+        (plain and recipe.checkpointing == "selective", "--checkpointing selective: transformers.Trainer has none", "--checkpointing full, or --trainer trl"),
+    )  # fmt: skip
 
 
-def _mask(recipe: Recipe) -> Literal["ones", "padded"]:
-    """Sequences of one batch differ in length, unless they are packed or alone."""
-    return "padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones"
+def _absent(recipe: Recipe, name: str) -> list[Refusal]:
+    """What the recipe needs and is not installed: its trainer's version, packages."""
+    found: list[Refusal] = []
+    _, _, asked = recipe.trainer.partition("==")
+    there = installed_version(name)
+    if asked and there and not f"{there.partition('+')[0]}.".startswith(f"{asked}."):
+        hint = f"pip install {recipe.trainer}, or --trainer {name} for the installed one; memfit estimate knows others"
+        found.append((True, f"{recipe.trainer}: {there} is installed", hint))
+    packages = [optimizer(recipe.optimizer).package]
+    packages += ["bitsandbytes"] * (recipe.quantization != "none")
+    packages += ["liger-kernel"] * (name == "transformers" and recipe.loss == "fused")
+    for package in packages:
+        hint = f"pip install {package}; memfit estimate answers without it"
+        found.append((not installed_version(package), f"this without {package}, which is not installed", hint))
+    return found
 
 
-def _targets(recipe: Recipe) -> str | tuple[str, ...]:
-    if recipe.lora_targets == ("all-linear",):
+def installed_version(package: str) -> str:
+    """'' where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "meta", "host"]:
+    """A loop that shards builds the model nowhere at first; the Trainers shard what the host holds."""
+    if recipe.quantization != "none":
+        return "checkpoint"
+    return "meta" if name == "torch" and recipe.shard != "none" else "host"
+
+
+def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
+    """PEFT's target_modules; only "attention" and names need the model's own."""
+    if recipe.method == "full" or recipe.lora_targets == ("all-linear",):
         return "all-linear"
-    if recipe.lora_targets == ("attention",):
-        return ("q_proj", "k_proj", "v_proj", "o_proj")
-    return recipe.lora_targets
+    return tuple(names.targets(recipe, families.architecture(config, str(config.get("model_type")))))
+
+
+def _scales_bf16(recipe: Recipe) -> bool:
+    """TRL makes QLoRA adapters bf16, whose gradients fp16's loss scaler cannot take: memfit's scripts widen them."""
+    return trainer(recipe.trainer).name == "trl" and recipe.method == "qlora" and recipe.precision == "fp16-mixed"
 
 
 def _optimizer(recipe: Recipe, name: str) -> str:
@@ -91,9 +132,5 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
     """Further words of TrainingArguments or SFTConfig."""
     if name == "torch":
         return {}
-    words = dict(names.optim(recipe, name).extra)
-    if recipe.checkpointing in ("selective", "offload"):
-        words["gradient_checkpointing_kwargs"] = {"use_reentrant": False, recipe.checkpointing: True}
-    if name == "transformers" and recipe.loss == "fused":
-        words["use_liger_kernel"] = True
-    return words
+    liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
+    return {**names.optim(recipe, name).extra, **launch.reduction(recipe), **liger}

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memfit.virtual.jobs.checkpoints import Saving, resume, without_files
 from memfit.virtual.jobs.models import load
 from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters
 from memfit.virtual.jobs.setup import Setup
@@ -34,10 +35,16 @@ def run(setup: Setup, observer: Observer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_sft if setup.trainer == "trl" else _plain)(setup, model, folder)
         del model
-        trainer.train()
-        if setup.evaluate:
-            trainer.args.prediction_loss_only = True
-            trainer.evaluate()
+        with without_files():
+            trainer.add_callback(saving := Saving(observer))
+            trainer.train()
+            if setup.evaluate:
+                trainer.args.prediction_loss_only = True
+                trainer.evaluate()
+            if (
+                setup.save and setup.shard == "none"
+            ):  # FSDP2's loading copies into DTensors, which the fake group cannot
+                resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
             trainer.model.merge_and_unload()
@@ -47,13 +54,13 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
     words: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": setup.micro_batch,
         "per_device_eval_batch_size": setup.micro_batch, "max_steps": setup.steps,
-        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "no",
+        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
         "logging_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, "max_grad_norm": setup.clip,
         "bf16": setup.autocast == "bf16", "fp16": setup.autocast == "fp16",
         "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",
     }  # fmt: skip
     if setup.checkpointing != "none":
-        words["gradient_checkpointing_kwargs"] = {"use_reentrant": CHECKPOINTING[setup.checkpointing]}
+        words["gradient_checkpointing_kwargs"] = dict(CHECKPOINTING[setup.checkpointing])
     if setup.world_size > 1 and setup.shard == "parameters":
         words["fsdp"] = True
         words["fsdp_config"] = {
@@ -85,15 +92,21 @@ def _sft(setup: Setup, model: Any, folder: str) -> Any:
     # every second sequence is shorter, so that the collator pads it
     ends = [None, -min(8, setup.sequence // 2) if setup.mask == "padded" else None]
     rows = {name: [one[name][: ends[i % 2]].tolist() for i in range(_count(setup))] for name in ("input_ids", "labels")}
+    if setup.packing:  # TRL's packing has been over them
+        rows["seq_lengths"] = [[setup.sequence - setup.sequence // 2, setup.sequence // 2]] * _count(setup)
     data = datasets.Dataset.from_dict(rows)
     words = _arguments(setup, folder) | {
-        "max_length": setup.sequence, "dataset_kwargs": {"skip_prepare_dataset": True}
+        "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
-    return SFTTrainer(
+    made: Any = SFTTrainer(
         model=model, args=SFTConfig(**words), train_dataset=data, eval_dataset=data if setup.evaluate else None,
         processing_class=_tokenizer(), **adapters,
     )  # fmt: skip
+    for p in made.model.parameters() if setup.widen else ():
+        if p.requires_grad:
+            p.data = p.data.float()
+    return made
 
 
 def _tokenizer() -> Any:

@@ -1,0 +1,90 @@
+"""memfit plan, confirmed: the chosen recipe is traced, and where the trace says otherwise the plan is made again with what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.errors import BadInput, MemfitError
+from memfit.units import gib
+
+if TYPE_CHECKING:
+    from memfit.capacity import Progress
+    from memfit.cli.asked import Asked
+    from memfit.footprint import Footprint
+    from memfit.job import Recipe
+    from memfit.plan import Judgement, Plan
+
+    Known = dict[Recipe, tuple[Footprint, Judgement]]
+
+TRIES = 6  # finalists that are traced; as many as the search replays by formula
+
+
+def wanted(flags: dict[str, Any]) -> bool:
+    """--trace asks for it anywhere; a person at a terminal gets it where the training libraries are, unless --no-trace."""
+    if flags["trace"] and flags["no_trace"]:
+        raise BadInput("--trace and --no-trace contradict each other", hint="leave one of them out")
+    return bool(flags["trace"]) or (
+        terminal.interactive() and not flags["json"] and not flags["no_trace"] and _installed()
+    )
+
+
+def _installed() -> bool:
+    """Whether they are there, without importing any."""
+    from importlib.util import find_spec
+
+    from memfit.supported import obstacle
+
+    return not obstacle() and all(find_spec(name) for name in ("torch", "transformers", "peft", "trl", "accelerate"))
+
+
+def confirmed(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan], tell: Progress) -> Plan:
+    """The plan with what the trace of its recipe says; `again` makes one with what is known of some recipes.
+
+    Every trace is told from the formulas' answer in a note. Raises Unsupported for a recipe that cannot be traced.
+    """
+    from memfit.cli.trace import traced
+
+    known: Known = {}
+    while plan.recipe not in known and len(known) < TRIES:
+        footprint, answer, _, _ = traced(plan.recipe, name, found, tell, lean=False)
+        assert answer.judgement is not None
+        known[plan.recipe] = footprint, answer.judgement
+        found.notes.append(_said(plan, answer.judgement))
+        if answer.judgement.verdict == plan.judgement.verdict:
+            return replace(plan, footprint=footprint, judgement=answer.judgement)
+        plan = again(known)
+    if plan.recipe not in known:
+        found.notes.append(f"{TRIES} finalists were traced, the one shown was not")
+    footprint, judgement = known.get(plan.recipe, (plan.footprint, plan.judgement))
+    return replace(plan, footprint=footprint, judgement=judgement)
+
+
+def _said(plan: Plan, judgement: Judgement) -> str:
+    line = f"traced: {gib(judgement.need, 2)} GiB reserved where the formulas say {gib(plan.judgement.need, 2)}"
+    if judgement.verdict == plan.judgement.verdict:
+        return f"{line}: confirmed"
+    r = plan.recipe
+    words = {"fits": "fits", "tight": "is too tight to promise", "misfit": "does not fit"}
+    what = f"{r.method}, micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}"
+    return f"{line}: {what} {words[judgement.verdict]}"
+
+
+def at_leisure(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan]) -> Plan:
+    """The same for a person who has the closed form on the screen already: what fails or is interrupted changes nothing."""
+    terminal.note("confirming by a trace (Ctrl-C keeps this answer, --no-trace skips it)")
+    found.notes.clear()
+    try:
+        with terminal.progress() as tell:
+            made = confirmed(plan, name, found, again, tell)
+    except KeyboardInterrupt:
+        terminal.note("not traced: interrupted; the answer above is the formulas'")
+        return plan
+    except MemfitError as error:
+        terminal.note(f"not traced: {error.message}; the answer above is the formulas'")
+        return plan
+    for line in found.notes:
+        terminal.note(line)
+    return made
