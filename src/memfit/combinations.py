@@ -14,6 +14,8 @@ from memfit.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]
+# what ZeRO must have shared out before it can be moved to the host
+OFFLOADS = {"optimizer": ("optimizer", "gradients", "parameters"), "parameters": ("parameters",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "transformers refuses SDPA for this model", "take --attention eager"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
+    Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
+               "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
+               "take --precision bf16-master (with LoRA bf16), or FSDP2: --shard parameters --offload none"),
+    Impossible(lambda r, a, g: r.offload != "none" and r.num_gpus > 1 and r.shard not in OFFLOADS[r.offload],
+               "on several GPUs DeepSpeed offloads what ZeRO has shared out",
+               "take --shard gradients with --offload optimizer, --shard parameters with --offload parameters"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.offload == "parameters",
                "bitsandbytes weights cannot be offloaded to the host", "take --offload optimizer, or --method lora"),
     Impossible(lambda r, a, g: r.offload != "none" and optimizer(r.optimizer).key not in ("adamw", "adamw-foreach"),
