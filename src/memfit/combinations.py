@@ -10,7 +10,7 @@ from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.optimizers import optimizer
-from memfit.trainers import trainer
+from memfit.trainers import LIGER_FUSES, trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]
@@ -60,6 +60,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
                "transformers refuses SDPA for this model", "take --attention eager"),
+    Impossible(lambda r, a, g: _liger(r) and a is not None and a.model_type not in LIGER_FUSES,
+               "Liger fuses no loss of this model: use_liger_kernel would leave it as it is",
+               "take --loss full, or --trainer trl, whose own fused loss knows every model"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
     Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
