@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from memfit import launch
 from memfit.adopt import FORMATS, adopt
+from memfit.combinations import refusal
 from memfit.errors import BadInput, Unsupported
 from memfit.export import export, write
 from memfit.job import RECIPE_FIELDS, Recipe
@@ -162,7 +164,7 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
     ({"deepspeed": "deepspeed_configs/zero1.json"}, {"shard": "optimizer", "precision": "bf16-master"}),
     ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}}, {"shard": "gradients", "precision": "bf16-master"}),
-    ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-mixed"}),
+    ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
 ]  # fmt: skip
 
 
@@ -214,31 +216,21 @@ def test_defaults_of_the_libraries_leave_nothing_unknown(tmp_path: Path) -> None
         assert found.recipe.trainer == trainer
 
 
-def expected(recipe: Recipe, format_name: str) -> Recipe:
+def expected(recipe: Recipe) -> Recipe:
     """What can come back of a recipe written as axolotl or LLaMA-Factory YAML."""
     plain = Recipe()
     back = recipe.but(trainer="transformers", alloc_conf="", num_gpus=1)
-    zero = launch.backend(recipe) == "deepspeed" or (format_name == "llamafactory" and recipe.shard == "parameters")
-    if zero and recipe.precision == "bf16-mixed":  # what DeepSpeed makes of it
-        back = back.but(precision="bf16-master" if recipe.method == "full" else "bf16")
     if recipe.method == "full":
         back = back.but(**{f: getattr(plain, f) for f in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")})
-        if (
-            recipe.precision == "bf16-master"
-            and recipe.shard == "parameters"
-            and recipe.offload == "none"
-            and format_name == "axolotl"
-        ):
-            back = back.but(precision="bf16-mixed")  # FSDP2's fp32 shards
     elif recipe.precision == "bf16-master":
         back = back.but(precision="bf16")  # nothing of the base is trained
     if back.lora_targets == ("attention",):
         back = back.but(lora_targets=("k_proj", "o_proj", "q_proj", "v_proj"))
     if recipe.quantization != "none":
         back = back.but(method="qlora")
-    if recipe.offload == "optimizer" and recipe.shard == "none":
-        back = back.but(shard="gradients")  # ZeRO-2 is what offloads
-    return back.but(shard="parameters") if recipe.offload == "parameters" else back
+    # on one GPU, or where combinations.py has not been asked, the ZeRO stage that offloads
+    stage = {"none": recipe.shard, "parameters": "parameters", "optimizer": "gradients"}[recipe.offload]
+    return back.but(shard=stage) if recipe.shard == "none" or recipe.offload == "parameters" else back
 
 
 @pytest.mark.parametrize("name", ["axolotl", "llamafactory"])
@@ -251,7 +243,7 @@ def test_what_was_exported_comes_back(tmp_path: Path, name: str) -> None:
             continue
         write(files, tmp_path, force=True)
         found = adopt(tmp_path / f"{name}.yaml")
-        assert found.recipe == expected(recipe, name)
+        assert found.recipe == expected(recipe)
         assert all(key.endswith("bucket_size") for key in found.unknown)  # buckets are DeepSpeed's own
         assert found.model == "org/tiny-llama"
         count += 1
@@ -259,12 +251,29 @@ def test_what_was_exported_comes_back(tmp_path: Path, name: str) -> None:
     assert count > 25
 
 
-@pytest.mark.parametrize("shard", CHOICES["shard"])
-def test_launcher_files_come_back(tmp_path: Path, shard: str) -> None:
-    recipe = Recipe(shard=shard, num_gpus=4, precision="bf16-master" if shard != "none" else "bf16")
-    write(export(make_plan(recipe), "accelerate"), tmp_path)
-    found = adopt(tmp_path / "accelerate.yaml").recipe
-    assert (found.shard, found.num_gpus) == (shard, 4)
+SPREAD = [
+    recipe
+    for p, s, o in product(CHOICES["precision"], CHOICES["shard"], CHOICES["offload"])
+    if refusal(recipe := Recipe(precision=p, shard=s, offload=o, num_gpus=4)) is None
+]
+WRITTEN = {"axolotl": "axolotl", "llamafactory": "llamafactory", "accelerate": "accelerate", "deepspeed": "accelerate"}
+
+
+@pytest.mark.parametrize("target", WRITTEN)
+def test_every_way_to_spread_a_run_comes_back(tmp_path: Path, target: str) -> None:
+    read: set[tuple[str, str, str]] = set()
+    for recipe in SPREAD:
+        try:
+            write(export(make_plan(recipe), target), tmp_path, force=True)
+        except Unsupported:
+            continue
+        found = adopt(tmp_path / f"{WRITTEN[target]}.yaml")
+        assert (found.recipe.shard, found.recipe.offload) == (recipe.shard, recipe.offload)
+        if "precision" in found.stated and not found.assumed:  # a launcher need not know what the weights are loaded in
+            assert found.recipe.precision == recipe.precision
+            read.add((recipe.precision, recipe.shard, recipe.offload))
+    assert {s for p, s, o in read if p == "bf16-master"} == set(CHOICES["shard"])
+    assert {o for p, s, o in read if p == "bf16-master"} == set(CHOICES["offload"])
 
 
 def test_an_optimizer_memfit_does_not_know_is_said(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ BROKEN = [
     Recipe(method="qlora", quantization="int8", precision="bf16-mixed"), Recipe(offload="optimizer"),
     Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit"), Recipe(shard="gradients", num_gpus=2, optimizer="galore"),
     Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
+    Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"), Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"),
+    Recipe(trainer="transformers", loss="fused"),
 ]  # fmt: skip
 
 

@@ -109,8 +109,8 @@ Published peaks of real training runs, each mapped by its stated framework, meth
 recipe and a trainer profile (`benchmarks/published/`), and predicted without looking at the figure. Quality A: every
 field is known and the script is exact; B: one or two fields are inferred; C: rough, rounded or self-contradicting.
 "Compared" is the level the source measured: allocated, reserved, or device (nvidia-smi). Nothing is fitted. Where a run's
-samples have many lengths, what it reserves depends on their order, which no source states: the prediction is what three of
-four simulated orders stay below.
+samples have many lengths, what it reserves depends on their order, which no source states: 24 possible orders of the whole
+run are simulated, and the prediction is half a standard deviation above their mean, which seven of ten stay below.
 
 `python benchmarks/accuracy.py [CSV]` makes this page again; a CSV of the same columns may be given.
 """

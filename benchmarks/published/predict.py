@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import mean, pstdev
+
 from memfit.alloc_conf import LATEST_TORCH
-from memfit.allocator import OutOfMemory
 from memfit.formula.account import Account
 from memfit.formula.estimate import estimate
-from memfit.formula.varied import levels_over
+from memfit.formula.varied import levels_over, reserved_over
 from published.case import Case
 
 TRAINING = ("load", "first_step", "step")
@@ -25,16 +26,15 @@ def _varied(case: Case) -> int:
     context = case.gpu.context_bytes
     torch = (case.torch[0], case.torch[1]) if len(case.torch) > 1 else LATEST_TORCH
     room = case.gpu.total_bytes - context
-    level = "reserved" if case.compared == "device" else case.compared
-    peaks = []
-    for order in case.orders:
-        try:
-            peaks.append(int(getattr(levels_over(account, order, capacity=room, torch=torch), level)))
-        except OutOfMemory:  # the card is full to the last block
-            peaks.append(room)
-    return upper_quartile(peaks) + (context if case.compared == "device" else 0)
+    if case.compared == "allocated":
+        return max(int(levels_over(account, order, capacity=room, torch=torch).allocated) for order in case.orders)
+    peaks = [reserved_over(account, order, capacity=room, torch=torch) for order in case.orders]
+    return min(room, rather_high(peaks)) + (context if case.compared == "device" else 0)
 
 
-def upper_quartile(peaks: list[int]) -> int:
-    """Which three of four possible runs do not exceed: the source's own order is not known, and too little is worse."""
-    return sorted(peaks)[len(peaks) * 3 // 4]
+def rather_high(peaks: list[int]) -> int:
+    """Half a standard deviation above the mean: seven of ten possible runs stay below, and too little is worse.
+
+    Which of them the source ran is not known. A quantile of as many runs would be less certain.
+    """
+    return round(mean(peaks) + pstdev(peaks) / 2)

@@ -10,10 +10,12 @@ from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.optimizers import optimizer
-from memfit.trainers import trainer
+from memfit.trainers import LIGER_FUSES, trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]
+# what ZeRO must have shared out before it can be moved to the host
+OFFLOADS = {"optimizer": ("optimizer", "gradients", "parameters"), "parameters": ("parameters",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,17 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
                "transformers refuses SDPA for this model", "take --attention eager"),
+    Impossible(lambda r, a, g: _liger(r) and a is not None and a.model_type not in LIGER_FUSES,
+               "Liger fuses no loss of this model: use_liger_kernel would leave it as it is",
+               "take --loss full, or --trainer trl, whose own fused loss knows every model"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
+    Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
+               "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
+               "take --precision bf16-master (with LoRA bf16), or FSDP2: --shard parameters --offload none"),
+    Impossible(lambda r, a, g: r.offload != "none" and r.num_gpus > 1 and r.shard not in OFFLOADS[r.offload],
+               "on several GPUs DeepSpeed offloads what ZeRO has shared out",
+               "take --shard gradients with --offload optimizer, --shard parameters with --offload parameters"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.offload == "parameters",
                "bitsandbytes weights cannot be offloaded to the host", "take --offload optimizer, or --method lora"),
     Impossible(lambda r, a, g: r.offload != "none" and optimizer(r.optimizer).key not in ("adamw", "adamw-foreach"),

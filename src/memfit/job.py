@@ -29,7 +29,8 @@ class Recipe:
     precision: what is stored and computed, because "bf16 AdamW" is ambiguous by 2x:
       bf16         weights, gradients and optimizer states in bf16          2+2+4 = 8 B per parameter with AdamW
       bf16-mixed   fp32 weights, bf16 compute under autocast                4+4+8 = 16 B (+ a bf16 copy while in use)
-      bf16-master  bf16 weights and gradients, fp32 master copy and states  2+2+4+8 = 16 B
+      bf16-master  bf16 weights and gradients, fp32 master copy and states  2+2+4+8 = 16 B, DeepSpeed's; FSDP2 shards
+                   fp32 weights and gathers them in bf16, which is bf16-mixed
       fp16-mixed   as bf16-mixed with fp16 and a loss scaler
       fp32         everything in fp32                                       4+4+8 = 16 B
     With LoRA or QLoRA it names the dtype of the frozen base (fp16-mixed: an fp16 base under fp16 autocast); adapters
@@ -66,6 +67,12 @@ class Recipe:
     def effective_batch(self) -> int:
         """Sequences per optimizer step over all GPUs."""
         return self.micro_batch * self.accumulation * self.num_gpus
+
+    @property
+    def zero(self) -> bool:
+        """DeepSpeed runs it: what is offloaded, ZeRO-1 and -2, and master copies. FSDP2 shards parameters otherwise."""
+        master = self.precision == "bf16-master" and self.method == "full"
+        return master or self.offload != "none" or self.shard in ("optimizer", "gradients")
 
     def but(self, **changes: Any) -> Recipe:
         """The same recipe with some fields changed."""

@@ -16,13 +16,10 @@ _STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 def backend(recipe: Recipe) -> Backend:
     """FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, for offload and for a master copy."""
-    trained_master = recipe.precision == "bf16-master" and recipe.method == "full"
-    if recipe.offload != "none" or recipe.shard in ("optimizer", "gradients"):
+    if recipe.zero:
         return "deepspeed"
     if recipe.shard == "parameters":
         return "fsdp"
-    if trained_master:
-        return "deepspeed"
     return "ddp" if recipe.num_gpus > 1 else "plain"
 
 
@@ -95,6 +92,11 @@ def check_deepspeed(recipe: Recipe) -> None:
     """Refuse what DeepSpeed 0.19 cannot do: a pure bf16 run without ZeRO, bf16 states on the CPU, and more."""
     row = names.row(recipe)
     pure = recipe.precision == "bf16" and recipe.method == "full"
+    if recipe.precision == "bf16-mixed":
+        raise Unsupported(
+            "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
+            hint="--precision bf16-master, with LoRA bf16",
+        )
     if pure and zero_stage(recipe) == 0:
         raise Unsupported(
             "DeepSpeed trains without a master copy from ZeRO-1 on",

@@ -91,6 +91,15 @@ TRAINERS: tuple[Trainer, ...] = (
             quantised_keeps_input=True, mask_per_head=True, returns_cache=True),
 )  # fmt: skip
 
+# model types whose loss `use_liger_kernel` fuses: liger-kernel 0.8.5, monkey_patch.py. Others it leaves as they are, with
+# a line in the log; granite gets a kernel for the loss that still wants all logits
+LIGER_FUSES = frozenset({
+    "deepseek_v2", "deepseek_v3", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
+    "glm4", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4", "llama4_text", "ministral", "mistral", "mixtral",
+    "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "smollm3",
+})  # fmt: skip
+
 CURRENT = {
     "trl": (1, 16),
     "transformers": (5, 23),

@@ -114,11 +114,17 @@ def word(value: object) -> str:
 
 
 def build(where: str, changes: Mapping[str, Any]) -> Recipe:
-    """A Recipe from what a file says; values out of range are refused with the file's name."""
+    """A Recipe from what a file says; values out of range are refused with the file's name.
+
+    FSDP's ways to offload and to keep weights gathered are accounted as DeepSpeed's, in its word for mixed precision.
+    """
     try:
-        return check_values(Recipe(**changes))
+        recipe = check_values(Recipe(**changes))
     except BadInput as error:
         raise BadInput(f"{where}: {error.message}", hint=error.hint) from None
+    if not recipe.zero or recipe.precision != "bf16-mixed":
+        return recipe
+    return recipe.but(precision="bf16-master" if recipe.method == "full" else "bf16")
 
 
 def names_of(value: object, where: str) -> tuple[str, ...]:

@@ -31,14 +31,13 @@ class Numerics:
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     """The widths a recipe means under a trainer.
 
-    DeepSpeed (sharded optimizer or gradients, offload) has no fp32 weights under autocast: it keeps 16-bit weights and gradients
-    and shards an fp32 master copy, so mixed precision means that there; adapters are cast like everything else.
+    DeepSpeed has no fp32 weights under autocast: it keeps 16-bit weights and gradients and shards an fp32 master copy, so
+    mixed precision means that there; adapters are cast like everything else.
     """
     full = recipe.method == "full"
     mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
-    deepspeed = recipe.shard in ("optimizer", "gradients") or recipe.offload != "none"
     half = recipe.precision != "fp32"
-    master = recipe.precision == "bf16-master" or (deepspeed and (mixed or (half and not full)))
+    master = recipe.precision == "bf16-master" or (recipe.zero and (mixed or (half and not full)))
     # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
     wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
     weight = 4 if wide else 2
@@ -47,7 +46,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
     if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
         adapter32 = adapter32 or recipe.precision == "fp16-mixed" or recipe.shard == "parameters"
-    adapter32 = adapter32 and not (deepspeed and half)
+    adapter32 = adapter32 and not (recipe.zero and half)
     other = 4 if quantised and trainer.kbit_prepare else weight
     return Numerics(
         weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or weight == 4 else 2,

@@ -88,7 +88,10 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
             gradients, release = _part(gradients, gpus), True
     else:
         weights, gradients, states, master = (_part(x, gpus) for x in (weights, gradients, states, master))
-        if r.offload == "none":
+        if r.zero:
+            release, forward = True, _gathering(a, r, n, s)
+            backward = forward
+        else:
             gathered, streams = _gathered(a, r, n, s)
     if r.offload != "none":
         states = master = 0
@@ -139,7 +142,7 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
 
 
 def _gathering(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
-    """Whole blocks while weights stay on the host; the ends (embedding, final norm, head) stay gathered in between."""
+    """Whole blocks under ZeRO-3; the ends (embedding, final norm, head) stay gathered in between."""
     block = max(layer.parameters for layer in a.kinds)
     ends = sum(w.numel for w in (*a.embedding, *a.final, *a.head))
     gradient = block * n.gradient * 2 if r.method == "full" else 0

@@ -10,6 +10,7 @@ from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
 from memfit.plan import Alternative, Plan
 from memfit.planner.engine import Estimator
+from memfit.planner.rungs import worded
 
 SHOWN = 6  # cards
 COUNTS = (2, 4, 8)  # of the same card
@@ -71,7 +72,7 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
             several = replace(job, num_gpus=count)
             sharded = plan.recipe.but(num_gpus=count, shard="parameters", accumulation=max(job.effective_batch // count, 1),
                                       micro_batch=1, offload="none")  # fmt: skip
-            if (option := _as_is(several, sharded, job.gpu)) is not None:
+            if (option := _as_is(several, worded(sharded, several), job.gpu)) is not None:
                 found.append(option)
                 break
     larger = sorted(

@@ -30,6 +30,22 @@ def sixteen_bit(gpu: Gpu) -> str:
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
 
 
+def worded(r: Recipe, job: Job) -> Recipe:
+    """The recipe with its backend's word for mixed precision: a master copy under DeepSpeed, else fp32 weights.
+
+    What the user or a file of theirs named stays.
+    """
+    fixed = "precision" in job.stated or "precision" in dict(job.wanted)
+    if fixed or r.method != "full" or r.precision not in ("bf16-mixed", "bf16-master"):
+        return r
+    mixed = r.but(precision="bf16-mixed")
+    return r.but(precision="bf16-master") if mixed.zero else mixed
+
+
+def _sharded(what: str) -> Change:
+    return lambda r, job: worded(r.but(shard=what), job)
+
+
 def _smallest_batch(r: Recipe, job: Job) -> Recipe:
     per_gpu = max(job.effective_batch // r.num_gpus, 1)
     return r.but(micro_batch=1, accumulation=per_gpu)
@@ -79,7 +95,7 @@ def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
 
 
 LADDER: tuple[Step, ...] = (
-    Step("mixed", "16-bit mixed precision", lambda r, j: r.but(precision=sixteen_bit(j.gpu)),
+    Step("mixed", "16-bit mixed precision", lambda r, j: worded(r.but(precision=sixteen_bit(j.gpu)), j),
          "none: fp32 weights, 16-bit products",
          {"trl": "bf16=True", "transformers": "bf16=True", "axolotl": "bf16: true", "llamafactory": "bf16: true",
           "deepspeed": '"bf16": {"enabled": true}', "accelerate": "mixed_precision: bf16"}, sets=("precision",)),
@@ -125,11 +141,11 @@ LADDER: tuple[Step, ...] = (
 )  # fmt: skip
 
 SHARDING: tuple[Step, ...] = (
-    Step("shard-optimizer", "+ optimizer states sharded (ZeRO-1)", lambda r, j: r.but(shard="optimizer"),
+    Step("shard-optimizer", "+ optimizer states sharded (ZeRO-1)", _sharded("optimizer"),
          "none", {"deepspeed": '"zero_optimization": {"stage": 1}'}, sets=("shard",)),
-    Step("shard-gradients", "+ gradients sharded (ZeRO-2)", lambda r, j: r.but(shard="gradients"),
+    Step("shard-gradients", "+ gradients sharded (ZeRO-2)", _sharded("gradients"),
          "none", {"deepspeed": '"zero_optimization": {"stage": 2}'}, sets=("shard",)),
-    Step("shard-parameters", "+ weights sharded (FSDP, ZeRO-3)", lambda r, j: r.but(shard="parameters"),
+    Step("shard-parameters", "+ weights sharded (FSDP, ZeRO-3)", _sharded("parameters"),
          "none; weights cross the links in every pass",
          {"deepspeed": '"zero_optimization": {"stage": 3}', "accelerate": "fsdp_reshard_after_forward: true"}, sets=("shard",)),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from math import log
 from memfit.job import Job, Recipe
 from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator
+from memfit.planner.rungs import worded
 from memfit.trainers import trainer
 
 
@@ -34,10 +35,11 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
     attention = options("attention", ("sdpa",))
     shards = options("shard", ("none", "optimizer", "gradients", "parameters")) if rung.num_gpus > 1 else [rung.shard]
     for batch, c, o, loss, at, shard in product(batches, checkpointing, optimizers, losses, attention, shards):
-        recipe = rung.but(
+        other = rung.but(
             micro_batch=batch, accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)), checkpointing=c,
             optimizer=o, loss=loss, attention=at, shard=shard,
         )  # fmt: skip
+        recipe = worded(other, job)
         if estimator.possible(recipe):
             yield recipe
 
