@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit import launch
 from memfit.adopt import FORMATS, adopt
 from memfit.combinations import refusal
 from memfit.errors import BadInput, Unsupported
