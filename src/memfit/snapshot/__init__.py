@@ -27,7 +27,7 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
     `torch` is the version that made a snapshot, where that is known.
     Raises BadInput for anything that cannot be read.
     """
-    content = _content(path)
+    content = content_of(path)
     try:
         if content.startswith(PICKLE):
             return tape_of(pickles.loads(content), device, torch)
@@ -38,7 +38,7 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
         raise BadInput(f"{path}: {error.message}", hint=error.hint or WANTED) from None
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """The bytes of a file, unpacked where gzip packed them."""
     try:
         if path.stat().st_size > MAX_FILE:
@@ -64,4 +64,4 @@ def _unpacked(packed: bytes, path: Path) -> bytes:
     return content
 
 
-__all__ = ["read"]
+__all__ = ["content_of", "read"]
