@@ -58,21 +58,29 @@ def big(path: Path, megabytes: int) -> None:
             if n >= 300:
                 stack[-1] = engine
             live.append(address)
-            trace.append({"action": "alloc", "addr": address, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry)
+            trace.append(
+                {"action": "alloc", "addr": address, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry
+            )
             address += 2 * MIB
         for n, old in enumerate(live[1:]):
             stack = [engine, *(frames[(n + k) % 200] for k in range(23))]
             for action in ("free_requested", "free_completed"):
-                trace.append({"action": action, "addr": old, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry)
+                trace.append(
+                    {"action": action, "addr": old, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry
+                )
         kept.append(live[0])
         address = kept[-1] + 2 * MIB
     total = max(e["addr"] for e in trace) + 2 * MIB - BASE
     blocks, place = [], BASE
     for old in [*kept, BASE + total]:
         if old > place:
-            blocks.append({"address": place, "size": old - place, "requested_size": 0, "state": "inactive", "frames": []})
+            blocks.append(
+                {"address": place, "size": old - place, "requested_size": 0, "state": "inactive", "frames": []}
+            )
         if old < BASE + total:
-            blocks.append({"address": old, "size": 2 * MIB, "requested_size": 2 * MIB, "state": "active_allocated", "frames": []})
+            blocks.append(
+                {"address": old, "size": 2 * MIB, "requested_size": 2 * MIB, "state": "active_allocated", "frames": []}
+            )
         place = old + 2 * MIB
     segment = {"device": 0, "address": BASE, "total_size": total, "stream": 0, "segment_type": "large", "blocks": blocks,
                "segment_pool_id": (0, 0), "is_expandable": False, "frames": []}  # fmt: skip
@@ -93,13 +101,17 @@ def main(arguments: list[str]) -> int:
         if not files:
             print(f"no snapshots in {asked.folder}", file=sys.stderr)
             return 2
-        return int(any([_one(path) for path in files]))
+        over = [_one(path) for path in files]
+        return int(any(over))
 
 
 def _one(path: Path) -> bool:
     """Print one file's figures; is it over a limit?"""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path), str(Path(__file__).parent)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, str(path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     size = path.stat().st_size
     if done.returncode:
@@ -107,7 +119,9 @@ def _one(path: Path) -> bool:
         return True
     seconds, grown, *cause = done.stdout.split()
     times = int(grown) / size
-    print(f"{path.name}: {size / 1e6:.1f} MB, {float(seconds):.2f} s, grew by {times:.1f} times the file; {' '.join(cause)}")
+    print(
+        f"{path.name}: {size / 1e6:.1f} MB, {float(seconds):.2f} s, grew by {times:.1f} times the file; {' '.join(cause)}"
+    )
     return size <= LARGE and (float(seconds) > SECONDS or times > TIMES)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
 import pickletools
 import sys
 import tracemalloc
@@ -16,6 +18,8 @@ from memfit import cli
 from memfit.errors import BadInput
 from memfit.snapshot import pickles, read
 from memfit.snapshot.history import tape_of
+from memfit.snapshot.hooked import hooked
+from memfit.snapshot.shape import Smaller
 from memfit.units import MIB
 
 CORPUS = sorted((Path(__file__).parent / "data" / "pickles").glob("*.pickle"))
@@ -36,14 +40,19 @@ def loaded(content: bytes) -> BadInput | None:
     """Read it as plain data and as a snapshot; what it was refused for. Fails when Python did anything else meanwhile."""
     SEEN.clear()
     _WATCHING[0] = True
+    found: list[BadInput | None] = []
     try:
-        tape_of(pickles.loads(content))
-    except BadInput as error:
-        return error
+        for small in (None, Smaller()):
+            try:
+                tape_of(pickles.loads(content, small))
+                found.append(None)
+            except BadInput as error:
+                found.append(error)
     finally:
         _WATCHING[0] = False
         assert not SEEN, SEEN
-    return None
+    assert (found[0] is None) == (found[1] is None)
+    return found[0]
 
 
 def test_the_corpus_has_every_opcode_that_could_call_or_find_anything() -> None:
@@ -91,3 +100,31 @@ PROGRAMS = st.lists(st.one_of(st.sampled_from(CODES), st.binary(max_size=9)), ma
 def test_random_programs_of_opcodes_do_nothing(program: bytes) -> None:
     error = loaded(b"\x80\x04" + program + b".")
     assert error is None or error.hint
+
+
+# ---- the lean reading ----------------------------------------------------------------------------------------------
+
+SNAPSHOTS = sorted((Path(__file__).parent / "data" / "snapshots").glob("*.pickle.gz"))
+DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats(allow_nan=False) | st.text(max_size=400),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4) | st.tuples(inner)
+    ),
+    max_leaves=20,
+)
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+def test_a_snapshot_read_leanly_is_the_same_tape(path: Path) -> None:
+    content = gzip.decompress(path.read_bytes())
+    assert tape_of(pickles.loads(content, Smaller())) == tape_of(pickles.loads(content))
+    assert hooked(content) is not None
+
+
+@given(DATA)
+def test_plain_data_comes_back_from_the_lean_reading(data: Any) -> None:
+    content = pickle.dumps(data, 4)
+    seen: list[Any] = []
+    assert pickles.loads(content, lambda found: seen.append(found) or found) == data
+    if isinstance(data, dict) and len(data) > 1:
+        assert seen[-1] == data

@@ -13,6 +13,7 @@ from memfit.alloc_conf import Torch
 from memfit.errors import BadInput
 from memfit.snapshot import pickles, records
 from memfit.snapshot.history import tape_of
+from memfit.snapshot.shape import Smaller
 from memfit.tape import Tape
 
 MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
@@ -30,7 +31,9 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
     content = content_of(path)
     try:
         if content.startswith(PICKLE):
-            return tape_of(pickles.loads(content), device, torch)
+            data = pickles.loads(content, Smaller())
+            del content
+            return tape_of(data, device, torch)
         if device is not None:
             raise BadInput("only a snapshot has several devices", hint="leave --device out")
         return records.loads(content, path) if records.known(content) else tape_file.loads(content)

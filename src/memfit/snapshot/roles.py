@@ -34,7 +34,9 @@ class Births:
         self.places: list[Place] = []
         self.dead: set[int] = set()
         self.old: set[int] = set()  # alive at the start
-        self.turns: list[tuple[int, Place]] = []  # where one part of a step goes over into the next; known after `named`
+        self.turns: list[
+            tuple[int, Place]
+        ] = []  # where one part of a step goes over into the next; known after `named`
         self._frames: dict[int, tuple[Place, str, object]] = {}  # what each frame says, by identity: stacks share them
 
     @property
