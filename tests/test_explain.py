@@ -345,7 +345,7 @@ def test_an_empty_tape_has_nobody() -> None:
 
 def test_a_leak_is_found_in_a_snapshot_by_its_stacks(tmp_path: Path) -> None:
     maker = _benchmark("explain_snapshots")
-    maker.big(tmp_path / "x.pickle", 1)
+    maker.big(tmp_path / "x.pickle", 12)
     first = explain(Evidence(memory=memory_of(read(tmp_path / "x.pickle"))))[0]
     assert (first.cause, first.confidence) == ("leak", "certain")
     assert first.line.startswith("model_")
