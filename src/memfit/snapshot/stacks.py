@@ -7,7 +7,7 @@ from typing import Any
 
 from memfit.errors import BadInput
 from memfit.snapshot import PICKLE, content_of, pickles
-from memfit.snapshot.shape import shaped
+from memfit.snapshot.shape import Smaller, shaped
 
 Stacks = dict[tuple[str, ...], int]
 DEEPEST = 60  # calls kept of a stack, from the outermost
@@ -23,7 +23,7 @@ def stacks_of(path: Path, device: int | None = None) -> Stacks:
     content = content_of(path)
     if not content.startswith(PICKLE):
         return {}
-    segments = shaped(pickles.loads(content)).segments
+    segments = shaped(pickles.loads(content, Smaller())).segments
     del content
     held: dict[int, int] = {}
     for segment in segments:
