@@ -23,6 +23,7 @@ from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
 from memfit.finding import CAUSES, Cause
 from memfit.job import RECIPE_FIELDS
+from memfit.snapshot import read
 from memfit.tape import Alloc, Free, Mark, Oom, Tape
 from memfit.units import GIB, MIB
 
@@ -272,16 +273,16 @@ def test_a_page_is_for_histories_and_overwrites_nothing(tmp_path: Path, capsys: 
 # ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
-def _benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oom_cases", ROOT / "benchmarks" / "oom_cases.py")
+def _benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["oom_cases"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-BENCHMARK = _benchmark()
+BENCHMARK = _benchmark("oom_cases")
 HEAD = "id,repo,framework,model,hardware,config,oom_message,phase,cause_class,cause,fix,cause_basis\n"
 
 
@@ -340,3 +341,11 @@ def test_a_tape_that_never_failed_is_told_at_its_highest() -> None:
 
 def test_an_empty_tape_has_nobody() -> None:
     assert memory_of(Tape((), "traced")).groups == ()
+
+
+def test_a_leak_is_found_in_a_snapshot_by_its_stacks(tmp_path: Path) -> None:
+    maker = _benchmark("explain_snapshots")
+    maker.big(tmp_path / "x.pickle", 12)
+    first = explain(Evidence(memory=memory_of(read(tmp_path / "x.pickle"))))[0]
+    assert (first.cause, first.confidence) == ("leak", "certain")
+    assert first.line.startswith("model_")

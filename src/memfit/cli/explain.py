@@ -13,6 +13,7 @@ from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
 
 if TYPE_CHECKING:
     from memfit.explain import Evidence, Price
+    from memfit.explain.memory import Memory
     from memfit.finding import Remedy
     from memfit.tape import Tape
 
@@ -66,7 +67,7 @@ def run(what: str, **flags: Any) -> int:
         name = "standard input" if what == "-" else Path(what).name
         terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags)))
     if flags["html"]:
-        _write(flags, what, tape)
+        _write(flags, what, tape, evidence.memory)
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
 
 
@@ -137,19 +138,24 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
     return [shlex.join(line) for line in found]
 
 
-def _write(flags: dict[str, Any], what: str, tape: Tape | None) -> None:
+def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory | None) -> None:
     """The page of a history."""
-    if tape is None:
+    if tape is None or memory is None:
         raise BadInput("a text has no timeline", hint="--html is for snapshots and tapes")
     from importlib.resources import files
 
     from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.cli.files import write_files
+    from memfit.explain.reading import segments_of
+    from memfit.report.pictures_html import pictures, stacks_of_groups
     from memfit.report.timeline_html import timeline_html
+    from memfit.snapshot.stacks import stacks_of
 
     torch = torch_version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-    page = timeline_html(template, Path(what).name, tape, settings, torch)
+    stacks = stacks_of(Path(what), flags["device"]) or stacks_of_groups(memory.groups)
+    below = pictures(stacks, segments_of(tape))
+    page = timeline_html(template, Path(what).name, tape, settings, torch, below=below)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

@@ -15,8 +15,9 @@ from memfit.explain.text import clues
 from memfit.finding import CAUSES, Cause, Confidence, Finding, Proof, Remedy
 
 Price = Callable[[Remedy], int | None]
-CERTAIN, LIKELY = 80, 55  # weights of clues from which a cause is called so
+CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
 MOST = 4  # findings told
+RIVAL = 15  # how near another cause must be to leave no certainty
 NEAR = 25  # how much weaker a second finding may be and still be told
 
 __all__ = ["Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text"]
@@ -34,18 +35,19 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     ranked = sorted(best, key=lambda cause: -best[cause])
     top = best[ranked[0]] if ranked else 0
     found = [
-        _finding(cause, _confidence(cause, best, top), [c for c in told if c.cause == cause], evidence, price)
+        _finding(cause, _confidence(cause, best, evidence), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
         if best[cause] >= top - NEAR
     ]
     return tuple(found) or (_unknown(evidence),)
 
 
-def _confidence(cause: Cause, best: dict[Cause, int], top: int) -> Confidence:
-    """A cause is certain only where nothing else is said as loudly."""
+def _confidence(cause: Cause, best: dict[Cause, int], evidence: Evidence) -> Confidence:
+    """Certain: seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words alone never are."""
     weight = best[cause]
-    rivals = sum(other >= CERTAIN for other in best.values())
-    if weight >= CERTAIN and weight == top and rivals == 1:
+    rivals = sum(other > weight - RIVAL for other in best.values())
+    hard = evidence.memory is not None or evidence.frames or evidence.messages
+    if weight >= CERTAIN and rivals == 1 and hard:
         return "certain"
     return "likely" if weight >= LIKELY else "possible"
 

@@ -6,10 +6,11 @@ import re
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator.blocks import UNMAPPED
 from memfit.errors import BadInput
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.replay import alive_at_start, begun
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Role, Tape
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
 
 
 def memory_of(tape: Tape, asked_by: str = "") -> Memory:
@@ -25,6 +26,24 @@ def memory_of(tape: Tape, asked_by: str = "") -> Memory:
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
         settings.expandable_segments, asked_by,
+    )  # fmt: skip
+
+
+def segments_of(tape: Tape) -> tuple[Segment, ...]:
+    """The segments at the same instant, each with what lay in it."""
+    torch, settings = _made_with(tape)
+    last = _instant(tape)
+    failed = isinstance(tape.events[last], Oom) if last >= 0 else False
+    capacity = int(tape.about["capacity"]) if failed and tape.about.get("capacity", "").isdecimal() else None
+    play = _Play(Allocator(capacity, settings, torch), tape)
+    play.through(tape.events[: last + 1])
+    there = {id(block): play.owner[number][0] for number, block in play.live.items() if number in play.owner}
+    return tuple(
+        Segment(
+            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, settings.expandable_segments,
+            tuple(Piece(block.size, there.get(id(block)), block.state != UNMAPPED) for block in chain),
+        )
+        for chain in play.allocator.blocks()
     )  # fmt: skip
 
 
@@ -62,6 +81,7 @@ class _Play:
         self.allocator = allocator
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
         self.start = tape.start
+        self.live: dict[int, Block | None] = {}
         self.mark, self.marks = Mark("load", "load"), 0
         self.floors: list[int] = []
         self.peaks: list[int] = []
@@ -69,10 +89,9 @@ class _Play:
 
     def through(self, events: tuple[Event, ...]) -> int:
         """Play; the bytes of the request that failed at the end, 0 when none did."""
-        live: dict[int, Block | None] = {}
         asked = 0
         try:
-            live = begun(self.allocator, self.start)
+            live = self.live = begun(self.allocator, self.start)
             for event in events:
                 if type(event) is Alloc:
                     asked = event.size

@@ -90,8 +90,13 @@ def _spilled(m: Message, evidence: Evidence) -> Clue | None:
 
 def _outside(m: Message, evidence: Evidence) -> Clue | None:
     """In this process, but not PyTorch's: contexts, NCCL, an engine with memory of its own."""
-    if m.in_process is None or m.reserved is None or m.in_process >= WSL:
+    if m.reserved is None or (m.in_process or 0) >= WSL:
         return None
+    if m.in_process is None:  # before 2.1 nothing tells whose they are
+        rest = m.outside or 0
+        if not m.total or rest < max(2 * CONTEXT, 0.2 * m.total):
+            return None
+        return Clue("other-process", STRONG + 5, Proof(f"{human(rest)} of the card are not this allocator's", rest))
     rest = m.in_process - m.reserved
     if rest < 2 * CONTEXT:
         return None
@@ -124,6 +129,8 @@ _MODEL = re.compile(r"[a-z][\w.]*-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
 _CARDS = re.compile(r"\b(\d{1,4}) ?x\b")
 _CARD = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b")
 _FROZEN = re.compile(r"\bq?lora\b|peft|adapter|prefix|4[- ]?bit|8[- ]?bit|bnb|grpo")
+_FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
+_RAN_OUT = re.compile(r"\boom\b|out of memory|tried to allocate|readme|expected|claims|should fit|does not fit")
 _LATE = re.compile(
     r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch"
 )  # it ran, so weights and states have room
@@ -170,13 +177,20 @@ def _sizing(evidence: Evidence) -> Clue | None:
     share = run.states / run.each
     if share < 0.6:
         return None
-    weight = STRONG + 5 if share < 0.75 or "offload" in evidence.text else 85
+    weight = 85 if share >= 0.75 and _FULL.search(evidence.text) and "offload" not in evidence.text else STRONG + 5
+    if not _RAN_OUT.search(evidence.text):
+        weight = WEAK
     proof = f"{run.weights / 1e9:g} B weights x {STATES} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
     return Clue("capacity", weight, Proof(proof, int(run.states)))
 
 
 def _alone(evidence: Evidence) -> Clue | None:
     """Nothing else is known: loading onto one card failed, so it is too small for the weights."""
+    run = run_of(evidence)
+    if evidence.when == "load" and run and run.cards > 1 and not any(p.search(evidence.text) for _, p in SHARD_OF):
+        return Clue(
+            "replicated", WEAK + 8, Proof(f"{run.cards} cards, nothing that shards: every process loads all weights")
+        )
     if evidence.when == "load":
         return Clue("capacity", WEAK, Proof("it failed while the weights were loaded"))
     if evidence.when in ("forward", "backward") and evidence.messages:

@@ -19,7 +19,10 @@ SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 def explain_view(name: str, evidence: Evidence, findings: Sequence[Finding], next_up: Sequence[str] = ()) -> Group:
     """The whole answer of `memfit explain`."""
     first, *others = findings
-    parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence))), "", _cause(first), ""]
+    parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
+    if evidence.memory is not None and not evidence.memory.asked:
+        parts.append(text("nothing in it failed: this is its highest instant", "dim"))
+    parts += ["", _cause(first), ""]
     if first.evidence:
         parts += [paragraphs([("evidence:" if not n else "", proof(p)) for n, p in enumerate(first.evidence)]), ""]
     if first.holders:

@@ -53,15 +53,24 @@ class Drawing:
 
 
 def timeline_html(
-    template: str, title: str, tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None
+    template: str,
+    title: str,
+    tape: Tape,
+    settings: AllocSettings,
+    torch: Torch,
+    capacity: int | None = None,
+    below: str = "",
 ) -> bytes:
-    """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line."""
+    """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line.
+
+    below: HTML of more pictures, to stand under the legend.
+    """
     drawing = sample(tape, settings, torch, capacity)
     top = _top(drawing, capacity)
     parts = {
         "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
         "AREAS": _areas(drawing, top), "BANDS": _bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
-        "LEGEND": _legend(drawing), "DATA": _data(drawing, top),
+        "LEGEND": _legend(drawing), "BELOW": below, "DATA": _data(drawing, top),
     }  # fmt: skip
     for name, text in parts.items():
         template = template.replace(f"<!--{name}-->", text)

@@ -13,6 +13,7 @@ from memfit.alloc_conf import Torch
 from memfit.errors import BadInput
 from memfit.snapshot import pickles, records
 from memfit.snapshot.history import tape_of
+from memfit.snapshot.shape import Smaller
 from memfit.tape import Tape
 
 MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
@@ -27,10 +28,12 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
     `torch` is the version that made a snapshot, where that is known.
     Raises BadInput for anything that cannot be read.
     """
-    content = _content(path)
+    content = content_of(path)
     try:
         if content.startswith(PICKLE):
-            return tape_of(pickles.loads(content), device, torch)
+            data = pickles.loads(content, Smaller())
+            del content
+            return tape_of(data, device, torch)
         if device is not None:
             raise BadInput("only a snapshot has several devices", hint="leave --device out")
         return records.loads(content, path) if records.known(content) else tape_file.loads(content)
@@ -38,7 +41,7 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
         raise BadInput(f"{path}: {error.message}", hint=error.hint or WANTED) from None
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """The bytes of a file, unpacked where gzip packed them."""
     try:
         if path.stat().st_size > MAX_FILE:
@@ -64,4 +67,4 @@ def _unpacked(packed: bytes, path: Path) -> bytes:
     return content
 
 
-__all__ = ["read"]
+__all__ = ["content_of", "read"]

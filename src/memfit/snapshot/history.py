@@ -8,7 +8,7 @@ from memfit.alloc_conf import AllocSettings, Torch, parse_alloc_conf
 from memfit.errors import BadInput
 from memfit.snapshot.forward import completed
 from memfit.snapshot.rewind import State, final_state, segments_of, start_state
-from memfit.snapshot.roles import Births
+from memfit.snapshot.roles import INSTANTS, Births, Place
 from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, torch_of
 from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 
@@ -41,8 +41,22 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
         about["alloc_conf"] = conf
     named = reading.births.named(events)
     start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
-    tape = Tape(tuple(named.get(e.id, e) if type(e) is Alloc else e for e in events), "measured", about, start)
+    told = _with_turns([named.get(e.id, e) if type(e) is Alloc else e for e in events], reading.births.turns)
+    tape = Tape(tuple(told), "measured", about, start)
     return completed(tape, reading.addresses, settings, torch)
+
+
+def _with_turns(events: list[Event], turns: list[tuple[int, Place]]) -> list[Event]:
+    """The events with a mark where a step's forward, backward or optimizer step begins, as the stacks tell."""
+    if len({place for _, place in turns}) < 2:  # nothing to tell apart
+        return events
+    told: list[Event] = []
+    done = 0
+    for index, place in turns:
+        told += events[done:index]
+        told.append(Mark("step", INSTANTS[place]))
+        done = index
+    return told + events[done:]
 
 
 def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import msgspec
+
 from memfit.errors import BadInput
+from memfit.snapshot.hooked import NotPlain, Stream, hooked
 
 # Objects take this many times the bytes of their pickle. Source: 3 to 5 for four recorded snapshots; an empty dict,
 # one byte in the file, takes 64 bytes.
@@ -24,16 +27,29 @@ class PlainUnpickler(pickle.Unpickler):
         """Every class and function is refused."""
         raise BadInput(f"the pickle asks for {module}.{name}"[:200] + ", which memfit does not load", hint=HINT)
 
-    def persistent_load(self, pid: Any) -> NoReturn:
+    def persistent_load(self, pid: Any) -> Any:
         """So are references to what lies outside."""
         raise BadInput("the pickle refers to objects outside of it", hint=HINT)
 
 
-def loads(content: bytes) -> Any:
-    """The plain data in a pickle. Raises BadInput for a damaged one and for one that holds or does anything else."""
+class HookedUnpickler(PlainUnpickler):
+    """Hands every finished dict to `small`; see hooked.py."""
+
+    small: Callable[[Any], Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The only persistent ids of such a stream are the dicts: one of its own makes hooked.py give up."""
+        return self.small(pid)
+
+
+def loads(content: bytes, small: Callable[[Any], Any] | None = None) -> Any:
+    """The plain data in a pickle. Raises BadInput for a damaged one and for one that holds or does anything else.
+
+    small: what to keep of each dict, asked as soon as it is complete; not asked where the pickle is not of the usual kind.
+    """
     try:
         with _bounded(FLOOR + BYTES_PER_BYTE * len(content)):
-            return PlainUnpickler(io.BytesIO(content)).load()
+            return _hooked(content, small) if small else PlainUnpickler(io.BytesIO(content)).load()
     except BadInput:
         raise
     except MemoryError:
@@ -41,6 +57,18 @@ def loads(content: bytes) -> Any:
     except Exception as error:  # a damaged pickle raises almost anything: EOFError, KeyError, UnicodeDecodeError ...
         what = f"{type(error).__name__}: {error}"[:200]
         raise BadInput(f"the pickle is damaged ({what})", hint="copy or record it again") from None
+
+
+def _hooked(content: bytes, small: Callable[[Any], Any]) -> Any:
+    pieces = hooked(content)
+    if pieces is not None:
+        unpickler = HookedUnpickler(Stream(pieces))
+        unpickler.small = small
+        try:
+            return unpickler.load()
+        except (NotPlain, msgspec.ValidationError):
+            pass  # the plain reading says what is wrong
+    return PlainUnpickler(io.BytesIO(content)).load()
 
 
 @contextmanager

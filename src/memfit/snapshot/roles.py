@@ -21,6 +21,7 @@ PLACES: tuple[tuple[Place, str, tuple[str, ...]], ...] = (
     ("backward", "name", ("torch::autograd::Engine", "_engine_run_backward", "run_backward")),
     ("move", "name", ("_apply", "convert", "load_state_dict", "from_pretrained", "_load_from_state_dict")),
 )
+INSTANTS: dict[Place, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}
 MAX_LABEL = 200
 
@@ -33,6 +34,9 @@ class Births:
         self.places: list[Place] = []
         self.dead: set[int] = set()
         self.old: set[int] = set()  # alive at the start
+        self.turns: list[
+            tuple[int, Place]
+        ] = []  # where one part of a step goes over into the next; known after `named`
         self._frames: dict[int, tuple[Place, str, object]] = {}  # what each frame says, by identity: stacks share them
 
     @property
@@ -59,7 +63,7 @@ class Births:
         role: dict[int, Role] = {}
         alive: dict[int, Place] = {number: self.places[number] for number in self.old}
         before: Place = ""
-        for event in events:
+        for index, event in enumerate(events):
             if type(event) is Free:
                 place = alive.pop(event.id)
                 if event.id not in role and place == "optimizer":
@@ -68,6 +72,7 @@ class Births:
                 place = self.places[event.id]
                 if place in ("forward", "backward", "optimizer") and place != before:
                     _turn(before, place, alive, role)
+                    self.turns.append((index, place))
                     before = place
                 alive[event.id] = place
         for number, place in alive.items():

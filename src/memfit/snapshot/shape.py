@@ -82,6 +82,41 @@ class Snapshot(Struct):
     external_annotations: list[Note] = []
 
 
+class Smaller:
+    """What is kept of a snapshot's dicts while it is read: an Entry for an event, and each stack of frames once.
+
+    The unpickler's memo keeps every dict and list until the end, so those that have been replaced are emptied; a stack that
+    is known already is left with that one as its only item, for whoever meets it again.
+    """
+
+    def __init__(self) -> None:
+        self.stacks: dict[tuple[int, ...], list[Any]] = {}
+        self.told = False  # the first event is kept as it is: its keys tell the version
+
+    def __call__(self, data: Any) -> Any:
+        if type(data) is not dict:
+            return data
+        frames = data.get("frames")
+        if type(frames) is list:
+            data["frames"] = self._once(frames)
+        if "action" not in data:
+            return data
+        entry = msgspec.convert(data, Entry, strict=True)
+        if not self.told:
+            self.told = True
+            return data
+        data.clear()
+        return entry
+
+    def _once(self, frames: list[Any]) -> list[Any]:
+        if len(frames) == 1 and type(frames[0]) is list:
+            return frames[0]
+        stack = self.stacks.setdefault(tuple(map(id, frames)), frames)
+        if stack is not frames:
+            frames[:] = [stack]
+        return stack
+
+
 def shaped(data: Any) -> Snapshot:
     """Plain data as a Snapshot. Raises BadInput naming the place that is wrong."""
     try:
@@ -107,7 +142,9 @@ def torch_of(data: Any) -> Torch:
     They are read as 2.11; a snapshot says nothing that tells 2.12, which orders free blocks in its own way.
     """
     traces = data.get("device_traces") or [[]]
-    keys = {key for trace in traces for entry in trace[:1] for key in entry} | set(data.get("allocator_settings") or ())
+    keys = {key for trace in traces for entry in trace[:1] if isinstance(entry, dict) for key in entry} | set(
+        data.get("allocator_settings") or ()
+    )
     for key, torch in (("pool_id", LATEST_TORCH), ("max_round_threshold", LATEST_TORCH), ("user_metadata", (2, 11)),
                        ("compile_context", (2, 9))):  # fmt: skip
         if key in keys:

@@ -1,0 +1,129 @@
+"""Time and memory of `memfit explain` on snapshots: `python benchmarks/explain_snapshots.py [DIR] [--big MB]`.
+
+Each file is read and explained in a process of its own; printed are CPU seconds (user + system) and what the process grew by
+while it did, as a multiple of the file, beside the file's size. --big first makes a snapshot of that many MB: one card,
+steps of 400 tensors with stacks of 24 frames, recorded as torch records them. The exit status is 1 above 5 s or 4 times
+the file for files of up to 100 MB, where DIR holds any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"
+SECONDS, TIMES, LARGE = 5.0, 4.0, 100 << 20
+BASE, MIB = 0x7F00_0000_0000, 1 << 20
+CHILD = "import sys; sys.path.insert(0, sys.argv[2]); import explain_snapshots as e; e.measured(sys.argv[1])"
+
+
+def measured(path: str) -> None:
+    """In a process of its own: print CPU seconds and bytes of growth."""
+    from memfit.explain import explain, read_text
+    from memfit.explain.reading import memory_of
+    from memfit.snapshot import read
+
+    explain(read_text("CUDA out of memory"))  # what is imported and compiled at the first use is there
+    before, held = resource.getrusage(resource.RUSAGE_SELF), _highest()
+    found = explain(read_text("", memory_of(read(Path(path)))))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{seconds:.2f} {_highest() - held} {found[0].cause} {found[0].confidence}")
+
+
+def _highest() -> int:
+    """The most bytes this process had resident; unlike ru_maxrss not its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def big(path: Path, megabytes: int) -> None:
+    """A snapshot of about that size, with a leak: every step one tensor stays."""
+    frames = [{"name": f"call_{n}", "filename": f"/home/me/model_{n % 7}.py", "line": n} for n in range(200)]
+    engine = {"name": "torch::autograd::Engine::thread_main", "filename": "??", "line": 0}
+    trace: list[dict[str, Any]] = []
+    events = megabytes * 1_000_000 // 165  # bytes of an event, as written
+    address, kept = BASE, []
+    entry = {"stream": 0, "compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0)}
+    while len(trace) < events:
+        live = []
+        for n in range(400):
+            stack = [frames[(n + k) % 200] for k in range(24)]
+            if n >= 300:
+                stack[-1] = engine
+            live.append(address)
+            trace.append(
+                {"action": "alloc", "addr": address, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry
+            )
+            address += 2 * MIB
+        for n, old in enumerate(live[1:]):
+            stack = [engine, *(frames[(n + k) % 200] for k in range(23))]
+            for action in ("free_requested", "free_completed"):
+                trace.append(
+                    {"action": action, "addr": old, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry
+                )
+        kept.append(live[0])
+        address = kept[-1] + 2 * MIB
+    total = max(e["addr"] for e in trace) + 2 * MIB - BASE
+    blocks, place = [], BASE
+    for old in [*kept, BASE + total]:
+        if old > place:
+            blocks.append(
+                {"address": place, "size": old - place, "requested_size": 0, "state": "inactive", "frames": []}
+            )
+        if old < BASE + total:
+            blocks.append(
+                {"address": old, "size": 2 * MIB, "requested_size": 2 * MIB, "state": "active_allocated", "frames": []}
+            )
+        place = old + 2 * MIB
+    segment = {"device": 0, "address": BASE, "total_size": total, "stream": 0, "segment_type": "large", "blocks": blocks,
+               "segment_pool_id": (0, 0), "is_expandable": False, "frames": []}  # fmt: skip
+    taken = {"action": "segment_alloc", "addr": BASE, "size": total, "time_us": 0, "frames": []} | entry
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[taken, *trace]]}, 4))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure every snapshot of a folder."""
+    parser = argparse.ArgumentParser(description="Time and memory of memfit explain on snapshots.")
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument("--big", type=int, help="make and measure a snapshot of this many MB instead")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as made:
+        if asked.big:
+            big(Path(made) / f"big-{asked.big}-mb.pickle", asked.big)
+        files = sorted((Path(made) if asked.big else asked.folder).glob("*.pickle"))
+        if not files:
+            print(f"no snapshots in {asked.folder}", file=sys.stderr)
+            return 2
+        over = [_one(path) for path in files]
+        return int(any(over))
+
+
+def _one(path: Path) -> bool:
+    """Print one file's figures; is it over a limit?"""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    size = path.stat().st_size
+    if done.returncode:
+        print(f"{path.name}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return True
+    seconds, grown, *cause = done.stdout.split()
+    times = int(grown) / size
+    print(
+        f"{path.name}: {size / 1e6:.1f} MB, {float(seconds):.2f} s, grew by {times:.1f} times the file; {' '.join(cause)}"
+    )
+    return size <= LARGE and (float(seconds) > SECONDS or times > TIMES)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,125 @@
+"""Two more pictures for the page of a timeline: a flame graph of who was alive, and a map of the segments. HTML without
+script: each box tells itself under the mouse by its title."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from memfit.explain.memory import Group
+from memfit.report.words import ROLE_WORDS
+from memfit.tape import Piece, Role, Segment
+from memfit.units import human
+
+ROW = 19  # pixels of a row of the flame graph
+NARROWEST = 0.001  # share of the width from which a box is drawn; the rest of its row is left blank
+DEEPEST = 40  # rows of a flame graph
+MOST_SEGMENTS = 160  # largest segments drawn; the others are counted
+THIN = 0.002  # share of a segment below which neighbours of one role are drawn as one
+
+STYLE = """<style>
+  h2.picture { font-size: 15px; font-weight: 650; margin: 34px 0 4px; }
+  .flame { position: relative; margin: 10px 0 0; font-size: 11.5px; }
+  .flame div { position: absolute; height: 18px; overflow: hidden; white-space: nowrap; padding: 0 4px; border-radius: 2px;
+               background: color-mix(in srgb, var(--reserved) 38%, var(--ground)); border: .5px solid var(--ground); }
+  .flame div:nth-child(3n) { background: color-mix(in srgb, var(--gradients) 42%, var(--ground)); }
+  .flame div:nth-child(3n+1) { background: color-mix(in srgb, var(--activations) 42%, var(--ground)); }
+  .segment { display: flex; height: 9px; margin: 2px 0; background: var(--shade); }
+  .segment b { display: block; height: 100%; }
+  .segment b.free { background: var(--slack); }
+</style>
+"""
+
+
+@dataclass(slots=True)
+class _Node:
+    bytes: int = 0
+    below: dict[str, _Node] = field(default_factory=dict)
+
+
+def pictures(stacks: Mapping[tuple[str, ...], int], segments: Sequence[Segment]) -> str:
+    """Both, as HTML to stand below the timeline."""
+    return STYLE + flame(stacks) + segment_map(segments)
+
+
+def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
+    """For histories without stacks: by role, line and place."""
+    found: dict[tuple[str, ...], int] = {}
+    for group in groups:
+        path = tuple(part for part in (ROLE_WORDS[group.role].title, group.line, group.module) if part)
+        found[path] = found.get(path, 0) + group.bytes
+    return found
+
+
+# ---- the flame graph -----------------------------------------------------------------------------------------------
+
+
+def flame(stacks: Mapping[tuple[str, ...], int]) -> str:
+    """Callers above, what they called below; a box is as wide as its bytes."""
+    root = _Node()
+    for path, size in stacks.items():
+        node = root
+        node.bytes += size
+        for name in path[:DEEPEST]:
+            node = node.below.setdefault(name, _Node())
+            node.bytes += size
+    boxes: list[str] = []
+    rows = _boxes(root, 0.0, 0, max(root.bytes, 1), boxes)
+    head = f'<h2 class="picture">Who was alive: {human(root.bytes)} by stack</h2>\n'
+    return f'{head}<div class="flame" style="height:{rows * ROW}px">\n' + "\n".join(boxes) + "\n</div>\n"
+
+
+def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> int:
+    """Draw what is below a node; the rows it took."""
+    deepest = row
+    for name, child in sorted(node.below.items(), key=lambda pair: -pair[1].bytes):
+        width = child.bytes / total
+        if width >= NARROWEST:
+            text = escape(name, quote=True)
+            at = f"left:{100 * left:.3f}%;width:{100 * width:.3f}%;top:{row * ROW}px"
+            boxes.append(f'<div style="{at}" title="{text}: {human(child.bytes)}, {width:.1%}">{text}</div>')
+            deepest = max(deepest, _boxes(child, left, row + 1, total, boxes))
+        left += width
+    return max(deepest, row + bool(node.below))
+
+
+# ---- the segments --------------------------------------------------------------------------------------------------
+
+
+def segment_map(segments: Sequence[Segment]) -> str:
+    """A line per segment, largest first, as wide as its bytes; what no tensor has is red."""
+    sizes = [(sum(piece.size for piece in s.pieces if piece.mapped), s) for s in segments]
+    ordered = sorted(sizes, key=lambda pair: -pair[0])
+    widest = max((size for size, _ in ordered), default=1) or 1
+    held = sum(size for size, _ in ordered)
+    free = sum(p.size for s in segments for p in s.pieces if p.mapped and p.alloc is None)
+    more = f", the {MOST_SEGMENTS} largest drawn" if len(ordered) > MOST_SEGMENTS else ""
+    head = f'<h2 class="picture">{len(ordered)} segments{more}: {human(held)} reserved, {human(free)} of it without a tensor</h2>\n'
+    return head + "\n".join(_segment(s, size, widest) for size, s in ordered[:MOST_SEGMENTS]) + "\n"
+
+
+def _segment(segment: Segment, size: int, widest: int) -> str:
+    boxes = []
+    for role, part, label in _runs(segment.pieces, THIN * max(size, 1)):
+        what = ROLE_WORDS[role].title if role else "free"
+        title = escape(f"{what}: {human(part)} {label}".strip(), quote=True)
+        boxes.append(f'<b class="{role or "free"}" style="width:{100 * part / max(size, 1):.3f}%" title="{title}"></b>')
+    kind = ("small pool" if segment.small else "large pool") + (", expandable" if segment.expandable else "")
+    title = f"{human(size)} at {segment.address:#x}, {kind}, stream {segment.stream}"
+    return f'<div class="segment" style="width:{100 * size / widest:.2f}%" title="{title}">{"".join(boxes)}</div>'
+
+
+def _runs(pieces: Sequence[Piece], thin: float) -> list[tuple[Role | None, int, str]]:
+    """(role, bytes, label) of the pieces; thin neighbours of one role are one."""
+    found: list[tuple[Role | None, int, str]] = []
+    for piece in pieces:
+        if not piece.mapped:
+            continue
+        role = piece.alloc.role if piece.alloc else None
+        label = piece.alloc.label if piece.alloc else ""
+        if found and found[-1][0] == role and (piece.size < thin or found[-1][1] < thin):
+            found[-1] = (role, found[-1][1] + piece.size, "several")
+        else:
+            found.append((role, piece.size, label))
+    return found

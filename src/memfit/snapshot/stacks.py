@@ -1,0 +1,60 @@
+"""Whole stacks of a snapshot: what was alive at the end of the recording, by the calls it was born under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import BadInput
+from memfit.snapshot import PICKLE, content_of, pickles
+from memfit.snapshot.shape import Smaller, shaped
+
+Stacks = dict[tuple[str, ...], int]
+DEEPEST = 60  # calls kept of a stack, from the outermost
+UNKNOWN: tuple[str, ...] = ("no stack recorded",)
+GAPS = ("reserved, no tensor",)
+
+
+def stacks_of(path: Path, device: int | None = None) -> Stacks:
+    """Bytes by stack, outermost call first, of one card (default: the one that holds most); {} for what is no snapshot.
+
+    Every block of the segments is counted: what no tensor has stands under GAPS.
+    """
+    content = content_of(path)
+    if not content.startswith(PICKLE):
+        return {}
+    segments = shaped(pickles.loads(content, Smaller())).segments
+    del content
+    held: dict[int, int] = {}
+    for segment in segments:
+        held[segment.device] = held.get(segment.device, 0) + segment.total_size
+    chosen = max(held, key=held.__getitem__, default=0) if device is None else device
+    if held and chosen not in held:
+        raise BadInput(f"the snapshot holds nothing of device {chosen}", hint=f"devices there: {sorted(held)}")
+    found: Stacks = {}
+    names: dict[int, tuple[str, ...]] = {}  # by identity of the frames' list: blocks share them
+    for segment in segments:
+        for block in segment.blocks if segment.device == chosen else ():
+            stack: tuple[str, ...] = GAPS
+            if block.state != "inactive":
+                known = names.get(id(block.frames))
+                stack = names.setdefault(id(block.frames), _names(block.frames)) if known is None else known
+            found[stack] = found.get(stack, 0) + block.size
+    return found
+
+
+def _names(frames: Any) -> tuple[str, ...]:
+    if not isinstance(frames, list | tuple):
+        return UNKNOWN
+    named = [_name(frame) for frame in reversed(frames) if isinstance(frame, dict)]
+    return tuple(name for name in named if name)[:DEEPEST] or UNKNOWN
+
+
+def _name(frame: dict[str, Any]) -> str:
+    """'forward (model.py:7)'; '' for frames of C++."""
+    path = str(frame.get("filename", "")).replace("\\", "/")
+    return (
+        f"{frame.get('name', '')} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:200]
+        if path.endswith(".py")
+        else ""
+    )
