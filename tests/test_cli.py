@@ -64,6 +64,27 @@ FLAGS = {
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
     "compare": ["--gpu", *COMMON],
+    "train": [
+        *CARDS,
+        "--effective-batch",
+        "--data",
+        "--tokenizer",
+        "--out",
+        "--resume",
+        "--force",
+        "--cpu",
+        "--eval-data",
+        "--epochs",
+        "--learning-rate",
+        "--max-steps",
+        "--save-steps",
+        "--falls",
+        "--memory-limit",
+        "--merge",
+        "--no-rehearsal",
+        *RECIPE,
+        *COMMON,
+    ],
     "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
@@ -82,6 +103,7 @@ FLAGS = {
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
     "export": ["--gpu", *OUT, *COMMON],
+    "launch": ["--gpu", "--target", "--nodes", "--hours", "--image", "--out", "--submit", "--force", *COMMON],
 }
 
 

@@ -514,7 +514,7 @@ def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
 
 KNOWN_CALLS = {
     "os.environ.setdefault", "LoraConfig", "argparse.ArgumentParser", "parser.add_argument", "parser.parse_args", "Path(data).exists",
-    "Path", "load_dataset", "arguments", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main", "load_tokenizer",
+    "Path", "load_dataset", "arguments", "build", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main", "load_tokenizer",
     "chat", "sample", "message.get", "row.get", "part.get", "roles.get", "READERS.get", "json.loads", "found.append", "isinstance", "len",
     "set", "any", "next", "print", "SystemExit", "data.endswith", "rows.filter", "usable.map", "samples[0].values", "' and '.join",
     "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained",

@@ -8,7 +8,6 @@ from typing import Any
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, OUT, Argument, Flag, takes
 from memfit.errors import BadInput, Refused
-from memfit.plan import Plan
 
 EXAMPLES = ("memfit export run/recipe.toml --target axolotl --out run-axolotl/",)
 GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME")
@@ -18,6 +17,7 @@ GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", 
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as another framework's files."""
     from memfit.export import export, notes, target, write
+    from memfit.export.again import plan_of_file
 
     if not flags.get("out"):
         raise BadInput("--out is missing", hint=f"memfit export {file} --target trl --out run/")
@@ -49,26 +49,3 @@ def run(file: str, **flags: Any) -> int:
         print(path)
     terminal.note(f"start it with: {row.command(plan)}")
     return 0
-
-
-def plan_of_file(path: Path, gpu: str) -> Plan:
-    """A recipe.toml as a plan without a ladder: its recipe is the answer, judged again on its card."""
-    from memfit import recipe_file
-    from memfit.cards import parse_gpu
-    from memfit.formula.estimate import estimate
-    from memfit.hub import resolve_model
-    from memfit.job import Job
-    from memfit.verdicts import judge
-
-    file = recipe_file.read(path)
-    if not (gpu or file.gpu):
-        raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
-    card, _ = parse_gpu(gpu or file.gpu)
-    architecture, recipe = resolve_model(file.model), file.recipe
-    footprint = estimate(architecture, recipe, card)
-    job = Job(
-        architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
-        effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
-        longest_sample=file.longest_sample or None, dataset=file.data,
-    )  # fmt: skip
-    return Plan(job, recipe, footprint, judge(footprint, card), ())

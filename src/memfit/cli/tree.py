@@ -16,16 +16,34 @@ from memfit.cli import (
     export,
     glossary,
     gpus,
+    launch,
     models,
     plan,
     replay,
     techniques,
     trace,
+    train,
     watch,
 )  # fmt: skip
 from memfit.cli.flags import TAKEN, Argument, Flag
 
-COMMANDS = (plan, estimate, trace, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export)
+COMMANDS = (
+    plan,
+    estimate,
+    trace,
+    train,
+    watch,
+    compare,
+    techniques,
+    replay,
+    explain,
+    gpus,
+    models,
+    data,
+    glossary,
+    export,
+    launch,
+)
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 

@@ -142,20 +142,49 @@ def learning_rate(recipe: Recipe) -> str:
 
 
 _ARGUMENTS = f'''\
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--data", default=DATA, help="{DATA_HELP}")
+    parser.add_argument("--eval-data", help="the same for evaluation, at every checkpoint")
     parser.add_argument("--output", default="output")
     parser.add_argument("--resume", nargs="?", const=True, help="continue from the last or the named checkpoint")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--save-steps", type=float, default=500, help="below 1: a share of all steps")
     parser.add_argument("--cpu", action="store_true", help="try the script without a GPU")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 '''
 
 
+# settings of TrainingArguments that every script has
+FIRST: tuple[Setting, ...] = (
+    ("output_dir", "args.output", ""),
+    ("max_steps", "args.max_steps", ""),
+    ("num_train_epochs", "args.epochs", ""),
+    ("learning_rate", "args.learning_rate", ""),
+)
+EVALUATION: tuple[Setting, ...] = (
+    ("per_device_eval_batch_size", "MICRO_BATCH", ""),
+    ("eval_strategy", '"steps" if args.eval_data else "no"', ""),
+    ("eval_steps", "args.save_steps", ""),
+    ("prediction_loss_only", "True", "evaluation keeps no logits"),
+    ("save_steps", "args.save_steps", ""),
+)
+
+
 def ending() -> list[str]:
-    """The functions that read the data, and the start of main()."""
-    return ["", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
+    """main(), the functions that read the data, and the start."""
+    return ["", "", *_MAIN.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
+
+
+_MAIN = """\
+def main() -> None:
+    args = arguments()
+    trainer = build(args)
+    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.save_model()
+"""

@@ -107,7 +107,7 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[s
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     opening = "return" if recipe.method == "full" else "model ="
     head, *body = script.call(f"{opening} AutoModelForCausalLM.from_pretrained(", settings)
-    lines = ["def build(name: str) -> PreTrainedModel:", head, "        name,", *body]
+    lines = ["def load_model(name: str) -> PreTrainedModel:", head, "        name,", *body]
     if _prepares(recipe):  # the Trainer turns checkpointing on itself
         lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
@@ -115,24 +115,26 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[s
 
 def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
     return [
-        "def main() -> None:",
-        "    args = arguments()",
+        "def build(args: argparse.Namespace) -> Trainer:",
         *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
         "    samples = load(args.data)",
         "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         *script.call(
-            "trainer = Trainer(",
+            "return Trainer(",
             [
-                ("model", "build(args.model)", "after TrainingArguments, so that ZeRO-3 can shard it while loading"),
+                (
+                    "model",
+                    "load_model(args.model)",
+                    "after TrainingArguments, so that ZeRO-3 can shard it while loading",
+                ),
                 ("args", "config", ""),
                 ("train_dataset", "tokenize(samples, tokenizer)", ""),
+                ("eval_dataset", "tokenize(load(args.eval_data), tokenizer) if args.eval_data else None", ""),
                 ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
                 ("processing_class", "tokenizer", ""),
             ],
         ),
-        "    trainer.train(resume_from_checkpoint=args.resume)",
-        "    trainer.save_model()",
     ]
 
 
@@ -143,10 +145,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
     on = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}[numbers.mixed]
     autocast: script.Setting = (numbers.mixed if numbers.mixed != "no" else "bf16", on, "")
     return [
-        ("output_dir", "args.output", ""),
-        ("max_steps", "args.max_steps", ""),
-        ("num_train_epochs", "EPOCHS", ""),
-        ("learning_rate", "LEARNING_RATE", ""),
+        *script.FIRST,
         ("per_device_train_batch_size", "MICRO_BATCH", ""),
         ("gradient_accumulation_steps", "ACCUMULATION", ""),
         *(
@@ -159,6 +158,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
         autocast,
         *([("use_liger_kernel", "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
         ("logging_steps", "10", ""),
+        *script.EVALUATION,
         ("save_total_limit", "2", ""),
         ("use_cpu", "args.cpu", ""),
     ]

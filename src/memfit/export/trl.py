@@ -42,12 +42,13 @@ def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
     saved, recipe = savings(plan), plan.recipe
     lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
-    lines += ["def main() -> None:", "    args = arguments()"]
+    lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
     lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
-    lines += ["    samples = load(args.data)", *script.call("trainer = SFTTrainer(", _trainer(recipe))]
-    lines += _WIDEN.splitlines() if _scales_bf16(recipe, how.backend) else []
-    lines += ["    trainer.train(resume_from_checkpoint=args.resume)", "    trainer.save_model()", *script.ending()]
-    return "\n".join(lines)
+    widened = _scales_bf16(recipe, how.backend)
+    made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
+    lines += ["    samples = load(args.data)", *script.call(made, _trainer(recipe))]
+    lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
+    return "\n".join([*lines, *script.ending()])
 
 
 _WIDEN = """\
@@ -71,13 +72,7 @@ def _imports(recipe: Recipe) -> list[str]:
 
 
 def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
-    settings: list[script.Setting] = [
-        ("output_dir", "args.output", ""),
-        ("max_steps", "args.max_steps", ""),
-        ("num_train_epochs", "EPOCHS", ""),
-        ("learning_rate", "LEARNING_RATE", ""),
-        ("max_length", "MAX_LENGTH", ""),
-    ]
+    settings: list[script.Setting] = [*script.FIRST, ("max_length", "MAX_LENGTH", "")]
     if recipe.padding == "packing":
         settings.append(("packing", "True", ""))
     settings += [
@@ -91,6 +86,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
         *_optimizer(recipe, saved),
         *_precision(recipe, saved, kind),
         ("loss_type", literal("nll"), "through TRL's fused LM head, which never holds the logits"),
+        *script.EVALUATION,
         ("save_total_limit", "2", ""),
         ("use_cpu", "args.cpu", ""),
     ]
@@ -128,6 +124,7 @@ def _trainer(recipe: Recipe) -> list[script.Setting]:
         ("model", "args.model", ""),
         ("args", "config", ""),
         ("train_dataset", "samples", ""),
+        ("eval_dataset", "load(args.eval_data) if args.eval_data else None", ""),
         ("processing_class", "load_tokenizer(args.model, samples)", ""),
     ]
     if recipe.quantization != "none":

@@ -1,0 +1,80 @@
+"""memfit launch: a recipe as a job for one machine or a cluster, and on request its submission."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.errors import BadInput, Refused
+
+if TYPE_CHECKING:
+    from memfit.run.jobs import Target
+
+EXAMPLES = (
+    "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
+    "memfit launch run/recipe.toml --target skypilot --out job/ --submit",
+)
+ROWS = (
+    Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME"),
+    Flag("target", str, "Who runs it.", "torchrun|slurm|skypilot|kubernetes"),
+    Flag("nodes", int, "Machines to deal the GPUs to. Default: 1.", "N"),
+    Flag("hours", int, "Slurm: the longest it may take.", "N"),
+    Flag("image", str, "Kubernetes: the container image.", "NAME"),
+    Flag("out", str, "Write the files into this folder.", "DIR"),
+    Flag("submit", bool, "Submit the job as well.", default=False),
+    Flag("force", bool, "Overwrite files, and launch a recipe that does not fit.", default=False),
+)
+
+
+@takes(*ROWS, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
+def run(file: str, **flags: Any) -> int:
+    """Write a recipe as a job for a cluster.
+
+    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings.
+    """
+    from memfit.export import export, write
+    from memfit.export.again import plan_of_file
+    from memfit.run.folder import target_of
+    from memfit.run.jobs import target
+    from memfit.run.jobs.spec import spec_of
+
+    if not (flags["out"] and flags["target"]):
+        raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
+    row = target(flags["target"])
+    if flags["submit"]:
+        _check_tool(row)
+    plan = plan_of_file(Path(file), flags["gpu"] or "")
+    if plan.judgement.verdict == "misfit" and not flags["force"]:
+        raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
+    spec = spec_of(plan, 1 if flags["nodes"] is None else flags["nodes"], flags["hours"] or 0, flags["image"] or "")
+    if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
+        raise BadInput("several nodes cannot be started from here", hint=f"start {row.file} on each of them")
+    folder = Path(flags["out"])
+    paths = write(export(plan, target_of(plan)) | row.write(spec), folder, flags["force"])
+    line = shlex.join(row.submit)
+    _show(flags["json"], row, paths, line, spec.host_bytes)
+    return subprocess.run(row.submit, cwd=folder, check=False).returncode if flags["submit"] else 0
+
+
+def _check_tool(row: Target) -> None:
+    """Refuse before anything is written."""
+    if shutil.which(row.submit[0]) is None:
+        raise BadInput(
+            f"there is no {row.submit[0]} on this machine", hint="leave --submit out and submit it where there is"
+        )
+
+
+def _show(json: bool, row: Target, paths: tuple[Path, ...], line: str, host: int) -> None:
+    if json:
+        files = [str(path) for path in paths]
+        document = {"schema": "memfit.launch/1", "target": row.key, "files": files, "command": line, "host_bytes": host}
+        terminal.show_json(document)
+        return
+    for path in paths:
+        print(path)
+    terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {line}")

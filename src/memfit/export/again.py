@@ -1,0 +1,36 @@
+"""A recipe.toml as a plan again: its recipe is the answer, judged once more on its card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memfit import recipe_file
+from memfit.cards import parse_gpu
+from memfit.errors import BadInput
+from memfit.formula.estimate import estimate
+from memfit.gpu import Gpu
+from memfit.hub import resolve_model
+from memfit.job import Job
+from memfit.plan import Plan
+from memfit.verdicts import judge
+
+
+def plan_of_file(path: Path, gpu: str) -> Plan:
+    """The plan of a file, without a ladder, on the card it names or on another. Raises BadInput where there is none."""
+    file = recipe_file.read(path)
+    if not (gpu or file.gpu):
+        raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
+    card, _ = parse_gpu(gpu or file.gpu)
+    return plan_of(file, card)
+
+
+def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
+    """The plan of a recipe on a card."""
+    architecture, recipe = resolve_model(file.model), file.recipe
+    footprint = estimate(architecture, recipe, card)
+    job = Job(
+        architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
+        effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
+        longest_sample=file.longest_sample or None, dataset=file.data,
+    )  # fmt: skip
+    return Plan(job, recipe, footprint, judge(footprint, card), ())

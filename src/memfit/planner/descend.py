@@ -1,0 +1,73 @@
+"""One rung down from a recipe that ran out of memory: what still learns the same, takes the same steps and needs less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+
+from memfit.formula.account import Account
+from memfit.formula.estimate import closed_form
+from memfit.job import Job, Recipe
+from memfit.plan import Plan
+from memfit.planner import techniques
+from memfit.planner.engine import Estimator
+from memfit.planner.search import ranked
+
+# what is learned, from what, in which steps: never altered by a fall
+LEARNED = (
+    "method", "quantization", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "sequence_length", "padding",
+    "num_gpus", "trainer",
+)  # fmt: skip
+# what checkpoints depend on: altered only where there is none yet
+STORED = ("precision", "offload", "shard")
+
+
+def down(
+    plan: Plan, shortfall: int, fixed: Iterable[str] = (), runs: Callable[[Recipe], bool] = lambda recipe: True
+) -> Plan | None:
+    """The plan with its budget lowered by a measured shortfall (bytes of tensors), or None where nothing needs less.
+
+    The ladder is climbed on from the plan's own recipe, with the effective batch it has. Taken is the first recipe, rung by
+    rung and fastest first, whose tensors need that much less; failing that the one which needs least. `fixed` names
+    recipe fields that must stay beside LEARNED; `runs` says what the machine can run at all.
+    """
+    job = _job(plan, {*LEARNED, *fixed})
+    estimator = Estimator(job)
+    now = tensor_bytes(plan, plan.recipe)
+    smallest: tuple[int, Recipe] | None = None
+    for recipe in _further(job, plan.recipe, estimator):
+        if not runs(recipe):
+            continue
+        size = tensor_bytes(plan, recipe)
+        if size <= now - max(shortfall, 1):
+            return _with(plan, recipe, estimator)
+        if size < min(now, smallest[0] if smallest else now):
+            smallest = size, recipe
+    return _with(plan, smallest[1], estimator) if smallest else None
+
+
+def tensor_bytes(plan: Plan, recipe: Recipe) -> int:
+    """Tensor bytes at the worst instant of training, by formula."""
+    return closed_form(Account(plan.job.architecture, recipe, plan.job.gpu)).requested
+
+
+def _job(plan: Plan, fixed: set[str]) -> Job:
+    """The plan's job as a file would state it: the ladder starts at its recipe."""
+    recipe = plan.recipe
+    return replace(
+        plan.job, method=recipe.method, effective_batch=recipe.effective_batch, sequence_length=recipe.sequence_length,
+        wanted=tuple((name, getattr(recipe, name)) for name in sorted(fixed)),
+        stated=tuple(f.name for f in fields(Recipe)),
+    )  # fmt: skip
+
+
+def _further(job: Job, recipe: Recipe, estimator: Estimator) -> Iterator[Recipe]:
+    """Every recipe on the rungs from this one on: those predicted to fit first, each fastest first."""
+    for rung in techniques(job, recipe):
+        for group in ranked(job, rung.recipe, estimator):
+            yield from (c.recipe for c in group if c.recipe.effective_batch == recipe.effective_batch)
+
+
+def _with(plan: Plan, recipe: Recipe, estimator: Estimator) -> Plan:
+    footprint, judgement = estimator.shown(recipe, exact=True)
+    return replace(plan, recipe=recipe, footprint=footprint, judgement=judgement)

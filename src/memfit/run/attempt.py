@@ -1,0 +1,258 @@
+"""One attempt: the exported train.py is loaded and its trainer run, until it is done, is stopped, or memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import re
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memfit.errors import BadInput
+from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
+from memfit.run.keeper import Keeper, Tell
+from memfit.run.limit import CountingMeter, Meter, metered
+from memfit.run.nouns import Outcome, Settings, Shortage
+from memfit.run.samples import Ledger, counted
+from memfit.units import parse_size
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
+TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
+LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
+BETWEEN_STEPS = ("forward and backward", "eval")  # stages in which weights and states are those of a whole step
+EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes))")
+_HELD = re.compile(r"Of the allocated memory ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes)) is allocated")
+
+
+def attempt(
+    run: Run, tell: Tell, keep: Callable[[Keeper], None] = lambda keeper: None,
+    before: Callable[[CountingMeter, int], None] | None = None,
+) -> Outcome:  # fmt: skip
+    """Train from the last good checkpoint on. `keep` is handed the Keeper (to stop it), `before` sees every allocation.
+
+    Out of memory is an Outcome; other errors of the trainer are raised as they are.
+    """
+    settings, started = run.settings, time.monotonic()
+    with metered(settings.cpu, settings.memory_limit, before) as meter:
+        keeper = Keeper(
+            meter, Ledger(rank_file(run.path / SAMPLES_FILE)), tell, run.plan.recipe.optimizer, settings.rehearse
+        )
+        keep(keeper)
+        outcome = _attempt(run, settings, keeper, meter)
+        meter.note()
+        outcome = replace(
+            outcome, peaks=dict(meter.peaks), reserved=meter.reserved, seconds=time.monotonic() - started,
+            host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, versions=_versions(),
+        )  # fmt: skip
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outcome:
+    trainer = None
+    try:
+        trainer = load(run, settings)
+        keeper.attach(trainer)
+        return _trained(run, trainer, keeper)
+    except Exception as error:
+        if not exhausted(error):
+            raise
+        shortage = _shortage(error, keeper, meter, trainer, run)
+        forget(error)
+        if trainer is not None:
+            _save_what_is_good(run, trainer, keeper)
+        return _result("oom", keeper, trainer, run, shortage=shortage)
+
+
+def load(run: Run, settings: Settings) -> Any:
+    """The trainer that train.py builds, told what the settings say."""
+    script = _module(run.path / "train.py")
+    words = [
+        "--output",
+        str(run.output),
+        "--save-steps",
+        str(settings.save_steps),
+        "--max-steps",
+        str(settings.max_steps),
+    ]
+    for name in ("eval_data", "learning_rate", "epochs"):
+        if value := getattr(settings, name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    trainer = script.build(script.arguments([*words, *(["--cpu"] if settings.cpu else [])]))
+    trainer.args.disable_tqdm = True
+    trainer.args.logging_steps = LOGGED
+    return trainer
+
+
+def _module(path: Path) -> ModuleType:
+    """train.py imported under a name of its own, as libraries that pickle its functions expect."""
+    name = f"memfit_run_{abs(hash(str(path)))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
+    """Train, evaluate at the end, save."""
+    last = _resumable(run, keeper)
+    keeper.resumed = last
+    with counted(trainer, keeper.ledger), _quiet_progress(trainer):
+        if last and _finished(last, trainer):
+            keeper.enter("resume")
+            trainer._load_from_checkpoint(str(last.path))
+            trainer.state.global_step = trainer.state.max_steps = last.step
+            keeper.ledger.begin(last.step)
+        else:
+            if last:
+                keeper.enter("resume")
+            trainer.train(resume_from_checkpoint=str(last.path) if last else None)
+        if trainer.state.global_step < trainer.state.max_steps:
+            return _result("stopped", keeper, trainer, run)
+        if trainer.eval_dataset is not None and keeper.eval_loss is None:
+            trainer.evaluate()
+        trainer.save_model()
+    return _result("done", keeper, trainer, run, saved=(str(run.output),))
+
+
+def _resumable(run: Run, keeper: Keeper) -> Checkpoint | None:
+    """The last good checkpoint, the others cleared away; states of another optimizer are put aside."""
+    run.drop_broken()
+    last = run.last_good()
+    if last and last.optimizer != keeper.optimizer_name and (last.path / "optimizer.pt").exists():
+        (last.path / "optimizer.pt").replace(last.path / f"optimizer.{last.optimizer}.pt")
+    return last
+
+
+def _finished(last: Checkpoint, trainer: Any) -> bool:
+    state = trainer.state.load_from_json(str(last.path / "trainer_state.json"))
+    return bool(state.global_step >= state.max_steps)
+
+
+@contextlib.contextmanager
+def _quiet_progress(trainer: Any) -> Any:
+    """No bars and dictionaries of the libraries' own on stdout."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    for kind in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(kind)
+    yield
+
+
+def exhausted(error: BaseException | None) -> bool:
+    """The error, or one that it was raised from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in EXHAUSTED)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def forget(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: activations above all."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def _shortage(error: Exception, keeper: Keeper, meter: Meter, trainer: Any, run: Run) -> Shortage:
+    text = str(error)
+    held = _size(_HELD, text) or meter.held  # by now some of it was let go
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = next(
+        (f for f in reversed(frames) if "/torch/" not in f.filename and "/memfit/" not in f.filename), None
+    )
+    return Shortage(
+        stage=keeper.stage, step=trainer.state.global_step if trainer is not None else 0, text=text,
+        asked=_size(_ASKED, text), held=held, limit=meter.limit, trace="".join(traceback.format_exception(error))[-TRACE:],
+        frame=f"{innermost.filename}:{innermost.lineno}" if innermost else "", snapshot=_snapshot(run),
+    )  # fmt: skip
+
+
+def _size(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return parse_size(found.group(1).replace("bytes", "B")) if found else 0
+
+
+def _snapshot(run: Run) -> str:
+    """The allocator's own record, where there is an allocator."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return ""
+    folder = run.path / "falls"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{len(run.falls) + 1}.pickle"
+    with contextlib.suppress(Exception):  # the record of a failure must not become one
+        torch.cuda.memory._dump_snapshot(str(path))
+        return str(path)
+    return ""
+
+
+def _save_what_is_good(run: Run, trainer: Any, keeper: Keeper) -> None:
+    """Weights and states of the last whole step, where the failure did not touch them and one process has all of them."""
+    step, last = trainer.state.global_step, run.last_good()
+    keeper.ledger.drop()
+    if keeper.stage not in BETWEEN_STEPS or trainer.args.world_size > 1 or step <= (last.step if last else 0):
+        return
+    failed_in = keeper.stage
+    trainer.model.zero_grad(set_to_none=True)
+    gc.collect()
+    try:
+        trainer._save_checkpoint(trainer.model, None)
+        keeper.complete(run.output / f"checkpoint-{step}", step)
+    except Exception as error:  # the older checkpoint stands
+        if not exhausted(error) and not isinstance(error, OSError):
+            raise
+        forget(error)
+    keeper.stage = failed_in
+
+
+def _result(status: Any, keeper: Keeper, trainer: Any, run: Run, **more: Any) -> Outcome:
+    last = run.last_good()
+    return Outcome(
+        status=status, step=last.step if last else 0, steps=max(trainer.state.max_steps, 0) if trainer is not None else 0,
+        samples=last.samples if last else 0, loss=keeper.losses[-1] if keeper.losses else None,
+        first_loss=keeper.losses[0] if keeper.losses else None, eval_loss=keeper.eval_loss, **more,
+    )  # fmt: skip
+
+
+def rank_file(path: Path) -> Path:
+    """samples.jsonl; of the other processes of a run samples.1.jsonl and so on."""
+    rank = os.environ.get("RANK", "0")
+    return path if rank == "0" else path.with_suffix(f".{rank}{path.suffix}")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def need_libraries() -> None:
+    """Raises BadInput naming what to install."""
+    missing = [name for name in ("torch", "transformers", "trl", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadInput(f"training needs {', '.join(missing)}", hint="pip install 'memfit[train]'")

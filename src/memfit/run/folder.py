@@ -1,0 +1,183 @@
+"""A run's folder: what lies where, which checkpoints are whole, and how files are written so that none is ever half there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memfit import recipe_file
+from memfit.cards import custom_gpu, find_gpu
+from memfit.errors import BadInput, Refused
+from memfit.export import export
+from memfit.export import write as write_files
+from memfit.export.again import plan_of
+from memfit.gpu import Gpu
+from memfit.plan import Plan
+from memfit.run.nouns import Fall, Outcome, Settings
+
+T = TypeVar("T")
+COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
+RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: the optimizer steps in it, and the optimizer whose states it holds."""
+
+    path: Path
+    step: int
+    samples: int
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's folder. `train.py` and `recipe.toml` are those of the present rung."""
+
+    path: Path
+
+    @property
+    def output(self) -> Path:
+        """Where the trainer writes: checkpoints and the model."""
+        return self.path / "output"
+
+    @property
+    def settings(self) -> Settings:
+        """What the run was told."""
+        return _read(self.path / RUN_FILE, Settings, "settings")
+
+    @property
+    def falls(self) -> tuple[Fall, ...]:
+        """How often memory ran out so far, in order."""
+        return tuple(_read(self.path / RUN_FILE, list[Fall], "falls"))
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the last attempt ended; None while there is none."""
+        path = self.path / OUTCOME_FILE
+        return _read(path, Outcome) if path.exists() else None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the present rung."""
+        file = recipe_file.read(self.path / "recipe.toml")
+        return plan_of(file, card_of(self.settings))
+
+    def keep(self, settings: Settings, falls: Iterable[Fall]) -> None:
+        """Write run.json."""
+        write_json(self.path / RUN_FILE, {"settings": asdict(settings), "falls": [asdict(f) for f in falls]})
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Write outcome.json."""
+        write_json(self.path / OUTCOME_FILE, asdict(outcome))
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write what `memfit export` writes: train.py, recipe.toml, requirements.txt and the launcher's files."""
+        write_files(export(plan, target_of(plan)), self.path, force=True)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Whole checkpoints, oldest first."""
+        found = []
+        for path in self.output.glob(f"checkpoint-*/{COMPLETE}"):
+            told = _read(path, dict[str, Any])
+            found.append(Checkpoint(path.parent, told["step"], told["samples"], told["optimizer"]))
+        return sorted(found, key=lambda c: c.step)
+
+    def last_good(self) -> Checkpoint | None:
+        """The newest whole checkpoint."""
+        return max(self.checkpoints(), key=lambda c: c.step, default=None)
+
+    def drop_broken(self) -> list[Path]:
+        """Remove checkpoints that were never finished; returns what was removed."""
+        broken = [p for p in self.output.glob("checkpoint-*") if not (p / COMPLETE).exists()]
+        for path in broken:
+            shutil.rmtree(path)
+        return broken
+
+
+def prepare(folder: Path, force: bool) -> None:
+    """Make room for a new run. Raises Refused where one is there already and `force` is not set."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / RUN_FILE).is_file():
+            raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
+        if not force:
+            raise Refused(f"{folder} holds a run already", hint="--resume continues it, --force starts it again")
+        _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def create(folder: Path, plan: Plan, settings: Settings) -> Run:
+    """A new run in a folder that was prepared."""
+    run = Run(folder)
+    gpu = plan.job.gpu
+    run.write_plan(plan)
+    run.keep(replace(settings, gpu="" if gpu.short == "custom" else gpu.short, gpu_memory=gpu.total_bytes), ())
+    return run
+
+
+def opened(folder: Path) -> Run:
+    """The run in a folder. Raises BadInput where there is none."""
+    if not (folder / RUN_FILE).is_file():
+        raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
+    return Run(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run wrote, and nothing else."""
+    for name in ("output", "falls", "merged", "assets"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (OUTCOME_FILE, SAMPLES_FILE, LOG_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def card_of(settings: Settings) -> Gpu:
+    """The card that is planned for: a row of the table, or one of that memory."""
+    row = find_gpu(settings.gpu) if settings.gpu else None
+    return row if row and row.total_bytes == settings.gpu_memory else custom_gpu(settings.gpu_memory, row)
+
+
+def target_of(plan: Plan) -> str:
+    """The export target that is run: the trainer the plan was made for."""
+    return "transformers" if plan.recipe.trainer.startswith("transformers") else "trl"
+
+
+def fallen(run: Run, fall: Fall, plan: Plan) -> None:
+    """Note a fall, put the old rung's files aside, and write those of the new one."""
+    number = len(run.falls) + 1
+    aside = run.path / "falls" / str(number)
+    aside.mkdir(parents=True, exist_ok=True)
+    for name in ("recipe.toml", "train.py"):
+        shutil.copy2(run.path / name, aside / name)
+    write_text(aside / "error.txt", fall.shortage.trace or fall.shortage.text + "\n")
+    run.write_plan(plan)
+    run.keep(run.settings, (*run.falls, fall))
+
+
+def _read(path: Path, shape: type[T], key: str = "") -> T:
+    try:
+        data = json.loads(path.read_bytes())
+        return msgspec.convert(data[key] if key else data, shape)
+    except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
+        raise BadInput(f"{path} cannot be read: {error}", hint="start the run again with --force") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON, replaced at once."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text, on the disk before it replaces what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

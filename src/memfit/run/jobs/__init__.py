@@ -1,0 +1,40 @@
+"""Jobs: a plan as the file a cluster runs, with what the plan knows: GPUs, host RAM, allocator settings. One module per target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.errors import UnknownName
+from memfit.run.jobs import kubernetes, skypilot, slurm, torchrun
+from memfit.run.jobs.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One row: what --target takes, the file it writes, and the line that submits it."""
+
+    key: str
+    title: str
+    file: str
+    write: Callable[[Spec], dict[str, str]]
+    submit: tuple[str, ...]
+
+
+TARGETS: dict[str, Target] = {
+    row.key: row
+    for row in (
+        Target("torchrun", "a shell script, started on every node", torchrun.FILE, torchrun.write, ("bash", torchrun.FILE)),
+        Target("slurm", "an sbatch script", slurm.FILE, slurm.write, ("sbatch", slurm.FILE)),
+        Target("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write, ("sky", "launch", "-y", skypilot.FILE)),
+        Target("kubernetes", "a Kubeflow TrainJob with its Dockerfile", kubernetes.FILE, kubernetes.write,
+               ("kubectl", "apply", "-f", kubernetes.FILE)),
+    )
+}  # fmt: skip
+
+
+def target(key: str) -> Target:
+    """The row of a target. Raises UnknownName."""
+    if key not in TARGETS:
+        raise UnknownName("launch target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
+    return TARGETS[key]

@@ -1,0 +1,28 @@
+"""job.sbatch: a Slurm batch script, one task per node that starts one process per GPU."""
+
+from __future__ import annotations
+
+from memfit.run.jobs.spec import Spec
+
+FILE = "job.sbatch"
+CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
+
+
+def write(spec: Spec) -> dict[str, str]:
+    """The script. Slurm counts --mem in units of 1024."""
+    settings = {
+        "job-name": spec.name, "nodes": spec.nodes, "ntasks-per-node": 1, "gpus-per-node": spec.gpus,
+        "cpus-per-task": CORES * spec.gpus, "mem": f"{spec.host_gib}G", "output": "%x-%j.log",
+    }  # fmt: skip
+    settings |= {"time": f"{spec.hours}:00:00"} if spec.hours else {}
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
+        f"# {spec.head}",
+        "set -euo pipefail",
+        'cd "$SLURM_SUBMIT_DIR"',
+        *spec.exports(),
+        'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"'),
+    ]
+    return {FILE: "\n".join(lines) + "\n"}

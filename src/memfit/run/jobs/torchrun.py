@@ -1,0 +1,23 @@
+"""launch.sh: one script that is started on every node, by hand or by whatever starts things there."""
+
+from __future__ import annotations
+
+from memfit.run.jobs.spec import Spec
+
+FILE = "launch.sh"
+
+
+def write(spec: Spec) -> dict[str, str]:
+    """The script. HEAD names the first node; with one node nothing need be said."""
+    where = "localhost" if spec.nodes == 1 else "${HEAD:?set HEAD to the name of the first node}"
+    lines = [
+        "#!/bin/bash",
+        f"# {spec.head}",
+        f"# on each of {spec.nodes} node(s) with {spec.gpus} GPU(s) and {spec.host_gib} GiB of free host memory:",
+        f"#     {'' if spec.nodes == 1 else 'HEAD=first-node '}bash {FILE}",
+        "set -euo pipefail",
+        'cd "$(dirname "$0")"',
+        *spec.exports(),
+        spec.torchrun(str(spec.nodes), where, spec.name),
+    ]
+    return {FILE: "\n".join(lines) + "\n"}

@@ -1,0 +1,120 @@
+"""What happens beside training: stages are told apart, samples counted, checkpoints marked whole, a stop is obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from memfit.run.folder import COMPLETE, Checkpoint, write_json
+from memfit.run.limit import Meter
+from memfit.run.nouns import Event, Stage
+from memfit.run.rehearsal import rehearse
+from memfit.run.samples import Ledger
+
+Tell = Callable[[Event], None]
+
+
+class Keeper(TrainerCallback):
+    """Watches one attempt. `stop` may be set at any time: the step under way is finished and saved."""
+
+    def __init__(self, meter: Meter, ledger: Ledger, tell: Tell, optimizer: str, rehearsed: bool) -> None:
+        self.meter, self.ledger, self.tell = meter, ledger, tell
+        self.optimizer_name, self.rehearsed = optimizer, rehearsed
+        self.resumed: Checkpoint | None = None
+        self.trainer: Any = None
+        self.stage: Stage = "load"
+        self.stop = False
+        self.losses: list[float] = []
+        self.eval_loss: float | None = None
+
+    def enter(self, stage: Stage) -> None:
+        """The run is now in `stage`."""
+        self.stage = stage
+        self.meter.enter(stage)
+
+    def attach(self, trainer: Any) -> None:
+        """Be told of what the trainer's callbacks do not tell: when it evaluates and saves."""
+        self.trainer = trainer
+        trainer.add_callback(self)
+        for name, stage in (("evaluate", "eval"), ("_save_checkpoint", "save"), ("save_model", "save")):
+            setattr(trainer, name, self._within(stage, getattr(trainer, name)))  # type: ignore[arg-type]
+
+    def _within(self, stage: Stage, call: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **named: Any) -> Any:
+            before = self.stage
+            self.enter(stage)
+            found = call(*args, **named)
+            self.enter(before)  # not after an error: it happened in `stage`
+            return found
+
+        return within
+
+    # ---- what the Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self.resumed and self.resumed.optimizer != self.optimizer_name:
+            scheduler_of(self.resumed.path, self.trainer)
+        if self.rehearsed:
+            self.enter("rehearsal")
+            longest = rehearse(
+                self.trainer, named["model"], named["optimizer"], step=not has_states(named["optimizer"])
+            )
+            self.tell({"event": "rehearsed", "tokens": longest})
+        self.ledger.begin(state.global_step)
+        self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.enter("forward and backward")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.enter("optimizer step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.enter("forward and backward")
+        self.ledger.step(state.global_step)
+        if self.stop:
+            control.should_save = control.should_training_stop = True
+        self.tell({"event": "step", "step": state.global_step, "steps": state.max_steps})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+        if "eval_loss" in logs:
+            self.eval_loss = float(logs["eval_loss"])
+        self.tell({"event": "log", "step": state.global_step, **{k: v for k, v in logs.items() if k in LOGGED}})
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
+
+    def complete(self, folder: Path, step: int) -> None:
+        """Mark a checkpoint whole: every process has written its part."""
+        import torch
+
+        one = torch.tensor([self.ledger.total], device=self.trainer.args.device)
+        samples = int(self.trainer.accelerator.gather(one).sum())
+        if not self.trainer.args.should_save:
+            return
+        told = {"step": step, "samples": samples, "optimizer": self.optimizer_name}
+        write_json(folder / COMPLETE, told)
+        self.tell({"event": "saved", "step": step})
+
+
+LOGGED = ("loss", "eval_loss", "learning_rate", "grad_norm")
+
+
+def has_states(optimizer: Any) -> bool:
+    """It has taken a step before, in this process or in the one whose checkpoint was loaded."""
+    return bool(getattr(optimizer, "optimizer", optimizer).state)
+
+
+def scheduler_of(checkpoint: Path, trainer: Any) -> None:
+    """The learning rate goes on where it was, though the new optimizer's states start again."""
+    import torch
+
+    trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
+    for group, rate in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate

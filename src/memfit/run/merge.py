@@ -1,0 +1,40 @@
+"""Adapters merged into their base on the CPU, in a process of its own: no GPU is needed and none can run out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from memfit.errors import BadInput
+from memfit.run.folder import Run
+
+
+def merged(run: Run) -> Path:
+    """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
+    target, half = run.path / "merged", run.path / ".merged"
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit.run.merge", run.plan.job.architecture.name, str(run.output), str(half)],
+        capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BadInput(f"the adapters could not be merged: {why[:200]}", hint=f"the adapters are in {run.output}")
+    half.replace(target)
+    return target
+
+
+def main(base: str, adapters: str, target: str) -> None:
+    """Load the base as it is stored, whole and unquantised, put the adapters in, save it with the tokenizer."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", device_map=None)
+    whole = PeftModel.from_pretrained(model, adapters).merge_and_unload(safe_merge=True)
+    whole.save_pretrained(target)
+    AutoTokenizer.from_pretrained(adapters).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,84 @@
+"""The nouns of a run: Settings (what it is told beside its recipe), Outcome (how an attempt ended) and Fall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["done", "stopped", "oom", "failed"]
+Stage = Literal["load", "rehearsal", "resume", "forward and backward", "optimizer step", "eval", "save", "merge"]
+FALLS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What `memfit train` is told beside the recipe. Zeros and "" leave a choice to train.py."""
+
+    gpu: str = ""  # the card's short name; "" for one that is not in the table
+    gpu_memory: int = 0  # bytes it has
+    cpu: bool = False  # train on the CPU; the card is only what is planned for
+    memory_limit: int = 0  # bytes: less than the device has, to try what happens; 0: all of it
+    eval_data: str = ""
+    learning_rate: float = 0.0
+    epochs: float = 0.0
+    max_steps: int = -1
+    save_steps: float = 0.1  # steps between checkpoints; below 1 a share of all steps
+    falls: int = FALLS  # how often memory may run out before the run stops
+    rehearse: bool = True  # try the worst batch before the first step
+    merge: bool = False  # write the adapters merged into their base as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """One allocation that failed. Bytes; zero where nobody knows."""
+
+    stage: Stage
+    step: int  # optimizer steps that were complete
+    text: str  # the error, as PyTorch words it
+    trace: str = ""  # the end of its traceback
+    asked: int = 0  # bytes of the allocation that failed
+    held: int = 0  # bytes of tensors at that moment
+    limit: int = 0  # bytes there were
+    frame: str = ""  # file:line of the innermost frame outside the libraries' core
+    snapshot: str = ""  # the memory snapshot beside it
+
+    @property
+    def short(self) -> int:
+        """Bytes that were missing; at least 1."""
+        return max(self.held + self.asked - self.limit, 1) if self.limit else max(self.asked, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one attempt ended, and what it measured. Sizes are bytes."""
+
+    status: Status
+    step: int = 0  # optimizer steps complete in the weights that are saved
+    steps: int = 0  # of the whole run
+    samples: int = 0  # samples trained in these steps
+    loss: float | None = None  # of training, as last logged
+    first_loss: float | None = None
+    eval_loss: float | None = None
+    peaks: dict[str, int] = field(default_factory=dict)  # stage -> most bytes of tensors at once
+    reserved: int = 0  # most bytes held by the allocator; 0 on a CPU
+    host: int = 0  # peak resident memory of the process
+    seconds: float = 0.0
+    shortage: Shortage | None = None
+    error: str = ""
+    saved: tuple[str, ...] = ()  # folders: the model, the merged model
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fall:
+    """One time that memory ran out, and what was changed for the next attempt."""
+
+    shortage: Shortage
+    cause: tuple[str, str]  # two lines: what failed, and what held the memory
+    changed: tuple[str, ...]  # "micro-batch 8 -> 4"
+    resumed_at: int  # the last good step
+    moments_lost: bool = False  # the optimizer changed: its states start again
+
+
+Event = dict[str, Any]
+EVENT = "memfit-event "  # opens the lines of a worker's output that hold an Event as JSON

@@ -1,0 +1,93 @@
+"""The worst batch before the first step: what a run needs at its worst instant, tried without leaving a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # they have no step of their own, and no state
+
+
+def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool) -> int:
+    """Run forward and backward on the longest samples and, with `step`, an optimizer step that changes nothing.
+
+    Returns the tokens of the longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are as
+    before. The step is taken with zero gradients at a learning rate of zero: every rule of optimizers.py leaves the
+    weights bit for bit, and the states it makes are dropped; so it is for an optimizer that has none yet.
+    """
+    rows = worst_rows(trainer)
+    with untouched(trainer, model):
+        batch = trainer.data_collator(rows)
+        batch = {k: v.to(trainer.args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+
+        def passes() -> None:
+            for _ in range(
+                min(trainer.args.gradient_accumulation_steps, 2)
+            ):  # the second finds the gradients of the first
+                trainer.training_step(model, dict(batch), items)
+
+        passes()
+        if step and trainer.args.optim not in STEPS_INSIDE_BACKWARD:
+            with empty_step(getattr(optimizer, "optimizer", optimizer)):
+                model.zero_grad(set_to_none=True)
+                passes()  # from the second step on, the states are there beside the activations
+    return max(len(row["input_ids"]) for row in rows)
+
+
+def worst_rows(trainer: Any) -> list[Any]:
+    """The longest samples, as many as a micro-batch takes."""
+    data, size = trainer._remove_unused_columns(trainer.train_dataset, "training"), trainer.args.train_batch_size
+    lengths = [len(tokens) for tokens in data["input_ids"]]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
+    return [data[i] for i in (order * size)[:size]]  # fewer samples than a batch are repeated
+
+
+@contextlib.contextmanager
+def empty_step(optimizer: Any) -> Iterator[None]:
+    """Take a step that moves no weight; after the block the optimizer has no state again."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            if weight.grad is not None:
+                weight.grad.zero_()
+    try:
+        optimizer.step()
+        yield
+    finally:
+        optimizer.state.clear()
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            for name in [name for name in group if name != "params" and name not in before]:
+                del group[name]
+            group.update(before)
+
+
+@contextlib.contextmanager
+def untouched(trainer: Any, model: Any) -> Iterator[None]:
+    """Gradients, random numbers and the trainer's counters are afterwards as they were before."""
+    names = ("_metrics", "_total_train_tokens", "current_gradient_accumulation_steps")
+    counters = {name: copy.deepcopy(getattr(trainer, name)) for name in names if hasattr(trainer, name)}
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    import numpy
+
+    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    training = model.training
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+        random.setstate(kept[0])
+        numpy.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        for name, value in counters.items():
+            setattr(trainer, name, value)

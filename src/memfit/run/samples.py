@@ -1,0 +1,118 @@
+"""Counts the samples of every optimizer step by what is in them, so that none is skipped or trained twice unseen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from memfit.run.folder import write_text
+
+KEY = "memfit_samples"
+MODULUS = 1 << 64
+
+
+class Marked:
+    """A collator that puts its samples' digests beside their batch, as one integer each."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The batch, with KEY in it."""
+        marks = [digest(row["input_ids"]) for row in rows]
+        batch = self.collate(rows)
+        batch[KEY] = Marks(marks)
+        return batch
+
+
+class Marks(tuple[int, ...]):
+    """Digests of a batch's samples: no tensor, no list of tensors, so nothing moves or pads them."""
+
+    __slots__ = ()
+
+    def __new__(cls, values: Any) -> Marks:
+        return super().__new__(cls, values)
+
+
+def digest(tokens: Any) -> int:
+    """64 bits of a sample's tokens."""
+    text = ",".join(map(str, (tokens.tolist() if hasattr(tokens, "tolist") else tokens)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Ledger:
+    """One line per optimizer step in samples.jsonl: how many samples, and the sum of their digests modulo 2**64."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.total = 0
+        self._count = self._sum = 0
+
+    def begin(self, step: int) -> None:
+        """Continue after `step`: later lines belong to steps that are trained again from there."""
+        kept = [line for line in self.lines() if line["step"] <= step]
+        self.total = sum(line["samples"] for line in kept)
+        self._count = self._sum = 0
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def saw(self, marks: Marks) -> None:
+        """Samples of one micro-batch went through the model."""
+        self._count += len(marks)
+        self._sum = (self._sum + sum(marks)) % MODULUS
+
+    def drop(self) -> None:
+        """Forget micro-batches whose step was never taken."""
+        self._count = self._sum = 0
+
+    def step(self, step: int) -> None:
+        """The optimizer took the step of everything seen since the last one."""
+        line = {"step": step, "samples": self._count, "digest": f"{self._sum:016x}"}
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+        self.total += self._count
+        self.drop()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was written; a last line that was cut off counts as unwritten."""
+        return list(_parsed(self.path)) if self.path.exists() else []
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+@contextmanager
+def counted(trainer: Any, ledger: Ledger) -> Iterator[None]:
+    """The trainer's batches are counted in the ledger as they are trained."""
+    collate, train = trainer.data_collator, trainer.training_step
+
+    def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        marks = inputs.pop(KEY)
+        loss = train(model, inputs, *rest, **named)
+        ledger.saw(marks)
+        return loss
+
+    trainer.data_collator, trainer.training_step = Marked(collate), training_step
+    evaluate = trainer.get_eval_dataloader
+
+    def get_eval_dataloader(*args: Any, **named: Any) -> Any:
+        trainer.data_collator = collate
+        try:
+            return evaluate(*args, **named)
+        finally:
+            trainer.data_collator = Marked(collate)
+
+    trainer.get_eval_dataloader = get_eval_dataloader
+    try:
+        yield
+    finally:
+        trainer.data_collator = collate
+        del trainer.training_step, trainer.get_eval_dataloader

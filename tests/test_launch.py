@@ -1,0 +1,195 @@
+"""Job files: they parse, start the right number of processes, and carry GPUs, host RAM and the allocator's settings."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import Ran
+from memfit import cards, recipe_file
+from memfit.errors import BadInput
+from memfit.export.again import plan_of
+from memfit.export.launch import ACCELERATE_FILE
+from memfit.job import Recipe
+from memfit.plan import Plan
+from memfit.recipe_file import RecipeFile
+from memfit.run.environment import environment
+from memfit.run.jobs import TARGETS
+from memfit.run.jobs.skypilot import ACCELERATORS
+from memfit.run.jobs.spec import PROCESS, spec_of
+from plans import make_plan
+
+CONF = "expandable_segments:True"
+SHARDED = Recipe(method="lora", num_gpus=16, shard="parameters", checkpointing="full", alloc_conf=CONF)
+
+
+def planned(recipe: Recipe = SHARDED, gpu: str = "h100") -> Plan:
+    return plan_of(RecipeFile(model="llama-2-7b", recipe=recipe, gpu=gpu, data="rows.jsonl"), cards.find_gpu(gpu))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    file = RecipeFile(model="llama-2-7b", recipe=SHARDED, gpu="h100", data="rows.jsonl")
+    path.write_text(recipe_file.dumps(file))
+    return path
+
+
+@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_target_carries_what_the_plan_knows(key: str, nodes: int) -> None:
+    spec = spec_of(planned(), nodes)
+    files = TARGETS[key].write(spec)
+    text = files[TARGETS[key].file]
+    assert spec.gpus == 16 // nodes and spec.host_bytes > spec.gpus * PROCESS
+    for word in (CONF, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", str(spec.host_gib), str(spec.gpus), "train.py"):
+        assert word in text, word
+    assert "H100" in text.splitlines()[0] + text  # the first lines say what was planned
+
+
+@pytest.mark.parametrize("key", ["torchrun", "slurm"])
+def test_scripts_are_shell(key: str, tmp_path: Path) -> None:
+    plan = planned(SHARDED.but(alloc_conf="it's; $(false)"))
+    for name, text in TARGETS[key].write(spec_of(plan, 2, hours=4)).items():
+        (tmp_path / name).write_text(text)
+        done = subprocess.run(["bash", "-n", str(tmp_path / name)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        settings = [line for line in text.splitlines() if line.startswith("export ")]
+        shown = subprocess.run(
+            ["bash", "-c", "\n".join(settings) + '\nprintf %s "$PYTORCH_ALLOC_CONF"'],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert shown.stdout == "it's; $(false)"
+
+
+def test_slurm_asks_for_what_is_needed() -> None:
+    spec = spec_of(planned(), 2, hours=12)
+    lines = TARGETS["slurm"].write(spec)["job.sbatch"].splitlines()
+    asked = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH"))
+    assert asked["nodes"] == "2" and asked["gpus-per-node"] == "8" and asked["ntasks-per-node"] == "1"
+    assert asked["mem"] == f"{spec.host_gib}G" and asked["time"] == "12:00:00"
+    assert lines.index("#!/bin/bash") == 0  # sbatch reads its settings up to the first command
+    assert max(i for i, x in enumerate(lines) if x.startswith("#SBATCH")) < lines.index("set -euo pipefail")
+
+
+def test_a_trainjob_has_the_shape_of_kubeflow() -> None:
+    spec = spec_of(planned(), 2, image="me/mine:1")
+    files = TARGETS["kubernetes"].write(spec)
+    job: dict[str, Any] = yaml.safe_load(files["trainjob.yaml"])
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 8, "me/mine:1")
+    for kind in ("requests", "limits"):
+        assert trainer["resourcesPerNode"][kind] == {"memory": f"{spec.host_gib}Gi", "nvidia.com/gpu": 8}
+    assert {"name": "PYTORCH_ALLOC_CONF", "value": CONF} in trainer["env"]
+    assert all(isinstance(pair["value"], str) for pair in trainer["env"])  # Kubernetes refuses anything else
+    assert "COPY requirements.txt" in files["Dockerfile"]
+
+
+def test_a_sky_task_has_the_shape_of_skypilot() -> None:
+    spec = spec_of(planned(), 2)
+    task = yaml.safe_load(TARGETS["skypilot"].write(spec)["sky.yaml"])
+    assert task["resources"] == {"accelerators": "H100:8", "memory": f"{spec.host_gib}+"} and task["num_nodes"] == 2
+    assert task["envs"]["PYTORCH_ALLOC_CONF"] == CONF and "torchrun" in task["run"]
+    with pytest.raises(BadInput, match="accelerator"):
+        TARGETS["skypilot"].write(spec_of(planned(Recipe(method="lora"), "rtx-4060")))
+
+
+def test_every_sky_name_is_of_a_card_in_the_table() -> None:
+    assert set(ACCELERATORS) <= {gpu.short for gpu in cards.list_gpus()}
+
+
+def test_offloading_is_in_the_host_memory() -> None:
+    plain = Recipe(precision="bf16-master", num_gpus=8, shard="parameters")
+    more = spec_of(planned(plain.but(offload="optimizer"))).host_bytes - spec_of(planned(plain)).host_bytes
+    assert more > 6_700_000_000 * 12  # master copy and two states in fp32
+
+
+def test_gpus_that_cannot_be_dealt_out_are_refused() -> None:
+    for nodes in (0, 3, -1):
+        with pytest.raises(BadInput, match="dealt"):
+            spec_of(planned(), nodes)
+
+
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_the_environment_is_that_of_accelerate(shard: Any, tmp_path: Path) -> None:
+    """Against accelerate's own launcher, reading the file that the export writes."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from memfit import export
+
+    recipe = Recipe(method="lora", precision="bf16-mixed", num_gpus=2, shard=shard)
+    export.write(export.export(make_plan(recipe)), tmp_path)
+    config = load_config_from_file(str(tmp_path / ACCELERATE_FILE))
+    words = ["--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "bf16"]
+    if config.fsdp_config:
+        words += ["--use_fsdp", *(w for k, v in config.fsdp_config.items() for w in (f"--{k}", str(v)))]
+    theirs = prepare_multi_gpu_env(launch_command_parser().parse_args([*words, "train.py"]))
+    ours = environment(recipe, tmp_path)
+    assert ours and {name: theirs.get(name) for name in ours} == ours
+
+
+def test_deepspeed_finds_its_file(tmp_path: Path) -> None:
+    found = environment(Recipe(num_gpus=2, shard="optimizer"), tmp_path)
+    assert found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "ds_config.json")
+    assert (found["ACCELERATE_USE_DEEPSPEED"], found["ACCELERATE_DEEPSPEED_ZERO3_INIT"]) == ("true", "false")
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("key", TARGETS)
+def test_launch_writes_and_does_not_overwrite(ran: Ran, written: Path, tmp_path: Path, key: str) -> None:
+    words = ("launch", written, "--target", key, "--nodes", 2, "--out", tmp_path / "job")
+    code, out, err = ran(*words)
+    assert code == 0 and TARGETS[key].file in out and " ".join(TARGETS[key].submit) in err
+    names = {path.name for path in (tmp_path / "job").iterdir()}
+    assert {"train.py", "recipe.toml", "requirements.txt", TARGETS[key].file} <= names
+    code, _, err = ran(*words)
+    assert code == 2 and "--force" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--out", "x"), "--target"),
+        (("--target", "slurm"), "--out"),
+        (("--target", "lsf", "--out", "x"), "known: torchrun"),
+        (("--target", "slurm", "--nodes", "5", "--out", "x"), "dealt"),
+        (("--target", "skypilot", "--out", "x", "--gpu", "rtx-4060", "--force"), "accelerator"),
+    ],
+)
+def test_bad_input_is_refused_with_a_hint(
+    ran: Ran, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ran("launch", written, *words)
+    assert (code, out) == (2, "") and said in err and "hint:" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_submitting_runs_the_clusters_own_command(
+    ran: Ran, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("launch", written, "--target", "slurm", "--nodes", 2, "--out", tmp_path / "job", "--submit")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    code, _, err = ran(*words)
+    assert code == 2 and "no sbatch" in err and not (tmp_path / "job").exists()
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "sbatch"
+    fake.write_text(f"#!{shutil.which('sh', path='/bin:/usr/bin')}\npwd > submitted; echo $1 >> submitted\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    assert ran(*words)[0] == 0
+    assert (tmp_path / "job" / "submitted").read_text().split() == [str(tmp_path / "job"), "job.sbatch"]
