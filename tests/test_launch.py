@@ -14,8 +14,8 @@ from conftest import Ran
 from memfit import cards, recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
-from memfit.export.launch import ACCELERATE_FILE
 from memfit.job import Recipe
+from memfit.launch import ACCELERATE_FILE
 from memfit.plan import Plan
 from memfit.recipe_file import RecipeFile
 from memfit.run.environment import environment

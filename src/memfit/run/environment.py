@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import memfit.export.accelerate as accelerate
-import memfit.export.launch as launch
+from memfit import launch
 from memfit.job import Recipe
 
 # torch reads PYTORCH_ALLOC_CONF from 2.10 on, older ones PYTORCH_CUDA_ALLOC_CONF: both are set, to the same

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import memfit.export.launch as launch
+from memfit import launch
 from memfit.errors import BadInput
 from memfit.export.text import comment, summary
 from memfit.formula.account import Account
