@@ -308,10 +308,12 @@ def test_experiments_that_leave_memory_to_the_next(card: Card) -> None:
         CACHE[number] = watch.model  # experiments
         return watch
 
+    CACHE["old"] = torch.nn.Linear(4096, 4096)  # larger than all of them, and no leak: it was there before
     found = [experiment(number).leaks for number in range(4)]
     assert [len(leaks) for leaks in found] == [0, 0, 1, 1]  # one rise may be something that is shared
     assert found[2][0].unit == "run"
     check(found[2][0], "experiments", "CACHE[...]")
+    assert found[2][0].holders[0].bytes < 4 * 4096 * 4096
 
 
 def test_a_shared_model_is_no_leak_between_experiments(card: Card) -> None:

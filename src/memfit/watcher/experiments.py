@@ -1,7 +1,7 @@
 """Memory that one experiment of a process leaves to the next: caches, kept models, results with their graphs.
 
-Every watch that begins notes what is alive besides its own model. Where that grew twice in a row, tensors that were
-alive when the last watch ended, and still are, leak.
+Every watch that begins notes what is alive besides its own model. Where that grew twice in a row, tensors that came
+with the last watch and are still alive leak.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Experiments:
 
     def __init__(self) -> None:
         self.starts: list[int] = []  # bytes alive when each began, its own model and optimizer left out
-        self._last: list[weakref.ref[Tensor]] = []
+        self._last: list[weakref.ref[Tensor]] = []  # alive when the last watch ended
+        self._before: list[weakref.ref[Tensor]] = []  # when the one before it ended
 
     def begin(self, live: Callable[[], int], own: Iterable[Tensor], floor: int = FLOOR) -> Leak | None:
         """A watch begins; `live` counts bytes besides `own`. The leak between experiments, if there is one."""
@@ -38,15 +39,14 @@ class Experiments:
         self.starts[-1] = live()
         if not self._rising(floor):
             return None
-        holders = named(without(alive(self._last), own), Roots(), 1)
+        holders = named(without(alive(self._last), [*own, *alive(self._before)]), Roots(), 1)
         gained = self.starts[-1] - self.starts[-1 - RISES]
         number = len(self.starts)
         return Leak(gained // RISES, number - RISES, number, gained, holders, "run") if holders else None
 
     def end(self) -> None:
         """A watch ends."""
-        if len(self.starts) >= RISES:
-            self._last = [weakref.ref(t) for t in live_tensors()]
+        self._before, self._last = self._last, [weakref.ref(t) for t in live_tensors()]
 
     def _rising(self, floor: int) -> bool:
         last = self.starts[-1 - RISES :]
