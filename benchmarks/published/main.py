@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from published.traced_table import Traced, lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = ROOT.parent / "shared" / "data" / "measured_runs.csv"
+ORACLE = Path(__file__).with_name("oracle.json")
 PAGE = ROOT / "docs" / "accuracy.md"
 
 
@@ -119,12 +121,14 @@ run are simulated, and the prediction is half a standard deviation above their m
 def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[Traced]) -> str:
     """docs/accuracy.md."""
     best = [r for r in results if r.row.quality == "A"]
+    oracle = json.loads(ORACLE.read_text(encoding="utf-8"))
     summary = [
         f"On {len(best)} published runs of quality A, on real GPUs: mean absolute error "
         f"{mean(abs(r.error) for r in best):.1%}, median {median(abs(r.error) for r in best):.1%}, worst "
         f"{min(r.error for r in best):+.1%} under and {max(r.error for r in best):+.1%} over. Tensor bytes of recorded runs of",
-        "PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); traced, all 114 of them are within 0.1 % of",
-        "tensor bytes and 2 % of reserved bytes in every phase, 99 equal to the byte (`benchmarks/oracle.py`). Every row:",
+        f"PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); traced, {oracle['within']} of {oracle['records']} are",
+        f"within 0.1 % of tensor bytes and 2 % of reserved bytes in every phase, {oracle['equal']} equal to the byte",
+        "(`benchmarks/oracle.py`). Every row:",
         "[docs/accuracy.md](docs/accuracy.md).",
     ]
     return "\n".join([
