@@ -13,13 +13,14 @@ Cause = Literal[
     "eval-graph", "resume-states", "stale-checkpoint", "save-gather", "merge", "two-copies", "wrong-dtype", "kbit-upcast",
     "fsdp-upcast", "modules-to-save", "dequantized", "quantize-peak", "load-peak", "replicated", "zero3-init",
     "quantized-unsharded", "fsdp-wrap", "companion-models", "ranks-on-one-gpu", "data-parallel", "inference-engine",
-    "other-process", "nccl", "buckets", "fragmentation", "leak", "exception", "host-ram", "spill", "input-grads", "not-known",
+    "other-process", "nccl", "buckets", "fragmentation", "leak", "exception", "temporaries", "host-ram", "spill", "input-grads", "not-known",
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
+Part = Role | Literal["unknown"]  # unknown: there before the recording began, and nothing in it tells what it is
 
 CAUSES: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states alone are more than the card has, or nearly all of it",
-    "activations": "what the forward pass keeps for the backward pass filled the card",
+    "activations": "what the forward pass keeps for the backward pass is the largest share",
     "logits": "the loss makes all logits at once, and copies of them in fp32",
     "attention": "attention writes its score matrix, which grows with the square of the sequence",
     "kv-cache": "keys and values of a generation cache are kept, in training for nothing",
@@ -61,10 +62,18 @@ CAUSES: dict[Cause, str] = {
     "fragmentation": "enough is free, but not in one piece",
     "leak": "tensors of earlier steps are kept, so that every step starts with more than the last",
     "exception": "the traceback of an earlier error keeps its frames' tensors alive",
+    "temporaries": "tensors the program itself makes and holds, kept for no backward pass",
     "host-ram": "the host's memory ran out, not the card's",
     "spill": "the driver moved memory of the card into the host's",
     "input-grads": "checkpointing is without effect: no input of a checkpointed block requires a gradient",
-    "not-known": "the text does not say enough",
+    "not-known": "what was recorded does not say enough",
+}
+# the same of a history in which nothing failed, where it reads otherwise: what its highest instant is made of
+PEAKS: dict[Cause, str] = {
+    "capacity": "weights, gradients and optimizer states make most of the peak",
+    "activations": "what the forward pass keeps for the backward pass makes most of the peak",
+    "fragmentation": "memory is reserved that no tensor has",
+    "not-known": "most of the peak was there before the recording began",
 }
 assert set(CAUSES) == set(get_args(Cause))
 
@@ -81,7 +90,7 @@ class Proof:
 class Holder:
     """Who held memory when it ran out: `count` tensors of one role, born in one module at one line."""
 
-    role: Role
+    role: Part
     module: str  # "layers.3.mlp", or the operator where no module is known
     line: str  # "train.py:41", "" where not recorded
     bytes: int

@@ -12,7 +12,7 @@ from memfit.explain.memory import Memory, holders
 from memfit.explain.oom_text import Message, messages
 from memfit.explain.remedies import remedies_of
 from memfit.explain.text import clues
-from memfit.finding import CAUSES, Cause, Confidence, Finding, Proof, Remedy
+from memfit.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
 
 Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
@@ -47,7 +47,7 @@ def _confidence(cause: Cause, best: dict[Cause, int], evidence: Evidence) -> Con
     weight = best[cause]
     rivals = sum(other > weight - RIVAL for other in best.values())
     hard = evidence.memory is not None or evidence.frames or evidence.messages
-    if weight >= CERTAIN and rivals == 1 and hard:
+    if weight >= CERTAIN and rivals == 1 and hard and cause != "not-known":
         return "certain"
     return "likely" if weight >= LIKELY else "possible"
 
@@ -59,7 +59,8 @@ def _finding(
     line = next((clue.line for clue in told if clue.line), "") or evidence.line
     held = holders(evidence.memory.groups) if evidence.memory else ()
     found = (_priced(remedy, price) for remedy in remedies_of(cause, evidence))
-    return Finding(cause, CAUSES[cause], proofs, held, tuple(found), confidence, line)
+    peak = PEAKS if evidence.memory and not evidence.memory.asked else {}
+    return Finding(cause, peak.get(cause, CAUSES[cause]), proofs, held, tuple(found), confidence, line)
 
 
 def _priced(remedy: Remedy, price: Price | None) -> Remedy:

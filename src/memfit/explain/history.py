@@ -232,12 +232,35 @@ def _logits(m: Memory, e: Evidence) -> Clue | None:
 def _attention(m: Memory, e: Evidence) -> Clue | None:
     """Only score matrices make attention's own places hold most of what a pass keeps."""
     size, line = _share(m, _ATTENTION)
+    scores = {
+        g.largest for g in m.groups if "softmax" in g.label
+    }  # a backward's tensors have no line, but the same size
+    size += sum(g.now for g in m.groups if g.largest in scores and "Backward" in g.label)
     passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
     if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
         return None
     if not any("softmax" in text for text in (*(g.label for g in m.groups), m.asked_by)) or _LOSS.search(m.asked_by):
         return None
     return Clue("attention", SURE - 3, Proof("score matrices and what is computed from them", size), line or e.line)
+
+
+def _untold(m: Memory, e: Evidence) -> Clue | None:
+    """Most of a peak is older than the history. (Of an out-of-memory the rest may still tell the cause.)"""
+    size = m.of("unknown")
+    if size < 0.5 * m.requested or not size:
+        return None
+    proof = Proof(f"{human(size)} of {human(m.requested)} were there before the recording began", size)
+    return Clue("not-known", WEAK if m.asked else SURE + SHOWN, proof)
+
+
+def _mirror(m: Memory, e: Evidence) -> Clue | None:
+    """A list with a tensor for each weight: perturbations, an average, a copy."""
+    weights = [(g.count, g.bytes) for g in m.groups if g.role == "parameters" and g.count >= 3]
+    twin = next((g for g in m.groups if g.role == "temporaries" and (g.count, g.bytes) in weights), None)
+    if twin is None:
+        return None
+    proof = Proof(f"{twin.count} tensors of {twin.module} are as many and as large as the parameters", twin.bytes)
+    return Clue("temporaries", STRONG, proof, twin.line)
 
 
 def _room(m: Memory, e: Evidence) -> Clue | None:
@@ -247,14 +270,20 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
         return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
-    kept = m.of("activations", "temporaries")
-    if kept < TELLS * m.requested:
+    working = [g for g in m.groups if g.role in ("activations", "temporaries")]
+    size, kept = sum(g.bytes for g in working), m.of("activations")
+    if size < TELLS * m.requested:
         return None
-    most = max((g for g in m.groups if g.role in ("activations", "temporaries")), key=lambda g: g.bytes)
-    return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), e.line or most.line)
+    line = e.line or max(working, key=lambda g: g.bytes).line
+    if kept >= 0.5 * size:
+        return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), line)
+    if m.asked:  # it failed before a backward pass could show what it keeps
+        return Clue("activations", WEAK, Proof("made in this pass and still alive", size), line)
+    what = "temporaries of the backward pass" if m.instant == "backward" else "no backward pass keeps them"
+    return Clue("temporaries", WEAK + 10, Proof(what, size - kept), line)
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
     _fragmented, _exception, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _grown, _evaluating, _logits,
-    _attention, _room,
+    _attention, _untold, _mirror, _room,
 )  # fmt: skip

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.finding import Holder
-from memfit.tape import Role
+from memfit.finding import Holder, Part
 
 _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
@@ -22,7 +21,7 @@ class Group:
     way, `fresh`: bytes born in its present part (forward, backward, optimizer step).
     """
 
-    role: Role
+    role: Part
     label: str
     bytes: int
     count: int
@@ -65,7 +64,7 @@ class Memory:
     expandable: bool = False
     asked_by: str = ""  # the operator and line of the request that failed
 
-    def of(self, *roles: Role) -> int:
+    def of(self, *roles: Part) -> int:
         """Bytes of some roles."""
         return sum(group.bytes for group in self.groups if group.role in roles)
 

@@ -9,8 +9,11 @@ from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
 from memfit.errors import BadInput
 from memfit.explain.memory import Group, Memory, unnumbered
+from memfit.finding import Part
 from memfit.replay import alive_at_start, begun
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
+
+BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
 
 
 def memory_of(tape: Tape, asked_by: str = "") -> Memory:
@@ -81,6 +84,7 @@ class _Play:
         self.allocator = allocator
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
         self.start = tape.start
+        self.first = set(self.owner)  # there before the first event
         self.live: dict[int, Block | None] = {}
         self.mark, self.marks = Mark("load", "load"), 0
         self.floors: list[int] = []
@@ -124,9 +128,12 @@ class _Play:
     def groups(self) -> tuple[Group, ...]:
         """Who is alive, the largest first."""
         turn = len(self.floors) - 1
-        found: dict[tuple[Role, str], list[tuple[int, int, int]]] = {}
+        found: dict[tuple[Part, str], list[tuple[int, int, int]]] = {}
         for alloc, born, part in self.owner.values():
-            found.setdefault((alloc.role, unnumbered(alloc.label)), []).append((alloc.size, born, part))
+            old = alloc.id in self.first and part == 0
+            role: Part = "unknown" if old and alloc.role == "temporaries" and not alloc.label else alloc.role
+            label = unnumbered(alloc.label) or (BEFORE if old else NOWHERE)
+            found.setdefault((role, label), []).append((alloc.size, born, part))
         made = [
             Group(
                 role, label, sum(row[0] for row in rows), len(rows), max(row[0] for row in rows),

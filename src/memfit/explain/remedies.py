@@ -80,19 +80,21 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "fragmentation": (EXPANDABLE, SAME_SHAPES),
     "leak": (Remedy("keep numbers, not tensors: loss.item(), .detach().cpu()", NONE),),
     "exception": (Remedy("handle it outside the except block, then gc.collect() and torch.cuda.empty_cache()", NONE),),
+    "temporaries": (Remedy("work in place and one tensor at a time; del what is used up; no second list of all weights", NONE), Remedy("torch.no_grad() where no backward follows", NONE)),
     "host-ram": (Remedy("more host memory, or one process that loads for all: low_cpu_mem_usage", "larger machine"),),
     "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller recipe", NONE),),
     "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": False}', NONE),),
     "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot()", NONE),),
 }  # fmt: skip
 
+EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 ALREADY = Remedy("expandable segments are on already: the error's own hint changes nothing", NONE)
 BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
 
 
 def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     """The remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
-    found = REMEDIES[cause]
+    found = (EARLIER,) if cause == "not-known" and evidence.memory else REMEDIES[cause]
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     return found

@@ -8,10 +8,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.explain import Evidence
-from memfit.finding import Finding, Holder, Proof, Remedy
+from memfit.explain.memory import Memory
+from memfit.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.report.layout import Ends, commands, paragraphs, table, text
-from memfit.report.words import DOT, ROLE_WORDS
-from memfit.units import gib, human
+from memfit.report.words import DOT, part_word
+from memfit.units import human
 
 SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
@@ -21,7 +22,8 @@ def explain_view(name: str, evidence: Evidence, findings: Sequence[Finding], nex
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
-        parts.append(text("nothing in it failed: this is its highest instant", "dim"))
+        parts.append(text("nothing failed in it; what its highest instant was made of:", "dim"))
+        parts.append(text(_made_of(evidence.memory)))
     parts += ["", _cause(first), ""]
     if first.evidence:
         parts += [paragraphs([("evidence:" if not n else "", proof(p)) for n, p in enumerate(first.evidence)]), ""]
@@ -53,6 +55,17 @@ def _short(finding: Finding) -> str:
     return f"{finding.cause} ({finding.confidence}){why}"
 
 
+def _made_of(memory: Memory) -> str:
+    """The roles, largest first, with their share."""
+    sizes: dict[Part, int] = {}
+    for group in memory.groups:
+        sizes[group.role] = sizes.get(group.role, 0) + group.bytes
+    ordered = sorted(sizes.items(), key=lambda pair: -pair[1])
+    return DOT.join(
+        f"{part_word(part).title} {human(size)} ({size / memory.requested:.0%})" for part, size in ordered if size
+    )
+
+
 def _numbers(evidence: Evidence) -> str:
     """What was asked and what there was, in one line."""
     m, memory = evidence.message, evidence.memory
@@ -62,7 +75,7 @@ def _numbers(evidence: Evidence) -> str:
             ("asked", memory.asked or None),
             ("allocated", memory.allocated),
             ("reserved", memory.reserved),
-            ("room", memory.capacity),
+            ("room", memory.capacity if memory.asked else None),
         ]
     elif m is not None:
         named = [
@@ -81,22 +94,19 @@ def proof(p: Proof) -> str:
 
 
 def who(held: Sequence[Holder]) -> RenderableType:
-    """The holders as a table."""
-    made = table("who held it", "module", "line", ">tensors", ">GiB")
+    """The holders as a table: what they are, and the line and place they were born at."""
+    made = table("what it is", "born at", ">tensors", ">size")
     for h in held:
-        made.add_row(
-            ROLE_WORDS[h.role].title,
-            text(h.module or "before the recording began"),
-            text(h.line),
-            str(h.count),
-            gib(h.bytes, 2),
-        )
+        born = "  ".join(part for part in (h.line, h.module) if part)
+        made.add_row(part_word(h.role).title, text(born), str(h.count), human(h.bytes))
     return made
 
 
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> RenderableType:
-    made = table("set", ">saves", "cost")
+    priced = any(r.saves is not None for r in remedies)
+    made = table("to change", *([">saves"] if priced else []), "its cost")
     for r in remedies:
         enough = " (enough)" if shortfall is not None and r.saves is not None and r.saves >= shortfall else ""
-        made.add_row(text(r.text), f"{human(r.saves)}{enough}" if r.saves is not None else "", text(r.cost))
+        saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
+        made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
     return made

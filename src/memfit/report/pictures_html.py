@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from memfit.explain.memory import Group
-from memfit.report.words import ROLE_WORDS
+from memfit.report.words import ROLE_WORDS, part_word
 from memfit.tape import Piece, Role, Segment
 from memfit.units import human
 
@@ -47,7 +47,7 @@ def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
     """For histories without stacks: by role, line and place."""
     found: dict[tuple[str, ...], int] = {}
     for group in groups:
-        path = tuple(part for part in (ROLE_WORDS[group.role].title, group.line, group.module) if part)
+        path = tuple(part for part in (part_word(group.role).title, group.line, group.module) if part)
         found[path] = found.get(path, 0) + group.bytes
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memfit.finding import Part
 from memfit.footprint import PhasePeak
 from memfit.gpu import Gpu
 from memfit.job import Recipe
@@ -35,11 +36,17 @@ ROLE_WORDS: dict[Role, Word] = {
     "context": Word("context", "ctx", "grey37"),
     "fragmentation": Word("fragmentation", "frag", "indian_red"),
 }
+UNKNOWN = Word("not recorded", "?", "grey58")
 VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "fits": ("FITS", "bold green"),
     "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),
     "misfit": ("DOES NOT FIT", "bold red"),
 }
+
+
+def part_word(part: Part) -> Word:
+    """The word of a role, or of what nothing tells."""
+    return UNKNOWN if part == "unknown" else ROLE_WORDS[part]
 
 
 def visible(text: str) -> str:

@@ -139,7 +139,7 @@ class _Reading:
                 events.append(self.births.allocs[number])
             elif action == "free_completed":
                 number = self.alive.pop(address)
-                self.births.died(number)
+                self.births.died(number, entry.frames)
                 events.append(Free(number))
             elif action in TAKES:
                 events.append(SegmentAlloc(address, size))

@@ -2,28 +2,35 @@
 
 A stack tells where a tensor was born: under torch/optim, in the autograd engine, in Module.to, or elsewhere. What it is
 follows from what it outlives: born in the forward and alive in the backward, it was saved for it (activations); born in
-the backward and alive after it, it is a gradient. Where no stacks were recorded everything is temporaries.
+the backward and alive after it, it is a gradient. What was there before the first event has no birth: the stack it died
+under tells, or a gradient of its size. Where nothing tells, everything is temporaries.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
 from memfit.tape import Alloc, Event, Free, Role
 
-Place = Literal["forward", "backward", "optimizer", "move", "cublas", ""]
+Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", ""]
 # (place, is it said by a file's path or by a function's name, the words), the first that a frame has decides
 PLACES: tuple[tuple[Place, str, tuple[str, ...]], ...] = (
     ("cublas", "name", ("getCurrentCUDABlasHandle", "getCUDABlasLtWorkspace", "parseChosenWorkspaceSize")),
+    ("zero_grad", "name", ("zero_grad",)),
     ("optimizer", "filename", ("torch/optim/", "bitsandbytes/optim")),
     ("backward", "name", ("torch::autograd::Engine", "_engine_run_backward", "run_backward")),
     ("move", "name", ("_apply", "convert", "load_state_dict", "from_pretrained", "_load_from_state_dict")),
 )
 INSTANTS: dict[Place, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}
+# what an older tensor was, by where it died: saved for that backward, cleared, or replaced by the step's new one
+DEATHS: dict[Place, Role] = {"backward": "activations", "zero_grad": "gradients", "optimizer": "optimizer_states"}
 MAX_LABEL = 200
+_NODE = re.compile(r"(\w+Backward\d*)::apply\(|::(AccumulateGrad)\b")  # a backward's own thread has no Python frames
 
 
 class Births:
@@ -32,8 +39,8 @@ class Births:
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
         self.places: list[Place] = []
-        self.dead: set[int] = set()
         self.old: set[int] = set()  # alive at the start
+        self.ends: dict[int, Place] = {}  # where those of them died that did
         self.turns: list[
             tuple[int, Place]
         ] = []  # where one part of a step goes over into the next; known after `named`
@@ -55,8 +62,10 @@ class Births:
         self.places.append(place)
         self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
 
-    def died(self, number: int) -> None:
-        self.dead.add(number)
+    def died(self, number: int, frames: object) -> None:
+        """`frames` is the stack of its death."""
+        if number in self.old:
+            self.ends[number] = self._read(frames)[0]
 
     def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
         """Id -> the allocation with its role."""
@@ -81,7 +90,21 @@ class Births:
         for number, place in enumerate(self.places):
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
+        self._name_old(role)
         return {a.id: replace(a, role=role[a.id]) if a.id in role else a for a in self.allocs}
+
+    def _name_old(self, role: dict[int, Role]) -> None:
+        """What was there before the first event: by its death, else a parameter where a gradient has its size."""
+        untold = [number for number in sorted(self.old) if number not in role]
+        for number in untold:
+            if found := DEATHS.get(self.ends.get(number, "")):
+                role[number] = found
+        gradients = Counter(self.allocs[number].size for number, what in role.items() if what == "gradients")
+        for number in untold:
+            size = self.allocs[number].size
+            if number not in self.ends and number not in role and gradients[size]:
+                gradients[size] -= 1
+                role[number] = "parameters"
 
     def _read(self, frames: object) -> tuple[Place, str]:
         """(where a stack stands, its innermost line of the user's own)."""
@@ -131,6 +154,7 @@ def _frame(frame: Any) -> tuple[Place, str]:
     if place == "move" and "/torch/" not in path and "/transformers/" not in path:
         place = ""
     if not path.endswith(".py"):
-        return place, ""
+        node = _NODE.search(name)
+        return place, f"~{node[1] or node[2]}" if node else ""
     library = "~" if "site-packages/" in path or "/torch/" in path else ""
     return place, f"{library}{name} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"
