@@ -160,6 +160,10 @@ CASES: dict[str, tuple[str, Cause]] = {
     "contexts of ranks": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.90 GiB of which 10.00 MiB is free. " + "".join(f"Process {n} has 871.00 MiB memory in use. " for n in range(7)) + "Including non-PyTorch memory, this process has 9.00 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "ranks-on-one-gpu"),
     "windows": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB of which 0 bytes is free. Process 17 has 17179869184.00 GiB memory in use. Of the allocated memory 11.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "spill"),
     "nccl": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.", "nccl"),
+    "only with eval": ("12B with FSDP on 2x 24 GB: CUDA out of memory only when enabling EVAL, in loss.backward()", "eval-leftovers"),
+    "ZeRO's states": (TRACE + frame(LIB + "deepspeed/runtime/zero/stage3.py", 367, "_setup_for_real_optimizer", "self.initialize_optimizer_states()") + "training a 6B model on 8 * 3090 24G, zero-3\n" + NOW, "optimizer-states"),
+    "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
+    "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
     "vllm": (MESSAGES["vllm"][0], "inference-engine"),
     "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),
@@ -173,6 +177,22 @@ CASES: dict[str, tuple[str, Cause]] = {
 def test_the_cause_is_named(name: str) -> None:
     text, cause = CASES[name]
     assert explain(read_text(text))[0].cause == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('  File "/home/me/train.py", line 41, in main\n    loss.backward()', ("/home/me/train.py", 41, "main", "loss.backward()")),
+        ("File ~/work/train.py:41, in main(args, **kwargs)", ("~/work/train.py", 41, "main", "")),
+        ("[/usr/lib/train.py](https://localhost:8080/#) in main(args)\n", ("/usr/lib/train.py", 0, "main", "")),
+        ("│ /home/me/train.py:41 in main                       │", ("/home/me/train.py", 41, "main", "")),
+        ("[rank1]:   File \"train.py\", line 41, in main", ("train.py", 41, "main", "")),
+    ],
+)  # fmt: skip
+def test_frames_are_read_as_every_shell_prints_them(text: str, wanted: tuple[str, int, str, str]) -> None:
+    (found,) = read_text(text).frames
+    assert (found.path, found.line, found.function, found.code) == wanted
+    assert found.short == ("train.py:41" if wanted[1] else "train.py")
 
 
 def test_the_line_is_the_users_own() -> None:

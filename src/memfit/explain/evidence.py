@@ -28,7 +28,12 @@ MOST_TEXT = 8 << 20  # characters read of a log: its end, where it failed
 NEAR = 12  # innermost frames that tell where it failed
 MOST_FRAMES = 4000
 
-_FRAME = re.compile(r'File "([^"\n]{1,400})", line (\d{1,7}), in ([^\n]{1,200})(?:\n\s{2,}(?!File ")([^\n]{1,400}))?')
+# a frame of Python's own traceback; of IPython's and Colab's ("File x.py:12, in f(...)", "[x.py](link) in f(...)"); of rich's
+_FRAME = re.compile(
+    r'File "(?P<path>[^"\n]{1,400})", line (?P<line>\d{1,7}), in (?P<name>[^\n]{1,200})'
+    r'(?:\n\s{2,}(?!File ")(?P<code>[^\n]{1,400}))?'
+    r"|(?P<path2>[^\s\"\[\]│:]{1,400}\.py)(?:\](?:\([^)\n]{0,200}\))?)?(?::(?P<line2>\d{1,7}))?,? in (?P<name2>\w[\w.<>]{0,200})"
+)
 LIBRARY = (
     "site-packages",
     "dist-packages",
@@ -92,8 +97,9 @@ class Frame:
 
     @property
     def short(self) -> str:
-        """train.py:41"""
-        return f"{self.path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{self.line}"
+        """train.py:41; train.py where the line is not said."""
+        name = self.path.replace("\\", "/").rsplit("/", 1)[-1]
+        return f"{name}:{self.line}" if self.line else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,13 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
     """What a log, a traceback or a report says."""
     text = text[-MOST_TEXT:]
     frames = tuple(
-        Frame(m[1], int(m[2]), m[3].strip(), (m[4] or "").strip()) for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
+        Frame(
+            m["path"] or m["path2"],
+            int(m["line"] or m["line2"] or 0),
+            (m["name"] or m["name2"]).strip(),
+            (m["code"] or "").strip(),
+        )
+        for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
     flat = " ".join(text.split()).lower()
     return Evidence(flat, messages(text), frames, _when(frames, flat), memory, roots)

@@ -56,6 +56,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-logits", STRONG, (r"outputs|logits|predictions|list|append|accumulat|grow|creep|increas|compute_metrics",), at=("eval", "predict"), never="generat"),
     Sign("eval-logits", FAINT, (), at=("eval",)),
     Sign("eval-leftovers", SURE, (r"after (?:the )?(?:first |an |each )?eval(?:uation)?\b",), never="return to training after"),
+    Sign("eval-leftovers", SURE, (r"only (?:when|if|with|after|once) (?:\w+ ){0,3}eval",)),
     Sign("eval-leftovers", SURE, (r"(?:return(?:ing)? to|back to|resum\w+) train\w*.{0,30}after|train after eval",)),
     Sign("eval-generate", SURE, (r"predict_with_generate|generat(?:e|ion)|num_beams|beam search",), at=("eval", "predict")),
     Sign("eval-generate", STRONG, (), at=("predict",)),
@@ -64,7 +65,7 @@ SIGNS: tuple[Sign, ...] = (
     # the optimizer
     Sign("optimizer-step", SURE, (r"exp_avg_sq|_foreach_(?:sqrt|div|mul|add)|_multi_tensor_|multi_tensor_appl|denom = |foreach",), never="load_state"),
     Sign("optimizer-step", STRONG, (r"(?:init|materiali[sz]e)s? all states|lazy init",), at=("optimizer", "")),
-    Sign("optimizer-states", SURE, (r"_init_group|zeros_like\(p|state\[.exp_avg|init_state|shadow step|batch probe",)),
+    Sign("optimizer-states", SURE, (r"_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|shadow step|batch probe",)),
     Sign("optimizer-states", SURE, (r"(?:second|2nd) step|step 2\b", r"not (?:in )?the first|first step (?:is )?(?:fine|works|ok)|backward"), never="unallocated|reserved"),
     Sign("optimizer-states", STRONG, (r"prodigy|adamw?\b|adafactor|8bit|8-bit|optim",), at=("optimizer",), never="mpirun|local_rank"),
     Sign("optimizer-states", WEAK, (), at=("optimizer",), never="mpirun|local_rank|compile"),
@@ -80,7 +81,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("save-gather", 85, (_FSDP + "|zero|shard",), at=("save",)),
     Sign("save-gather", WEAK, (), at=("save",)),
     Sign("merge", SURE, (r"undo_layout|8[- ]?bit|int8|4[- ]?bit|dequant",), at=("save", "merge"), never=_FSDP),
-    Sign("merge", SURE, (r"merge_and_unload|save_pretrained_merged|merged_16bit|dequantize.{0,20}(?:merge|save|state_dict)",)),
+    Sign("merge", SURE, (r"merge_and_unload|save_pretrained_merged|_merge_lora\b|merging 4bit and lora|merged_16bit|dequantize.{0,20}(?:merge|save|state_dict)",)),
     Sign("merge", 85, (), at=("merge",)),
     # loading
     Sign("wrong-dtype", 85, (r"(?:load|stor|keep|kept|base|weights?|model)\w*\b.{0,25}\b(?:in|as|to) (?:float ?32|fp32|32[- ]bit|full precision)",), never="master|upcast|embedding|norm"),
@@ -161,5 +162,5 @@ SIGNS: tuple[Sign, ...] = (
     # the host
     Sign("host-ram", 80, (r"host oom|host (?:ram|memory)|system ram|cgroup|oom-?kill",), never=r"per rank"),
     Sign("host-ram", SURE, (r"killed|\bram\b|host memory|memory error", r"tokeniz|dataset|packing|preprocess|dataloader|pin_memory|num_workers|pinned"), never="cuda out of memory"),
-    Sign("spill", SURE, (r"shared (?:gpu )?memory|17179869184|dedicated \+|dedicated and|sysmem|wsl",)),
+    Sign("spill", SURE, (r"shared (?:gpu )?memory|dedicated \+|dedicated and|sysmem|wsl",)),
 )  # fmt: skip

@@ -56,7 +56,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
     )
     if share >= SHARE_FRAGMENTED and (m.tried or 0) <= m.unallocated:
         return Clue("fragmentation", 88, proof)
-    return Clue("fragmentation", WEAK + 5, proof)
+    return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
 
 
 def _others(m: Message, evidence: Evidence) -> Clue | None:
@@ -126,13 +126,13 @@ RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
 
 _BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
 _MODEL = re.compile(r"[a-z][\w.]*-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
-_CARDS = re.compile(r"\b(\d{1,4}) ?x\b")
+_CARDS = re.compile(r"(?<![\w.])(\d{1,4}) ?(?:x\b|x(?=\d)|\*(?= ?\w))")
 _CARD = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b")
 _FROZEN = re.compile(r"\bq?lora\b|peft|adapter|prefix|4[- ]?bit|8[- ]?bit|bnb|grpo")
 _FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
 _RAN_OUT = re.compile(r"\boom\b|out of memory|tried to allocate|readme|expected|claims|should fit|does not fit")
 _LATE = re.compile(
-    r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch"
+    r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch|\bonly (?:when|if|with|after|once)\b"
 )  # it ran, so weights and states have room
 SHARD_OF = (
     ("parameters", re.compile(r"zero[-_ ]?3|stage.{0,3}3\b|fsdp|fully_shard")),
