@@ -109,6 +109,7 @@ def test_a_cut_message_gives_what_it_has(name: str, length: int) -> None:
 
 def test_pathological_repeats_are_read_in_one_pass() -> None:
     assert messages("1" * 200_000 + " GiB " + "Process " * 50_000) == ()
+    assert read_text("x" * 2_000_000 + ".py:1 in f").frames == ()
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 from memfit import tape_file
 from memfit.alloc_conf import Torch
@@ -28,12 +29,11 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
     `torch` is the version that made a snapshot, where that is known.
     Raises BadInput for anything that cannot be read.
     """
-    content = content_of(path)
     try:
-        if content.startswith(PICKLE):
-            data = pickles.loads(content, Smaller())
-            del content
+        data = pickled(path)
+        if data is not None:
             return tape_of(data, device, torch)
+        content = content_of(path)
         if device is not None:
             raise BadInput("only a snapshot has several devices", hint="leave --device out")
         return records.loads(content, path) if records.known(content) else tape_file.loads(content)
@@ -41,14 +41,32 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
         raise BadInput(f"{path}: {error.message}", hint=error.hint or WANTED) from None
 
 
-def content_of(path: Path) -> bytes:
-    """The bytes of a file, unpacked where gzip packed them."""
+def pickled(path: Path) -> Any:
+    """The data of a pickle, its events as Entries; None for a file that is none."""
+    size = _size(path)
+    with path.open("rb") as file:
+        if file.peek(1).startswith(PICKLE):
+            return pickles.load(file, size, Smaller())
+    content = content_of(path)
+    return pickles.loads(content, Smaller()) if content.startswith(PICKLE) else None
+
+
+def _size(path: Path) -> int:
+    """Bytes on disk; raises BadInput for a file that is too large, or cannot be read."""
     try:
-        if path.stat().st_size > MAX_FILE:
+        size = path.stat().st_size
+        if size > MAX_FILE:
             raise BadInput(f"{path} has more than {MAX_FILE >> 20} MiB", hint="record fewer events: max_entries=100000")
-        packed = path.read_bytes()
+        path.open("rb").close()
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=WANTED) from None
+    return size
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file, unpacked where gzip packed them."""
+    _size(path)
+    packed = path.read_bytes()
     if not packed:
         raise BadInput(f"{path} is empty", hint=WANTED)
     return _unpacked(packed, path) if packed.startswith(GZIP) else packed
@@ -67,4 +85,4 @@ def _unpacked(packed: bytes, path: Path) -> bytes:
     return content
 
 
-__all__ = ["content_of", "read"]
+__all__ = ["pickled", "read"]

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
@@ -38,18 +38,23 @@ class HookedUnpickler(PlainUnpickler):
     small: Callable[[Any], Any]
 
     def persistent_load(self, pid: Any) -> Any:
-        """The only persistent ids of such a stream are the dicts: one of its own makes hooked.py give up."""
+        """The only persistent ids of such a stream are its dicts and lists: one of its own makes hooked.py give up."""
         return self.small(pid)
 
 
 def loads(content: bytes, small: Callable[[Any], Any] | None = None) -> Any:
-    """The plain data in a pickle. Raises BadInput for a damaged one and for one that holds or does anything else.
+    """The plain data in a pickle that is in memory; see `load`."""
+    return load(io.BytesIO(content), len(content), small)
 
-    small: what to keep of each dict, asked as soon as it is complete; not asked where the pickle is not of the usual kind.
+
+def load(file: BinaryIO, size: int, small: Callable[[Any], Any] | None = None) -> Any:
+    """The plain data in a pickle of `size` bytes, read piece by piece. Raises BadInput for a damaged one and for one that holds or does anything else.
+
+    small: what to keep of each dict and list, asked as soon as it is complete; not asked where the pickle is not of the usual kind.
     """
     try:
-        with _bounded(FLOOR + BYTES_PER_BYTE * len(content)):
-            return _hooked(content, small) if small else PlainUnpickler(io.BytesIO(content)).load()
+        with _bounded(FLOOR + BYTES_PER_BYTE * size):
+            return _hooked(file, small) if small else PlainUnpickler(file).load()
     except BadInput:
         raise
     except MemoryError:
@@ -59,16 +64,17 @@ def loads(content: bytes, small: Callable[[Any], Any] | None = None) -> Any:
         raise BadInput(f"the pickle is damaged ({what})", hint="copy or record it again") from None
 
 
-def _hooked(content: bytes, small: Callable[[Any], Any]) -> Any:
-    pieces = hooked(content)
+def _hooked(file: BinaryIO, small: Callable[[Any], Any]) -> Any:
+    pieces = hooked(file)
     if pieces is not None:
         unpickler = HookedUnpickler(Stream(pieces))
         unpickler.small = small
         try:
             return unpickler.load()
-        except (NotPlain, msgspec.ValidationError):
+        except (NotPlain, msgspec.ValidationError, pickle.UnpicklingError):
             pass  # the plain reading says what is wrong
-    return PlainUnpickler(io.BytesIO(content)).load()
+    file.seek(0)
+    return PlainUnpickler(file).load()
 
 
 @contextmanager

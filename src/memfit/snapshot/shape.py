@@ -28,6 +28,9 @@ class Entry(Struct, gc=False):
     frames: Any = ()
 
 
+ASKED = Entry("free_requested")  # nothing is read of these, so one stands for all
+
+
 class Part(Struct):
     """A block of a segment; torch 2.1 gives no address: blocks lie one after the other."""
 
@@ -91,9 +94,12 @@ class Smaller:
 
     def __init__(self) -> None:
         self.stacks: dict[tuple[int, ...], list[Any]] = {}
+        self.known: set[int] = set()  # ids of those
         self.told = False  # the first event is kept as it is: its keys tell the version
 
     def __call__(self, data: Any) -> Any:
+        if type(data) is list:
+            return self._once(data)
         if type(data) is not dict:
             return data
         frames = data.get("frames")
@@ -101,6 +107,9 @@ class Smaller:
             data["frames"] = self._once(frames)
         if "action" not in data:
             return data
+        if data["action"] == ASKED.action and self.told:
+            data.clear()
+            return ASKED
         entry = msgspec.convert(data, Entry, strict=True)
         if not self.told:
             self.told = True
@@ -109,10 +118,14 @@ class Smaller:
         return entry
 
     def _once(self, frames: list[Any]) -> list[Any]:
+        if id(frames) in self.known:
+            return frames
         if len(frames) == 1 and type(frames[0]) is list:
             return frames[0]
         stack = self.stacks.setdefault(tuple(map(id, frames)), frames)
-        if stack is not frames:
+        if stack is frames:
+            self.known.add(id(stack))
+        else:
             frames[:] = [stack]
         return stack
 

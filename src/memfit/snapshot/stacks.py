@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.snapshot import PICKLE, content_of, pickles
-from memfit.snapshot.shape import Smaller, shaped
+from memfit.snapshot import pickled
+from memfit.snapshot.shape import shaped
 
 Stacks = dict[tuple[str, ...], int]
 DEEPEST = 60  # calls kept of a stack, from the outermost
@@ -20,11 +20,11 @@ def stacks_of(path: Path, device: int | None = None) -> Stacks:
 
     Every block of the segments is counted: what no tensor has stands under GAPS.
     """
-    content = content_of(path)
-    if not content.startswith(PICKLE):
+    data = pickled(path)
+    if data is None:
         return {}
-    segments = shaped(pickles.loads(content, Smaller())).segments
-    del content
+    segments = shaped(data).segments
+    del data
     held: dict[int, int] = {}
     for segment in segments:
         held[segment.device] = held.get(segment.device, 0) + segment.total_size
