@@ -11,6 +11,7 @@ from memfit.alloc_conf import K_LARGE_BUFFER, LATEST_TORCH, Torch
 from memfit.errors import BadInput
 
 Pool = tuple[int, int]
+MOST_NUMBERS = 1 << 16  # sizes and addresses of which one object is kept
 MAX_ADDRESS = 1 << 57  # five-level page tables; the tie-break's keys hold 56 bits of a distance between addresses
 
 
@@ -94,6 +95,7 @@ class Smaller:
 
     def __init__(self) -> None:
         self.stacks: dict[tuple[int, ...], list[Any]] = {}
+        self.numbers: dict[int, int] = {}  # sizes and addresses come again and again, as an object each time
         self.known: set[int] = set()  # ids of those
         self.told = False  # the first event is kept as it is: its keys tell the version
 
@@ -115,6 +117,10 @@ class Smaller:
             self.told = True
             return data
         data.clear()
+        if len(self.numbers) > MOST_NUMBERS:
+            self.numbers.clear()
+        entry.size = self.numbers.setdefault(entry.size, entry.size)
+        entry.addr = self.numbers.setdefault(entry.addr, entry.addr)
         return entry
 
     def _once(self, frames: list[Any]) -> list[Any]:
