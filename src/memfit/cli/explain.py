@@ -147,15 +147,14 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.cli.files import write_files
     from memfit.explain.reading import segments_of
-    from memfit.report.pictures_html import pictures, stacks_of_groups
+    from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
     from memfit.snapshot.stacks import stacks_of
 
     torch = torch_version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-    stacks = stacks_of(Path(what), flags["device"]) or stacks_of_groups(memory.groups)
-    below = pictures(stacks, segments_of(tape))
+    below = pictures(memory, stacks_of(Path(what), flags["device"]), segments_of(tape))
     page = timeline_html(template, Path(what).name, tape, settings, torch, below=below)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

@@ -36,7 +36,7 @@ class Explained:
 def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explained]:
     """While it is open, a torch.OutOfMemoryError that leaves it is explained to `tell` (default: stderr), then goes on.
 
-    On a real card memory history is recorded from here on; on a virtual one (memfit.virtual_gpu) every allocation with
+    On a real card memory history is recorded from here on, where it is not recorded already; on a virtual one (memfit.virtual_gpu) every allocation with
     its module and line. An explanation that fails is itself only a line: the error is never lost.
     """
     found = Explained()
@@ -87,8 +87,10 @@ def _watched(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
         observer = LineObserver(card)
         with observer.watching():
             yield lambda: memory_of(observer.tape(about(card)), observer.asked_by())
+    elif torch.cuda.is_available() and torch._C._cuda_isHistoryEnabled():
+        yield _of_real_card  # somebody records already, perhaps from the start: it goes on as it was
     elif torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
         try:
             yield _of_real_card
         finally:

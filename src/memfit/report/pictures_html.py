@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from memfit.explain.memory import Group
+from memfit.explain.memory import Group, Memory
 from memfit.report.words import ROLE_WORDS, part_word
 from memfit.tape import Piece, Role, Segment
 from memfit.units import human
@@ -38,9 +38,16 @@ class _Node:
     below: dict[str, _Node] = field(default_factory=dict)
 
 
-def pictures(stacks: Mapping[tuple[str, ...], int], segments: Sequence[Segment]) -> str:
-    """Both, as HTML to stand below the timeline."""
-    return STYLE + flame(stacks) + segment_map(segments)
+def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Sequence[Segment]) -> str:
+    """HTML to stand below the timeline: the instant of `memory` by role and line, the end by stack, the segments.
+
+    `stacks` are whole calls, which a snapshot has for its last instant alone; {} for other histories.
+    """
+    when = "when memory ran out" if memory.asked else "at the highest instant"
+    made = STYLE + flame(stacks_of_groups(memory.groups), f"Who was alive {when}", "by role and line")
+    if stacks:
+        made += flame(stacks, "Who was alive at the end of the recording", "by stack")
+    return made + segment_map(segments, when)
 
 
 def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
@@ -55,7 +62,7 @@ def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
 # ---- the flame graph -----------------------------------------------------------------------------------------------
 
 
-def flame(stacks: Mapping[tuple[str, ...], int]) -> str:
+def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
     """Callers above, what they called below; a box is as wide as its bytes."""
     root = _Node()
     for path, size in stacks.items():
@@ -66,7 +73,7 @@ def flame(stacks: Mapping[tuple[str, ...], int]) -> str:
             node.bytes += size
     boxes: list[str] = []
     rows = _boxes(root, 0.0, 0, max(root.bytes, 1), boxes)
-    head = f'<h2 class="picture">Who was alive: {human(root.bytes)} by stack</h2>\n'
+    head = f'<h2 class="picture">{title}: {human(root.bytes)} {by}</h2>\n'
     return f'{head}<div class="flame" style="height:{rows * ROW}px">\n' + "\n".join(boxes) + "\n</div>\n"
 
 
@@ -87,7 +94,7 @@ def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> 
 # ---- the segments --------------------------------------------------------------------------------------------------
 
 
-def segment_map(segments: Sequence[Segment]) -> str:
+def segment_map(segments: Sequence[Segment], when: str) -> str:
     """A line per segment, largest first, as wide as its bytes; what no tensor has is red."""
     sizes = [(sum(piece.size for piece in s.pieces if piece.mapped), s) for s in segments]
     ordered = sorted(sizes, key=lambda pair: -pair[0])
@@ -95,7 +102,8 @@ def segment_map(segments: Sequence[Segment]) -> str:
     held = sum(size for size, _ in ordered)
     free = sum(p.size for s in segments for p in s.pieces if p.mapped and p.alloc is None)
     more = f", the {MOST_SEGMENTS} largest drawn" if len(ordered) > MOST_SEGMENTS else ""
-    head = f'<h2 class="picture">{len(ordered)} segments{more}: {human(held)} reserved, {human(free)} of it without a tensor</h2>\n'
+    held_by = f"{human(held)} reserved, {human(free)} of it without a tensor"
+    head = f'<h2 class="picture">{len(ordered)} segments {when}{more}: {held_by}</h2>\n'
     return head + "\n".join(_segment(s, size, widest) for size, s in ordered[:MOST_SEGMENTS]) + "\n"
 
 

@@ -12,13 +12,12 @@ from memfit.snapshot.shape import shaped
 Stacks = dict[tuple[str, ...], int]
 DEEPEST = 60  # calls kept of a stack, from the outermost
 UNKNOWN: tuple[str, ...] = ("no stack recorded",)
-GAPS = ("reserved, no tensor",)
 
 
 def stacks_of(path: Path, device: int | None = None) -> Stacks:
     """Bytes by stack, outermost call first, of one card (default: the one that holds most); {} for what is no snapshot.
 
-    Every block of the segments is counted: what no tensor has stands under GAPS.
+    What no tensor has is left out.
     """
     data = pickled(path)
     if data is None:
@@ -35,10 +34,10 @@ def stacks_of(path: Path, device: int | None = None) -> Stacks:
     names: dict[int, tuple[str, ...]] = {}  # by identity of the frames' list: blocks share them
     for segment in segments:
         for block in segment.blocks if segment.device == chosen else ():
-            stack: tuple[str, ...] = GAPS
-            if block.state != "inactive":
-                known = names.get(id(block.frames))
-                stack = names.setdefault(id(block.frames), _names(block.frames)) if known is None else known
+            if block.state == "inactive":
+                continue
+            known = names.get(id(block.frames))
+            stack = names.setdefault(id(block.frames), _names(block.frames)) if known is None else known
             found[stack] = found.get(stack, 0) + block.size
     return found
 
