@@ -252,6 +252,21 @@ def test_a_log_is_explained_and_priced(tmp_path: Path, capsys: pytest.CaptureFix
     assert "LOGITS  certain" in out and "train.py:41" in out and "GiB (enough)" in out
 
 
+def test_the_planner_answers_the_shortfall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from memfit.planner.descend import LEARNED
+
+    log = tmp_path / "train.log"
+    log.write_text(NOW)
+    run_of = (str(log), "--model", "qwen2.5-0.5b", "--gpu", "rtx-4090", "--trainer", "transformers", "--micro-batch", "4")
+    _, out, _ = run(capsys, *run_of, "--json")
+    found = json.loads(out)
+    assert found["recipe"]["saves"] >= found["shortfall"] > 0
+    changed = dict(found["recipe"]["change"])
+    assert changed and not changed.keys() & set(LEARNED)
+    assert changed.get("micro_batch", 4) * changed.get("accumulation", 1) == 4
+    assert "planner: " in run(capsys, *run_of)[1]
+
+
 def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(NOW.encode())))
     code, out, _ = run(capsys, "-", "--json")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from memfit.explain import Evidence, Message
-from memfit.finding import Finding
+from memfit.finding import Finding, Remedy
 
 
 class ExplainDoc(Struct, frozen=True, kw_only=True):
@@ -19,12 +19,15 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     messages: Annotated[tuple[Message, ...], Meta(description="the out-of-memory messages in the text, fullest first")]
     shortfall: Annotated[int | None, Meta(description="bytes that were missing, where the message or history tells")]
+    recipe: Annotated[
+        Remedy | None, Meta(description="all of a recipe that the planner found to need the shortfall less, else null")
+    ] = None
 
 
-def explain_doc(evidence: Evidence, findings: tuple[Finding, ...]) -> ExplainDoc:
-    """An explanation as a document."""
+def explain_doc(evidence: Evidence, findings: tuple[Finding, ...], recipe: Remedy | None = None) -> ExplainDoc:
+    """An explanation as a document; `recipe` is the planner's answer to the shortfall."""
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall,
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Argument, Flag, takes
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
 
 if TYPE_CHECKING:
-    from memfit.explain import Evidence, Price
+    from memfit.explain import Evidence
     from memfit.explain.memory import Memory
     from memfit.finding import Remedy
+    from memfit.job import Job, Recipe
     from memfit.tape import Tape
 
 EXAMPLES = (
@@ -44,7 +46,8 @@ def run(what: str, **flags: Any) -> int:
     """Say why memory ran out and what to change.
 
     Who filled the card, not who asked last. Reads the out-of-memory messages of every PyTorch version, tracebacks,
-    logs, and snapshots of torch.cuda.memory. With --model or --from each remedy is priced. The exit code is 0 where a
+    logs, and snapshots of torch.cuda.memory. With --model or --from each remedy is priced, and the
+    planner looks for the recipe that needs what was missing less. The exit code is 0 where a
     cause is named, 4 where none is known.
     """
     from memfit.explain import explain
@@ -56,16 +59,18 @@ def run(what: str, **flags: Any) -> int:
         check_free([Path(flags["html"])], flags["force"])
     text, tape = _read(what, flags["device"])
     evidence = _evidence(text, memory_of(tape) if tape else None)
-    findings = explain(evidence, _price(flags, evidence))
+    planned = _Planned.of(flags, evidence)
+    findings = explain(evidence, planned.price if planned else None)
+    whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if flags["json"]:
         from memfit.explain_doc import explain_doc
 
-        terminal.show_json(explain_doc(evidence, findings))
+        terminal.show_json(explain_doc(evidence, findings, whole))
     else:
         from memfit.report.explain import explain_view
 
         name = "standard input" if what == "-" else Path(what).name
-        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags)))
+        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole))
     if flags["html"]:
         _write(flags, what, tape, evidence.memory)
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
@@ -99,31 +104,63 @@ def _read(what: str, device: int | None) -> tuple[str, Tape | None]:
     return content.decode("utf-8", "replace"), None
 
 
-def _price(flags: dict[str, Any], evidence: Evidence) -> Price | None:
-    """What a remedy saves of the run that the flags describe; None where they describe none."""
-    if not flags["model"] and not flags["from_"]:
-        return None
-    from memfit import combinations
-    from memfit.cli.asked import asked, exact_recipe
-    from memfit.formula.estimate import estimate
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The run that the flags describe: what a remedy saves of it, and what the planner would run instead."""
 
-    message = evidence.message
-    if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
-        flags = {**flags, "gpu_memory": str(message.total)}
-    found = asked(flags["model"], flags)
-    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
-    before = estimate(found.architecture, recipe, found.gpu).peak.levels.reserved
-    for line in found.notes:
-        terminal.note(line)
+    job: Job
+    recipe: Recipe
 
-    def price(remedy: Remedy) -> int | None:
-        try:
-            changed = combinations.check(recipe.but(**dict(remedy.change)), found.architecture, found.gpu)
-            return before - estimate(found.architecture, changed, found.gpu).peak.levels.reserved
-        except MemfitError:  # this run cannot take it
+    @classmethod
+    def of(cls, flags: dict[str, Any], evidence: Evidence) -> _Planned | None:
+        """None where the flags describe none."""
+        if not flags["model"] and not flags["from_"]:
             return None
+        from memfit import combinations
+        from memfit.cli.asked import asked, exact_recipe, job_of
 
-    return price
+        message = evidence.message
+        if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
+            flags = {**flags, "gpu_memory": str(message.total)}
+        found = asked(flags["model"], flags)
+        recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+        for line in found.notes:
+            terminal.note(line)
+        job, _ = job_of(found, {**flags, "method": recipe.method})
+        return cls(job, recipe)
+
+    def price(self, remedy: Remedy) -> int | None:
+        """Bytes of the reserved peak it saves; None where this run cannot take it."""
+        from memfit import combinations
+        from memfit.formula.estimate import estimate
+
+        job = self.job
+        try:
+            changed = combinations.check(self.recipe.but(**dict(remedy.change)), job.architecture, job.gpu)
+            before, after = (estimate(job.architecture, r, job.gpu).peak.levels for r in (self.recipe, changed))
+        except MemfitError:
+            return None
+        return before.reserved - after.reserved
+
+    def whole(self, shortfall: int) -> Remedy | None:
+        """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
+        from memfit.finding import Remedy
+        from memfit.plan import Plan
+        from memfit.planner.descend import down, tensor_bytes
+        from memfit.planner.engine import Estimator
+        from memfit.report.words import changes
+
+        plan = Plan(self.job, self.recipe, *Estimator(self.job).shown(self.recipe, exact=True), ladder=())
+        found = down(plan, shortfall)
+        saves = tensor_bytes(plan, self.recipe) - tensor_bytes(plan, found.recipe) if found else 0
+        if found is None or saves < shortfall:
+            return None
+        altered = tuple(
+            (f.name, getattr(found.recipe, f.name))
+            for f in fields(found.recipe)
+            if getattr(found.recipe, f.name) != getattr(self.recipe, f.name)
+        )
+        return Remedy(", ".join(changes(self.recipe, found.recipe)), "same effective batch", altered, saves)
 
 
 def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:

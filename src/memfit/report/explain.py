@@ -17,8 +17,10 @@ from memfit.units import human
 SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
-def explain_view(name: str, evidence: Evidence, findings: Sequence[Finding], next_up: Sequence[str] = ()) -> Group:
-    """The whole answer of `memfit explain`."""
+def explain_view(
+    name: str, evidence: Evidence, findings: Sequence[Finding], next_up: Sequence[str] = (), whole: Remedy | None = None
+) -> Group:
+    """The whole answer of `memfit explain`; `whole` is a recipe of the planner's that needs the shortfall less."""
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
@@ -31,6 +33,8 @@ def explain_view(name: str, evidence: Evidence, findings: Sequence[Finding], nex
         parts += [who(first.holders), ""]
     if first.remedies:
         parts += [_remedies(first.remedies, evidence.shortfall), ""]
+    if whole is not None and whole.saves is not None:
+        parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
     if others:
         parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
     return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
