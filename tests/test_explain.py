@@ -257,7 +257,17 @@ def test_the_planner_answers_the_shortfall(tmp_path: Path, capsys: pytest.Captur
 
     log = tmp_path / "train.log"
     log.write_text(NOW)
-    run_of = (str(log), "--model", "qwen2.5-0.5b", "--gpu", "rtx-4090", "--trainer", "transformers", "--micro-batch", "4")
+    run_of = (
+        str(log),
+        "--model",
+        "qwen2.5-0.5b",
+        "--gpu",
+        "rtx-4090",
+        "--trainer",
+        "transformers",
+        "--micro-batch",
+        "4",
+    )
     _, out, _ = run(capsys, *run_of, "--json")
     found = json.loads(out)
     assert found["recipe"]["saves"] >= found["shortfall"] > 0

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from memfit import cli, watch_file
 from memfit.explain import Evidence, explain
 from memfit.explain.memory import Memory
-from memfit.explain.reading import BEFORE, memory_of
+from memfit.explain.reading import BEFORE, NOWHERE, memory_of
+from memfit.explain.watched import evidence_of
 from memfit.finding import Cause
+from memfit.footprint import Levels
 from memfit.report.explain import explain_view
+from memfit.sample import Header, Holder, Leak, MeterName, Sample, Watched
 from memfit.snapshot import read
 from memfit.snapshot.roles import Births
 from memfit.tape import Alloc, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
@@ -103,6 +107,39 @@ def test_recorded_snapshots_are_explained(name: str, cause: Cause, line: str, un
     first = explain(Evidence(memory=memory))[0]
     assert (first.cause, first.line, memory.of("unknown") // MIB) == (cause, line, unknown)
     assert "filled" not in first.title
+
+
+def test_tensors_without_a_stack_are_no_weights() -> None:
+    found = explain(Evidence(memory=memory_of(Tape((Alloc(0, 9 * MIB), Oom(MIB)), "measured"))))[0]
+    assert (found.cause, found.holders[0].role, found.holders[0].module) == ("not-known", "unknown", NOWHERE)
+
+
+def watched(*leaks: Leak, meter: MeterName = "cuda") -> Watched:
+    levels = Levels(60 * MIB, 60 * MIB, 90 * MIB, 95 * MIB)
+    looks = tuple(Sample(n, n, "step", levels, levels) for n in range(3))
+    return Watched(Header("train.py", meter), looks, leaks=leaks, shares=(("parameters", 50 * MIB),))
+
+
+def test_a_watched_run_is_told_by_its_roles_and_its_leaks() -> None:
+    holder = Holder("container", "history", "train.py:12", "history.append(loss)", 1, MIB)
+    found = explain(evidence_of(watched(Leak(MIB, 10, 30, 20 * MIB, (holder,)))))[0]
+    assert (found.cause, found.confidence, found.line) == ("leak", "certain", "train.py:12")
+    assert "'history'" in found.evidence[0].text
+    memory = evidence_of(watched()).memory
+    assert memory is not None and memory.of("parameters") == 50 * MIB and memory.of("unknown") == 10 * MIB
+    assert memory.reserved == 90 * MIB
+
+
+def test_only_pytorchs_own_meter_knows_what_is_reserved() -> None:
+    memory = evidence_of(watched(meter="rss")).memory
+    assert memory is not None and memory.reserved == memory.allocated
+
+
+def test_the_command_reads_the_log_of_a_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = watched()
+    (tmp_path / "watch.jsonl").write_bytes(b"".join(map(watch_file.line, (run.header, *run.samples))))
+    assert cli.main(["explain", str(tmp_path / "watch.jsonl")]) == 4  # of which nothing is told apart
+    assert "not recorded 60.0 MiB (100%)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [60, 100])

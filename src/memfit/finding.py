@@ -16,7 +16,7 @@ Cause = Literal[
     "other-process", "nccl", "buckets", "fragmentation", "leak", "exception", "temporaries", "host-ram", "spill", "input-grads", "not-known",
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
-Part = Role | Literal["unknown"]  # unknown: there before the recording began, and nothing in it tells what it is
+Part = Role | Literal["unknown"]  # unknown: older than the recording or without a stack, and nothing tells what it is
 
 CAUSES: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states alone are more than the card has, or nearly all of it",
@@ -73,7 +73,7 @@ PEAKS: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states make most of the peak",
     "activations": "what the forward pass keeps for the backward pass makes most of the peak",
     "fragmentation": "memory is reserved that no tensor has",
-    "not-known": "most of the peak was there before the recording began",
+    "not-known": "nothing tells what most of the peak is",
 }
 assert set(CAUSES) == set(get_args(Cause))
 

@@ -26,7 +26,7 @@ EXAMPLES = (
 )
 WHAT = Argument(
     "what",
-    "a log or traceback ('-': standard input), a snapshot of torch.cuda.memory, or a tape",
+    "a log or traceback ('-': standard input), a snapshot of torch.cuda.memory, a tape, or the log of memfit watch",
     "FILE",
     required=True,
 )
@@ -77,9 +77,12 @@ def run(what: str, **flags: Any) -> int:
 
 
 def _evidence(text: str, memory: Any) -> Evidence:
+    from memfit import watch_file
     from memfit.explain import read_text
+    from memfit.explain.watched import evidence_of
 
-    return read_text(text, memory)
+    content = text.encode()
+    return evidence_of(watch_file.loads(content)) if watch_file.known(content) else read_text(text, memory)
 
 
 def _read(what: str, device: int | None) -> tuple[str, Tape | None]:

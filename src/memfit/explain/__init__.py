@@ -28,7 +28,7 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
 
     price: bytes a remedy saves, by the planner's estimate. What a history shows weighs more than what a text says.
     """
-    told = [*(memory_clues(evidence) if evidence.memory else ()), *clues(evidence)]
+    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *clues(evidence)]
     best: dict[Cause, int] = {}
     for clue in told:
         best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.explain.clue import Clue
 from memfit.explain.memory import Memory
 from memfit.explain.oom_text import Message, messages
 
@@ -125,6 +126,7 @@ class Evidence:
     when: When = ""
     memory: Memory | None = None
     roots: tuple[Root, ...] = ()
+    seen: tuple[Clue, ...] = ()  # what a watch of the run found already
 
     @property
     def message(self) -> Message | None:

@@ -50,7 +50,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
             Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free),
         )
     idle = m.reserved - m.allocated
-    if idle < CACHED * m.reserved:
+    if idle < max(CACHED * m.reserved, 2 * SEGMENT):
         return None
     return Clue(
         "fragmentation", WEAK, Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
@@ -245,11 +245,13 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _untold(m: Memory, e: Evidence) -> Clue | None:
-    """Most of a peak is older than the history. (Of an out-of-memory the rest may still tell the cause.)"""
+    """Most of a peak is older than the history, or has no stack. (Of an out-of-memory the rest may still tell the cause.)"""
     size = m.of("unknown")
     if size < 0.5 * m.requested or not size:
         return None
-    proof = Proof(f"{human(size)} of {human(m.requested)} were there before the recording began", size)
+    older = any(g.role == "unknown" and g.turns == (-1,) and g.label.startswith("before") for g in m.groups)
+    why = "were there before the recording began" if older else "were recorded without a stack"
+    proof = Proof(f"{human(size)} of {human(m.requested)} {why}", size)
     return Clue("not-known", WEAK if m.asked else SURE + SHOWN, proof)
 
 
@@ -265,6 +267,8 @@ def _mirror(m: Memory, e: Evidence) -> Clue | None:
 
 def _room(m: Memory, e: Evidence) -> Clue | None:
     """Nothing special: what lasts, or what the pass keeps, is too much."""
+    if m.of("unknown") >= 0.5 * m.requested > 0:
+        return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
     if m.phase == "load":
         return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)

@@ -131,7 +131,7 @@ class _Play:
         found: dict[tuple[Part, str], list[tuple[int, int, int]]] = {}
         for alloc, born, part in self.owner.values():
             old = alloc.id in self.first and part == 0
-            role: Part = "unknown" if old and alloc.role == "temporaries" and not alloc.label else alloc.role
+            role: Part = "unknown" if alloc.role == "temporaries" and not alloc.label else alloc.role
             label = unnumbered(alloc.label) or (BEFORE if old else NOWHERE)
             found.setdefault((role, label), []).append((alloc.size, born, part))
         made = [
