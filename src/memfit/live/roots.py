@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.explain.evidence import LIBRARY, Root
 from memfit.live.recorder import OURS
-from memfit.live.source import line_of
+from memfit.watcher.source import line_of
 
 MOST_ITEMS = 20_000  # objects looked at in one container
 MOST_NODES = 200_000  # nodes of one autograd graph
@@ -52,6 +52,10 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
+
+
+def _line(code: CodeType, name: str) -> str:
+    return line_of(code.co_filename, name, code.co_firstlineno, code.co_name)
 
 
 def _own(frame: FrameType) -> bool:
@@ -111,7 +115,7 @@ class _Finder:
 
     def root(self, frame: FrameType, name: str, value: Any) -> Root | None:
         """What a variable keeps; None where that is little."""
-        line = line_of(frame.f_code.co_filename, name, frame.f_code.co_name) if _own(frame) else ""
+        line = _line(frame.f_code, name) if _own(frame) else ""
         if isinstance(value, torch.nn.Module):
             return self._model(name, value, line)
         if isinstance(value, BaseException):
@@ -174,7 +178,7 @@ class _Finder:
             if isinstance(value, CONTAINERS):
                 held = [t for t in _tensors(value) if t.is_cuda and _storage(t) not in self.owned]
                 sizes = {_storage(t): t.untyped_storage().nbytes() for t in held}
-                line = line_of(code.co_filename, name, code.co_name)
+                line = _line(code, name)
                 yield Root(name, line, "hook", sum(sizes.values()), len(sizes)) if sizes else None
 
     def _graph(self, held: Iterable[Tensor]) -> tuple[dict[int, int], int]:

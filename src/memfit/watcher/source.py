@@ -30,6 +30,20 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip()
 
 
+def line_of(file: str, name: str, first: int, function: str) -> str:
+    """ "train.py:12": the last line that adds to `name` (or `self.name`), else that binds it; "" where the source is silent.
+
+    Looked at is the function that begins at line `first`, and the whole file where that has none.
+    """
+    inside = _extent(file, first, function)
+    for span in (inside, None) if inside else (None,):
+        for table in (_stores(file), _bound(file)):
+            lines = [line for line in table.get(name, ()) if span is None or line in span]
+            if lines:
+                return f"{Path(file).name}:{max(lines)}"
+    return ""
+
+
 def shown(file: str) -> str:
     """A path as a person in the current folder writes it."""
     try:
@@ -73,6 +87,18 @@ def _stores(file: str) -> dict[str, tuple[int, ...]]:
         for name in _stored(node):
             found.setdefault(name, []).append(node.lineno)  # type: ignore[attr-defined]
     return {name: tuple(sorted(set(lines))) for name, lines in found.items()}
+
+
+@lru_cache(maxsize=64)
+def _bound(file: str) -> dict[str, tuple[int, ...]]:
+    """Name -> the lines that bind it."""
+    found: dict[str, list[int]] = {}
+    for node in ast.walk(_tree(file) or ast.Module([], [])):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in {name for target in targets for part in ast.walk(target) for name in _names(part)}:
+                found.setdefault(name, []).append(node.lineno)
+    return {name: tuple(lines) for name, lines in found.items()}
 
 
 def _stored(node: ast.AST) -> list[str]:
