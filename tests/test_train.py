@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -21,12 +21,14 @@ import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
 from memfit.job import Recipe  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
-from memfit.run.folder import COMPLETE, Run  # noqa: E402
+from memfit.run.folder import COMPLETE, Run, fallen  # noqa: E402
 from memfit.run.keeper import Keeper  # noqa: E402
 from memfit.run.limit import CountingMeter  # noqa: E402
-from memfit.run.nouns import Outcome  # noqa: E402
+from memfit.run.nouns import Outcome, Shortage, Stage  # noqa: E402
+from memfit.run.relief import changes, lower  # noqa: E402
 from memfit.run.samples import Ledger, Marks  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
+from memfit.run.supervise import fall_of, supervise  # noqa: E402
+from memfit.units import human  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -247,9 +249,10 @@ def test_after_as_many_falls_as_allowed_it_stops_resumable(
 
 
 def test_where_nothing_needs_less_it_stops(made: tuple[Path, Path], tmp_path: Path) -> None:
-    run = runs.make_run(tmp_path / "run", made, memory_limit=1 << 16, falls=20)
+    recipe = runs.RECIPE.but(micro_batch=1, accumulation=4, checkpointing="full")
+    run = runs.make_run(tmp_path / "run", made, recipe, memory_limit=1 << 16, falls=20)
     stopped = supervise(run, attempt, silent)
-    assert stopped.status == "oom" and "no recipe" in stopped.error
+    assert stopped.status == "oom" and "nothing that learns the same needs less memory in" in stopped.error
     assert run.plan.recipe.micro_batch == 1
     needs = [fall.shortage.limit for fall in run.falls]
     assert needs and set(needs) == {1 << 16}
@@ -268,7 +271,10 @@ def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_
     run = runs.make_run(tmp_path / "run", made, recipe, eval_data=str(made[1]), max_steps=4, learning_rate=5e-2)
     outcome = supervise(run, failing("eval", 2), silent)
     assert outcome.status == "done" and outcome.eval_loss is not None and math.isfinite(outcome.eval_loss)
-    assert [(f.shortage.stage, f.resumed_at) for f in run.falls] == [("eval", 2)]
+    assert [(f.shortage.stage, f.resumed_at, f.changed) for f in run.falls] == [
+        ("eval", 2, ("evaluation batch 4 -> 2",))
+    ]
+    assert run.plan.recipe == recipe  # training is as it was
     adapters = weights(run, "adapter_model.safetensors")
     assert all(bool(t.any()) for t in adapters.values())
     merge.main(str(made[0]), str(run.output), str(tmp_path / "merged"))
@@ -315,9 +321,89 @@ def test_the_embedded_run_from_the_command_line(ran: Ran, tmp_path: Path) -> Non
     assert ran("train", "--out", tmp_path / "run", "--cpu")[0] == 2  # never overwritten
 
 
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_every_stage_has_its_own_way_down(made: tuple[Path, Path], tmp_path: Path, stage: Stage) -> None:
+    """Evaluation shrinks first where evaluation failed; saving and merging never touch the training recipe."""
+    run = runs.make_run(tmp_path / "run", made)
+    shortage = Shortage(stage=stage, step=2, text="out of memory", asked=1 << 20)
+    recipes, changed = [], []
+    while (below := lower(run, shortage)) is not None and len(recipes) < 4:
+        recipes.append(below.plan.recipe)
+        changed.append(changes(run, below))
+        fallen(run, fall_of(run, shortage, below), below.plan, below.settings)
+    assert all(changed) and all(recipe.effective_batch == 4 for recipe in recipes)
+    if stage == "eval":
+        assert changed[:2] == [("evaluation batch 4 -> 2",), ("evaluation batch 2 -> 1",)]
+        assert recipes[:2] == [runs.RECIPE] * 2 and recipes[2] != runs.RECIPE
+    elif stage in ("save", "merge"):
+        assert recipes == [runs.RECIPE] * (stage == "save")
+    else:
+        assert recipes[0] != runs.RECIPE
+
+
+def test_saving_that_ran_out_is_tried_again_with_the_same_recipe(
+    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real, struck = runs.make_run(tmp_path / "run", made), torch.save, []
+
+    def save(*args: Any, **named: Any) -> None:
+        if not struck and "checkpoint-4" in str(args[1]):
+            struck.append(Path(args[1]).write_bytes(b"half"))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        real(*args, **named)
+
+    monkeypatch.setattr(torch, "save", save)
+    assert supervise(run, attempt, silent).status == "done"
+    assert [(f.shortage.stage, f.resumed_at) for f in run.falls] == [("save", 2)]
+    assert run.settings.lean_save and run.plan.recipe == runs.RECIPE and lines(run) == lines(whole[0])
+    assert all(torch.equal(t, weights(whole[0])[name]) for name, t in weights(run).items())
+
+
+def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
+    from memfit.run.card import card
+
+    watched = whole[0].watched()
+    assert watched is not None and watched.header.predicted is not None
+    assert {s.phase for s in watched.samples} >= {"load", "first_step", "step", "save"}
+    assert max(s.step for s in watched.samples) == runs.STEPS
+    assert "resident memory of the process" in card(*whole)
+
+
+def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], tmp_path: Path) -> None:
+    """As a GPU leaves it: the log of a watch on a card, of the present rung alone."""
+    from memfit import watch_file
+    from memfit.footprint import Levels
+    from memfit.run.card import card
+    from memfit.run.folder import MEMORY_FILE
+    from memfit.sample import Header, Sample
+
+    run = Run(tmp_path)
+    for name in ("run.json", "recipe.toml"):
+        (tmp_path / name).write_bytes((whole[0].path / name).read_bytes())
+    peak, now = Levels(3 << 20, 3 << 20, 5 << 20, 9 << 20), Levels(1 << 20, 1 << 20, 5 << 20, 9 << 20)
+    old, new = (Header("run", "cuda", "L4", 1 << 34, predicted=p) for p in (None, run.plan.footprint))
+    nouns = [
+        old,
+        Sample(0.0, 1, "save", now, peak),
+        new,
+        Sample(0.0, 0, "load", now, peak),
+        new,
+        Sample(1.0, 2, "step", now, peak),
+    ]
+    (tmp_path / MEMORY_FILE).write_bytes(b"".join(map(watch_file.line, nouns)))
+    text, step = card(run, whole[1]), next(p for p in run.plan.footprint.phases if p.phase == "step")
+    assert f"| step | {human(step.levels.reserved)} | 5.00 MiB | 3.00 MiB |" in text
+    assert "| load |" in text and "| save |" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("run.toml", "--cpu", "--max-steps", "-1"), "--max-steps must be"),
+        (("run.toml", "--cpu", "--learning-rate", "nan"), "--learning-rate must be"),
+        (("run.toml", "--cpu", "--micro-batch", "2"), "settled by run.toml"),
+        (("--resume", "--max-steps", "3"), "cannot change"),
+        (("qwen2.5-0.5b", "--data", "x.jsonl"), "no GPU in this machine"),
         (("--resume",), "there is no run"),
         (("qwen2.5-0.5b", "--resume"), "--resume continues"),
         (("qwen2.5-0.5b", "--cpu"), "no data"),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes
-from memfit.errors import EXIT_MISFIT, BadInput, Refused
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
+from memfit.errors import EXIT_MISFIT, BadInput, MemfitError, MissingExtra, Refused
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -42,8 +42,15 @@ RUN: tuple[Flag, ...] = (
     Flag("merge", bool, "Write the adapters merged into their base as well.", default=False),
     Flag("no_rehearsal", bool, "Do not try the worst batch before the first step.", default=False),
 )
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-EXIT_OF = {"done": 0, "stopped": EXIT_INTERRUPTED, "oom": EXIT_MISFIT, "failed": EXIT_FAILED}
+# flag -> (lowest, highest) that makes sense
+RANGES: dict[str, tuple[float, float]] = {
+    "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
+}  # fmt: skip
+UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
+AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
+OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
+EXIT_FAILED, EXIT_RESUMABLE, EXIT_INTERRUPTED = 1, 75, 130  # 75: EX_TEMPFAIL, worth trying again
+EXIT_OF = {"done": 0, "stopped": EXIT_RESUMABLE, "oom": EXIT_MISFIT, "failed": EXIT_FAILED}
 
 
 @takes(*CARD, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
@@ -53,27 +60,43 @@ def run(what: str | None = None, **flags: Any) -> int:
     Runs the train.py that 'memfit export' writes. Where memory runs out the plan is made again with what was missing, the
     next rung down is taken with the same effective batch and learning rates, and the run resumes from its last good step.
     """
+    from memfit.cli.train_shown import Shown
     from memfit.run.children import in_child
     from memfit.run.supervise import supervise
 
     need_libraries()
+    _check_ranges(flags)
     folder = Path(flags["out"] or "memfit-run").resolve()
     found = _resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags)
     shown = Shown(found, flags["json"])
-    outcome = supervise(found, in_child, shown.tell)
+    with shown:
+        outcome = supervise(found, in_child, shown.tell)
     if outcome.status == "done":
-        finish(found, outcome)
+        _write_card(found, outcome)
     shown.end(outcome)
-    return EXIT_OF[outcome.status]
+    if outcome.status == "done" and found.settings.merge and found.plan.recipe.method != "full":
+        _merge(found)
+    return EXIT_INTERRUPTED if shown.interrupted and outcome.status == "stopped" else EXIT_OF[outcome.status]
 
 
 def need_libraries() -> None:
-    """Raises BadInput naming what to install; imports nothing."""
+    """Raises MissingExtra; imports nothing."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("torch", "transformers", "trl", "accelerate", "datasets") if find_spec(name) is None]
+    needed = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise BadInput(f"training needs {', '.join(missing)}", hint="pip install 'memfit[train]'")
+        raise MissingExtra(f"training (with {', '.join(missing)})", "train")
+
+
+def _check_ranges(flags: dict[str, Any]) -> None:
+    for name, (low, high) in RANGES.items():
+        value = flags[name]
+        if value is not None and not low <= value <= high:  # nan is in no range
+            raise BadInput(
+                f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value:g}",
+                hint="memfit train --help",
+            )
 
 
 # ---- what is run
@@ -87,9 +110,20 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     from memfit.units import parse_size
 
     if what:
-        raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder.name} --resume")
+        raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
+    given = typed(flags, (row for row in (*CARD, BATCH, *DATA, *RUN, *AUTO) if row.name not in (*AGAIN, "cpu")))
+    if given:
+        raise BadInput(
+            f"{given[0]} cannot change in a run that is resumed",
+            hint="--resume takes --falls, --memory-limit and --merge",
+        )
     found = opened(folder)
-    settings = found.settings
+    settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
+    if not (settings.cpu or has_gpu()):
+        raise BadInput(
+            f"the run in {folder} is one for a GPU, and there is none in this machine",
+            hint="resume it where there is one",
+        )
     if flags["falls"] is not None:  # counted from here on
         settings = replace(settings, falls=len(found.falls) + flags["falls"])
     if flags["memory_limit"]:
@@ -103,19 +137,54 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     from memfit.run.folder import create, prepare
 
     settings = _settings(what, flags)
-    if what is None:
-        prepare(folder, flags["force"])
-        what = _embedded(folder, flags)
-        plan, notes = _planned(what, flags, settings)
-    else:
-        plan, notes = _planned(what, flags, settings)
-        _check(plan, flags)
-        prepare(folder, flags["force"])
-    if settings.cpu and (plan.recipe.shard != "none" or plan.recipe.offload != "none"):
-        raise BadInput("on a CPU accelerate neither shards nor offloads", hint="--shard none --offload none")
+    try:
+        if what is None:
+            prepare(folder, flags["force"])
+            plan, notes = _planned(_embedded(folder, flags), flags, settings)
+        else:
+            plan, notes = _planned(_recipe_in(what), flags, settings)
+            _check(plan, flags, settings)
+            prepare(folder, flags["force"])
+        found = create(folder, _from_anywhere(plan), settings)
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
     for line in notes:
         terminal.note(line)
-    return create(folder, plan, settings)
+    return found
+
+
+def _recipe_in(what: str) -> str:
+    """The folder that a plan was written to stands for the recipe in it."""
+    path = Path(what) / "recipe.toml"
+    return str(path) if path.is_file() and not (Path(what) / "config.json").exists() else what
+
+
+def _from_anywhere(plan: Plan) -> Plan:
+    """The same with whole paths: the run may be resumed from another folder."""
+    from dataclasses import replace
+
+    job, name = plan.job, plan.job.architecture.name
+    architecture = replace(job.architecture, name=str(Path(name).resolve()) if Path(name).exists() else name)
+    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset)))
+
+
+def _whole(data: str) -> str:
+    """A file by its whole path; what is no file here may be a dataset on the Hub."""
+    return str(Path(data).resolve()) if Path(data).exists() else data
+
+
+def _check_data(data: str) -> None:
+    """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
+    from memfit.data import read_dataset
+    from memfit.data.files import READERS
+
+    if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
+        return  # a dataset on the Hub
+    for broken in read_dataset(data).examples:
+        if broken.reason.startswith(UNREADABLE):
+            raise BadInput(
+                f"{data}, line {broken.line}: {broken.reason}", hint=f"mend that line; see: memfit data {data}"
+            )
 
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
@@ -132,7 +201,7 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
     said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
         cpu=cpu, memory_limit=parse_size(flags["memory_limit"]) if flags["memory_limit"] else 0,
-        eval_data=str(Path(flags["eval_data"]).resolve()) if flags["eval_data"] else "",
+        eval_data=_whole(flags["eval_data"] or ""),
         learning_rate=flags["learning_rate"] or (embedded.LEARNING_RATE if own else 0.0),
         epochs=flags["epochs"] or (embedded.EPOCHS if own else 0.0),
         falls=FALLS if flags["falls"] is None else flags["falls"], rehearse=not flags["no_rehearsal"],
@@ -195,6 +264,11 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from memfit.export.again import plan_of
     from memfit.units import parse_size
 
+    given = typed(flags, OF_A_MODEL)
+    if given:
+        raise BadInput(
+            f"{given[0]} is settled by {path}", hint="change it there, or give the model: memfit train MODEL"
+        )
     file = recipe_file.read(path)
     name = flags["gpu"] or (file.gpu if file.gpu != "custom" else "")
     card = (local_gpu() if name == "local" else parse_gpu(name)[0]) if name else None
@@ -203,13 +277,18 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     if card is None:
         card = custom_gpu(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if settings.cpu else local_gpu()
     if flags["data"]:
-        file = replace(file, data=str(Path(flags["data"]).resolve()))
+        file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
     return plan_of(file, card)
 
 
-def _check(plan: Plan, flags: dict[str, Any]) -> None:
+def _check(plan: Plan, flags: dict[str, Any], settings: Settings) -> None:
+    """Refuse what could not run, before anything is written."""
+    for data in filter(None, (plan.job.dataset, settings.eval_data)):
+        _check_data(data)
+    if settings.cpu and (plan.recipe.shard != "none" or plan.recipe.offload != "none"):
+        raise BadInput("on a CPU accelerate neither shards nor offloads", hint="--shard none --offload none")
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",
@@ -217,93 +296,22 @@ def _check(plan: Plan, flags: dict[str, Any]) -> None:
         )
 
 
-# ---- what is shown
+# ---- at the end
 
 
-class Shown:
-    """Progress on stderr as it happens, the report on stdout at the end."""
-
-    def __init__(self, run: Run, json: bool) -> None:
-        from memfit.export.text import title
-
-        self.run, self.json, self.last_share = run, json, -1
-        plan = run.plan
-        r = plan.recipe
-        where = "this CPU" if run.settings.cpu else plan.job.gpu.name
-        terminal.note(
-            f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, micro-batch {r.micro_batch} x {r.accumulation}, in {run.path}"
-        )
-        self.begun, self.progress = terminal.progress(), None
-        self.bar = self.begun.__enter__()
-
-    def tell(self, event: dict[str, Any]) -> None:
-        """One event of the run."""
-        kind = event["event"]
-        if kind == "begin":
-            terminal.note(f"step {event['step']} of {event['steps']}")
-        elif kind == "step":
-            self.bar(f"step {event['step']}/{event['steps']}", event["step"] / max(event["steps"], 1))
-        elif kind == "log" and "loss" in event:
-            terminal.note(f"step {event['step']}: loss {event['loss']:.4f}")
-        elif kind == "log" and "eval_loss" in event:
-            terminal.note(f"step {event['step']}: eval loss {event['eval_loss']:.4f}")
-        elif kind == "fall":
-            for line in event["cause"]:
-                terminal.note(f"out of memory: {line}")
-            terminal.note(f"one rung down: {', '.join(event['changed'])}; resumed from step {event['step']}")
-        elif kind == "stopping":
-            terminal.note("finishing this step and saving (Ctrl-C again to stop at once)")
-
-    def end(self, outcome: Outcome) -> None:
-        """The report, and what to type next."""
-        self.begun.__exit__(None, None, None)
-        resume = shlex.join(["memfit", "train", "--out", str(self.run.path), "--resume"])
-        if self.json:
-            terminal.show_json(report(self.run, outcome, resume))
-        else:
-            for line in lines(self.run, outcome):
-                print(line)
-        if outcome.status in ("stopped", "oom"):
-            terminal.note(f"everything up to step {outcome.step} is saved; continue with: {resume}")
-        if outcome.status == "failed":
-            terminal.error(outcome.error, f"see {self.run.path / 'log.txt'}; continue with: {resume}")
-
-
-def finish(run: Run, outcome: Outcome) -> None:
-    """The last things a run that is done asks for: the merged model, and the model card."""
+def _write_card(run: Run, outcome: Outcome) -> None:
     from memfit.run.card import write_card
-    from memfit.run.merge import merged
 
-    if run.settings.merge and run.plan.recipe.method != "full":
-        terminal.note("merging the adapters into their base")
-        terminal.note(f"wrote {merged(run)}")
     write_card(run, outcome)
 
 
-def lines(run: Run, outcome: Outcome) -> list[str]:
-    """The report in words."""
-    from memfit.units import human
+def _merge(run: Run) -> None:
+    """Write the merged model. The adapters are safe whatever happens here. Raises BadInput saying how to do it again."""
+    from memfit.run.merge import merged
 
-    found = [f"{outcome.status}: step {outcome.step} of {outcome.steps}, {outcome.samples:,} samples"]
-    if outcome.error:
-        found.append(f"why: {outcome.error}")
-    if outcome.loss is not None:
-        found.append(f"loss: {outcome.first_loss:.4f} -> {outcome.loss:.4f}")
-    if outcome.eval_loss is not None:
-        found.append(f"eval loss: {outcome.eval_loss:.4f}")
-    found += [
-        f"fall: {', '.join(fall.changed)} at step {fall.resumed_at} ({fall.shortage.stage})" for fall in run.falls
-    ]
-    if outcome.peaks:
-        found.append("peaks: " + ", ".join(f"{stage} {human(size)}" for stage, size in outcome.peaks.items()))
-    return found + [f"model: {path}" for path in outcome.saved]
-
-
-def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
-    """The report as data."""
-    from dataclasses import asdict
-
-    return {
-        "schema": "memfit.train/1", "folder": str(run.path), **asdict(outcome),
-        "falls": [asdict(fall) for fall in run.falls], "resume": resume if outcome.status != "done" else "",
-    }  # fmt: skip
+    terminal.note("merging the adapters into their base")
+    try:
+        terminal.note(f"wrote {merged(run)}")
+    except MemfitError as error:
+        again = shlex.join(["memfit", "train", "--out", str(run.path), "--resume", "--merge"])
+        raise BadInput(error.message, hint=f"{error.hint}; try again with: {again}") from None

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from memfit.errors import BadInput
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
 from memfit.run.keeper import Keeper, Tell
 from memfit.run.limit import CountingMeter, Meter, metered
 from memfit.run.nouns import Outcome, Settings, Shortage
+from memfit.run.relief import eval_batch
 from memfit.run.samples import Ledger, counted
+from memfit.run.watching import closed, watcher
 from memfit.units import parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
@@ -47,14 +48,17 @@ def attempt(
     """
     settings, started = run.settings, time.monotonic()
     with metered(settings.cpu, settings.memory_limit, before) as meter:
-        keeper = Keeper(
-            meter, Ledger(rank_file(run.path / SAMPLES_FILE)), tell, run.plan.recipe.optimizer, settings.rehearse
-        )
+        ledger = Ledger(rank_file(run.path / SAMPLES_FILE))
+        keeper = Keeper(meter, ledger, tell, run.plan.recipe.optimizer, settings)
+        keeper.watcher = watcher(run, tell)
         keep(keeper)
-        outcome = _attempt(run, settings, keeper, meter)
-        meter.note()
+        try:
+            outcome = _attempt(run, settings, keeper, meter)
+        finally:
+            peaks = closed(keeper.watcher)
         outcome = replace(
-            outcome, peaks=dict(meter.peaks), reserved=meter.reserved, seconds=time.monotonic() - started,
+            outcome, peaks={k: v.allocated for k, v in peaks.items()} or dict(meter.peaks),
+            reserved=max((v.reserved for v in peaks.values()), default=0), seconds=time.monotonic() - started,
             host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, versions=_versions(),
         )  # fmt: skip
     gc.collect()
@@ -96,6 +100,7 @@ def load(run: Run, settings: Settings) -> Any:
     trainer = script.build(script.arguments([*words, *(["--cpu"] if settings.cpu else [])]))
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
+    trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)
     return trainer
 
 
@@ -118,7 +123,7 @@ def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
         if last and _finished(last, trainer):
             keeper.enter("resume")
             trainer._load_from_checkpoint(str(last.path))
-            trainer.state.global_step = trainer.state.max_steps = last.step
+            trainer.state = trainer.state.load_from_json(str(last.path / "trainer_state.json"))
             keeper.ledger.begin(last.step)
         else:
             if last:
@@ -126,10 +131,20 @@ def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
             trainer.train(resume_from_checkpoint=str(last.path) if last else None)
         if trainer.state.global_step < trainer.state.max_steps:
             return _result("stopped", keeper, trainer, run)
-        if trainer.eval_dataset is not None and keeper.eval_loss is None:
+        if trainer.eval_dataset is not None and not _evaluated(trainer):
             trainer.evaluate()
         trainer.save_model()
     return _result("done", keeper, trainer, run, saved=(str(run.output),))
+
+
+def _evaluated(trainer: Any) -> bool:
+    """The weights as they are now were evaluated, in this attempt or in one before."""
+    return any("eval_loss" in log and log["step"] == trainer.state.global_step for log in trainer.state.log_history)
+
+
+def _logged(trainer: Any, name: str) -> list[float]:
+    """All values of a loss so far, those of the attempts before included."""
+    return [float(log[name]) for log in trainer.state.log_history if name in log] if trainer is not None else []
 
 
 def _resumable(run: Run, keeper: Keeper) -> Checkpoint | None:
@@ -230,10 +245,11 @@ def _save_what_is_good(run: Run, trainer: Any, keeper: Keeper) -> None:
 
 def _result(status: Any, keeper: Keeper, trainer: Any, run: Run, **more: Any) -> Outcome:
     last = run.last_good()
+    losses, evaluated = _logged(trainer, "loss"), _logged(trainer, "eval_loss")
     return Outcome(
         status=status, step=last.step if last else 0, steps=max(trainer.state.max_steps, 0) if trainer is not None else 0,
-        samples=last.samples if last else 0, loss=keeper.losses[-1] if keeper.losses else None,
-        first_loss=keeper.losses[0] if keeper.losses else None, eval_loss=keeper.eval_loss, **more,
+        samples=last.samples if last else 0, loss=losses[-1] if losses else None,
+        first_loss=losses[0] if losses else None, eval_loss=evaluated[-1] if evaluated else None, **more,
     )  # fmt: skip
 
 
@@ -249,10 +265,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def need_libraries() -> None:
-    """Raises BadInput naming what to install."""
-    missing = [name for name in ("torch", "transformers", "trl", "datasets") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BadInput(f"training needs {', '.join(missing)}", hint="pip install 'memfit[train]'")

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memfit.export.text import summary, title
-from memfit.run.folder import Run, write_text
+from memfit.measured import by_phase
+from memfit.report.words import phase_title
+from memfit.run.folder import MEMORY_FILE, Run, write_text
 from memfit.run.nouns import Outcome
+from memfit.sample import METERS
 from memfit.units import human
 
 
@@ -29,9 +32,8 @@ def card(run: Run, outcome: Outcome) -> str:
         f"# {Path(base).name}, {title(recipe)}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
         f"{recipe.effective_batch} sequences, {outcome.samples:,} samples.", "",
-        *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", f"Planned: {summary(plan)}.", "",
-        *(_table(("stage", "most bytes of tensors"), [(k, human(v)) for k, v in outcome.peaks.items()]) or ["Not measured on a CPU."]),
-        "", *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
+        *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
+        *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
     ]  # fmt: skip
     return "\n".join([*front, *body])
 
@@ -46,6 +48,35 @@ def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
         found.append(("most reserved by the allocator", human(outcome.reserved)))
     found.append(("peak resident memory of the process", human(outcome.host)))
     return found + [(name, version) for name, version in outcome.versions.items()]
+
+
+def _memory(run: Run, outcome: Outcome) -> list[str]:
+    """Predicted against measured peaks by phase on a card; elsewhere what there is to measure."""
+    planned = f"Planned: {summary(run.plan)}."
+    watched = run.watched()
+    if watched is None:
+        return [planned, "", "Not measured."]
+    peaks, facts = by_phase(watched.samples), METERS[watched.header.meter]
+    if facts.compared is None:
+        table = _table(
+            ("phase", "resident"), [(phase_title(phase), human(peak.device)) for phase, peak in peaks.items()]
+        )
+        stages = [(stage, human(size)) for stage, size in outcome.peaks.items()]
+        counted = ["", *_table(("stage", "most bytes of tensors, counted"), stages)] if stages else []
+        return [
+            "Trained on a CPU, so no prediction for a card can be compared. Measured: resident memory of the process.",
+            "",
+            *table,
+            *counted,
+        ]
+    told = f"Measured: {facts.title}, in {MEMORY_FILE}."
+    predicted = {p.phase: p.levels for p in run.plan.footprint.phases}
+    rows = [
+        (phase_title(phase), human(predicted[phase].reserved) if phase in predicted else "-", human(peak.reserved), human(peak.allocated))
+        for phase, peak in peaks.items()
+    ]  # fmt: skip
+    head = ("phase", "predicted, reserved", "measured, reserved", "measured, tensors")
+    return [planned, "", told, "", *_table(head, rows)]
 
 
 def _falls(run: Run) -> list[str]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
 from typing import IO
 
 from memfit.job import Recipe
@@ -14,19 +19,28 @@ from memfit.run.environment import environment
 from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run
 from memfit.run.nouns import EVENT, Event, Outcome
 
+# threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
-    """Run one attempt in a process of its own; its other output goes to log.txt."""
+    """Run one attempt in a process of its own; its other output goes to log.txt.
+
+    Ctrl-C and SIGTERM are handed on once, whoever else got them, and the step is finished and saved. A second Ctrl-C ends
+    the attempt at once and is raised as KeyboardInterrupt.
+    """
     recipe = run.plan.recipe
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
-            env={**os.environ, **quiet(), **environment(recipe, run.path)},
+            env={**(PATIENT if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, run.path)}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
-        stopped = _listen(child, child.stdout, log, tell)
-    return run.outcome or _without_word(child.returncode, stopped, run)
+        with _stopping(child, tell) as asked:
+            _listen(child, child.stdout, log, tell)
+    outcome = run.outcome or _without_word(child.returncode, bool(asked), run)
+    return replace(outcome, status="stopped") if asked and outcome.status == "oom" else outcome  # no other attempt now
 
 
 def command(run: Run, recipe: Recipe) -> list[str]:
@@ -43,29 +57,45 @@ def quiet() -> dict[str, str]:
     return {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
 
 
-def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Callable[[Event], None]) -> bool:
-    """Hand on events until the child ends. Ctrl-C reaches the child as well: the first is waited for, the second ends it."""
-    stopped = False
-    while True:
-        try:
-            for line in lines:
-                if line.startswith(EVENT):
-                    tell(json.loads(line.removeprefix(EVENT)))
-                else:
-                    log.write(line)
-            child.wait()
-            return stopped
-        except KeyboardInterrupt:
-            if stopped:
-                child.kill()
-                child.wait()
-                raise
-            stopped = True
-            tell({"event": "stopping"})
-        except BaseException:
-            child.kill()
-            child.wait()
-            raise
+@contextlib.contextmanager
+def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> Iterator[list[int]]:
+    """Signals of this process ask the child to stop; yields those that came."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not asked:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(RuntimeError):  # it came in the middle of another line
+                tell({"event": "stopping", "signal": number})
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # Python hands signals to that one
+        yield asked
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Callable[[Event], None]) -> None:
+    """Hand on events until the child ends; whatever else ends this ends the child and its own processes."""
+    try:
+        for line in lines:
+            if line.startswith(EVENT):
+                tell(json.loads(line.removeprefix(EVENT)))
+            else:
+                log.write(line)
+        child.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
 
 
 def _without_word(code: int, stopped: bool, run: Run) -> Outcome:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memfit import recipe_file
+from memfit import recipe_file, watch_file
 from memfit.cards import custom_gpu, find_gpu
 from memfit.errors import BadInput, Refused
 from memfit.export import export
@@ -21,10 +21,12 @@ from memfit.export.again import plan_of
 from memfit.gpu import Gpu
 from memfit.plan import Plan
 from memfit.run.nouns import Fall, Outcome, Settings
+from memfit.sample import Watched
 
 T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
+MEMORY_FILE = "memory.jsonl"  # of memfit.watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,13 @@ class Run:
         """The plan of the present rung."""
         file = recipe_file.read(self.path / "recipe.toml")
         return plan_of(file, card_of(self.settings))
+
+    def watched(self) -> Watched | None:
+        """What memfit.watch saw of the present rung, all attempts together; None where it saw nothing."""
+        path = self.path / MEMORY_FILE
+        runs = [r for r in watch_file.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
+        same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
+        return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
 
     def keep(self, settings: Settings, falls: Iterable[Fall]) -> None:
         """Write run.json."""
@@ -133,8 +142,9 @@ def _clear(folder: Path) -> None:
     """Remove what a run wrote, and nothing else."""
     for name in ("output", "falls", "merged", "assets"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (OUTCOME_FILE, SAMPLES_FILE, LOG_FILE):
-        (folder / name).unlink(missing_ok=True)
+    parts = (p for name in (SAMPLES_FILE, MEMORY_FILE) for p in folder.glob(f"{Path(name).stem}.*jsonl"))
+    for path in (folder / OUTCOME_FILE, folder / LOG_FILE, *parts):
+        path.unlink(missing_ok=True)
 
 
 def card_of(settings: Settings) -> Gpu:
@@ -148,7 +158,7 @@ def target_of(plan: Plan) -> str:
     return "transformers" if plan.recipe.trainer.startswith("transformers") else "trl"
 
 
-def fallen(run: Run, fall: Fall, plan: Plan) -> None:
+def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
     """Note a fall, put the old rung's files aside, and write those of the new one."""
     number = len(run.falls) + 1
     aside = run.path / "falls" / str(number)
@@ -157,7 +167,7 @@ def fallen(run: Run, fall: Fall, plan: Plan) -> None:
         shutil.copy2(run.path / name, aside / name)
     write_text(aside / "error.txt", fall.shortage.trace or fall.shortage.text + "\n")
     run.write_plan(plan)
-    run.keep(run.settings, (*run.falls, fall))
+    run.keep(settings, (*run.falls, fall))
 
 
 def _read(path: Path, shape: type[T], key: str = "") -> T:

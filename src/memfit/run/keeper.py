@@ -10,9 +10,10 @@ from transformers import TrainerCallback
 
 from memfit.run.folder import COMPLETE, Checkpoint, write_json
 from memfit.run.limit import Meter
-from memfit.run.nouns import Event, Stage
+from memfit.run.nouns import Event, Settings, Stage
 from memfit.run.rehearsal import rehearse
 from memfit.run.samples import Ledger
+from memfit.watcher.transformers import MemfitCallback
 
 Tell = Callable[[Event], None]
 
@@ -20,15 +21,14 @@ Tell = Callable[[Event], None]
 class Keeper(TrainerCallback):
     """Watches one attempt. `stop` may be set at any time: the step under way is finished and saved."""
 
-    def __init__(self, meter: Meter, ledger: Ledger, tell: Tell, optimizer: str, rehearsed: bool) -> None:
+    def __init__(self, meter: Meter, ledger: Ledger, tell: Tell, optimizer: str, settings: Settings) -> None:
         self.meter, self.ledger, self.tell = meter, ledger, tell
-        self.optimizer_name, self.rehearsed = optimizer, rehearsed
+        self.optimizer_name, self.rehearsed, self.lean_save = optimizer, settings.rehearse, settings.lean_save
         self.resumed: Checkpoint | None = None
         self.trainer: Any = None
+        self.watcher: MemfitCallback | None = None
         self.stage: Stage = "load"
         self.stop = False
-        self.losses: list[float] = []
-        self.eval_loss: float | None = None
 
     def enter(self, stage: Stage) -> None:
         """The run is now in `stage`."""
@@ -36,8 +36,10 @@ class Keeper(TrainerCallback):
         self.meter.enter(stage)
 
     def attach(self, trainer: Any) -> None:
-        """Be told of what the trainer's callbacks do not tell: when it evaluates and saves."""
+        """Be told of what the trainer's callbacks do not tell: when it evaluates and saves. The watch looks first."""
         self.trainer = trainer
+        if self.watcher:
+            trainer.add_callback(self.watcher)
         trainer.add_callback(self)
         for name, stage in (("evaluate", "eval"), ("_save_checkpoint", "save"), ("save_model", "save")):
             setattr(trainer, name, self._within(stage, getattr(trainer, name)))  # type: ignore[arg-type]
@@ -46,6 +48,8 @@ class Keeper(TrainerCallback):
         def within(*args: Any, **named: Any) -> Any:
             before = self.stage
             self.enter(stage)
+            if stage == "save" and self.lean_save:
+                give_back(self.trainer.model)
             found = call(*args, **named)
             self.enter(before)  # not after an error: it happened in `stage`
             return found
@@ -58,13 +62,20 @@ class Keeper(TrainerCallback):
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             scheduler_of(self.resumed.path, self.trainer)
         if self.rehearsed:
-            self.enter("rehearsal")
-            longest = rehearse(
-                self.trainer, named["model"], named["optimizer"], step=not has_states(named["optimizer"])
-            )
-            self.tell({"event": "rehearsed", "tokens": longest})
+            self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
+
+    def _rehearse(self, model: Any, optimizer: Any) -> None:
+        """In the watch it is a step like those to come: with the optimizer's states, on the longest samples."""
+        self.enter("rehearsal")
+        watch = self.watcher.watch if self.watcher else None
+        if watch:
+            watch.enter("step")
+        longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer))
+        if watch:
+            watch.train()
+        self.tell({"event": "rehearsed", "tokens": longest})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self.enter("forward and backward")
@@ -75,16 +86,21 @@ class Keeper(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self.enter("forward and backward")
         self.ledger.step(state.global_step)
-        if self.stop:
+        if self._asked_to_stop():
             control.should_save = control.should_training_stop = True
         self.tell({"event": "step", "step": state.global_step, "steps": state.max_steps})
 
+    def _asked_to_stop(self) -> bool:
+        """Several processes agree: all stop after the same step, whoever was asked."""
+        if self.trainer.args.world_size == 1:
+            return self.stop
+        import torch
+
+        asked = torch.tensor([int(self.stop)], device=self.trainer.args.device)
+        return bool(self.trainer.accelerator.gather(asked).any())
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         logs = logs or {}
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-        if "eval_loss" in logs:
-            self.eval_loss = float(logs["eval_loss"])
         self.tell({"event": "log", "step": state.global_step, **{k: v for k, v in logs.items() if k in LOGGED}})
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -104,6 +120,18 @@ class Keeper(TrainerCallback):
 
 
 LOGGED = ("loss", "eval_loss", "learning_rate", "grad_norm")
+
+
+def give_back(model: Any) -> None:
+    """Leave nothing on the device that saving does not need."""
+    import gc
+
+    import torch
+
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def has_states(optimizer: Any) -> bool:

@@ -22,7 +22,7 @@ BLOCK = 512  # bytes: CUDA's allocator rounds to it, so this one counts alike
 
 
 class Meter:
-    """Bytes of tensors on the device, and the most there were in each stage."""
+    """Bytes of tensors on the device, and on a CPU the most there were in each stage."""
 
     limit = 0
 
@@ -32,46 +32,26 @@ class Meter:
 
     def enter(self, stage: str) -> None:
         """From here on peaks belong to `stage`."""
-        self.note()
         self.stage = stage
-
-    def note(self) -> None:
-        """Read the peak of the present stage."""
 
     @property
     def held(self) -> int:
         """Bytes of tensors now; 0 where nobody counts."""
         return 0
 
-    @property
-    def reserved(self) -> int:
-        """The most bytes the allocator held; 0 on a CPU."""
-        return 0
-
 
 class CudaMeter(Meter):
-    """PyTorch's own statistics of the present device."""
+    """PyTorch's own limit and statistics of the present device; its peaks are the watch's."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         total = torch.cuda.get_device_properties().total_memory
         self.limit = min(limit or total, total)
-        self.most = 0
         torch.cuda.set_per_process_memory_fraction(self.limit / total)
-        torch.cuda.reset_peak_memory_stats()
-
-    def note(self) -> None:
-        self.most = max(self.most, torch.cuda.max_memory_reserved())
-        self.peaks[self.stage] = max(self.peaks.get(self.stage, 0), torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
 
     @property
     def held(self) -> int:
         return torch.cuda.memory_allocated()
-
-    @property
-    def reserved(self) -> int:
-        return self.most
 
 
 class Counted(TorchDispatchMode):

@@ -26,6 +26,8 @@ class Settings:
     falls: int = FALLS  # how often memory may run out before the run stops
     rehearse: bool = True  # try the worst batch before the first step
     merge: bool = False  # write the adapters merged into their base as well
+    eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
+    lean_save: bool = False  # give back gradients and cached blocks before anything is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Outcome:
     loss: float | None = None  # of training, as last logged
     first_loss: float | None = None
     eval_loss: float | None = None
-    peaks: dict[str, int] = field(default_factory=dict)  # stage -> most bytes of tensors at once
+    peaks: dict[str, int] = field(default_factory=dict)  # phase (on a limited CPU: stage) -> most bytes of tensors
     reserved: int = 0  # most bytes held by the allocator; 0 on a CPU
     host: int = 0  # peak resident memory of the process
     seconds: float = 0.0

@@ -31,9 +31,10 @@ def main(folder: str) -> int:
 
     try:
         outcome = attempt(run, tell, keep=_stop_on_signal)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # train.py leaves by SystemExit where its data cannot be used
         hint = f" (hint: {error.hint})" if isinstance(error, MemfitError) else ""
-        outcome = Outcome(status="failed", error=f"{type(error).__name__}: {error}{hint}"[:2000])
+        kind = "" if isinstance(error, SystemExit | MemfitError) else f"{type(error).__name__}: "
+        outcome = Outcome(status="failed", error=f"{kind}{error}{hint}"[:2000])
         import traceback
 
         traceback.print_exc()
@@ -49,16 +50,9 @@ def _ran_out(run: Run) -> bool:
 
 
 def _stop_on_signal(keeper: object) -> None:
-    """The first Ctrl-C or SIGTERM lets the step finish and be saved, the second ends the process at once.
-
-    Several processes would have to agree on the step: there a signal ends them, and the last checkpoint stands.
-    """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        return
+    """A signal lets the step finish and be saved, however often it comes; who cannot wait uses SIGKILL."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if getattr(keeper, "stop", False):
-            raise KeyboardInterrupt
         keeper.stop = True  # type: ignore[attr-defined]
 
     for number in (signal.SIGINT, signal.SIGTERM):

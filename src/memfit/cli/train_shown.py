@@ -1,0 +1,160 @@
+"""What memfit train shows: progress on stderr as it happens, a live view of memory on a terminal, the report at the end."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal
+
+if TYPE_CHECKING:
+    from memfit.run.folder import Run
+    from memfit.run.nouns import Outcome
+
+
+class Shown:
+    """Use it as a context manager around the run. `interrupted`: Ctrl-C stopped it."""
+
+    def __init__(self, run: Run, json: bool) -> None:
+        from memfit.export.text import title
+
+        self.run, self.json, self.interrupted = run, json, False
+        self.line = ""  # of progress, above the view
+        self.view: Any = None  # of memory
+        self.live: Any = None
+        plan = run.plan
+        r = plan.recipe
+        where = "this CPU" if run.settings.cpu else plan.job.gpu.name
+        terminal.note(
+            f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, micro-batch {r.micro_batch} x {r.accumulation}, in {run.path}"
+        )
+
+    def __enter__(self) -> Shown:
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            self.live = Live(console=terminal.console(sys.stderr), auto_refresh=False, transient=True)
+            self.live.start()
+            self._draw("loading the libraries and the model")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """One event of the run."""
+        SAYS.get(event["event"], lambda shown, event: None)(self, event)
+
+    def _draw(self, line: str = "", view: Any = None) -> None:
+        """The picture: one line of progress, and memory below it."""
+        if self.live is None:
+            return
+        from rich.console import Group
+        from rich.text import Text
+
+        self.line, self.view = line or self.line, view or self.view
+        self.live.update(Group(Text(self.line), *([self.view] if self.view else [])), refresh=True)
+
+    def _begin(self, event: dict[str, Any]) -> None:
+        terminal.note(f"training from step {event['step']} of {event['steps']}")
+
+    def _rehearsed(self, event: dict[str, Any]) -> None:
+        terminal.note(f"rehearsed a step on the longest samples ({event['tokens']:,} tokens): there is memory for it")
+
+    def _step(self, event: dict[str, Any]) -> None:
+        self._draw(f"step {event['step']:,} of {event['steps']:,}")
+
+    def _log(self, event: dict[str, Any]) -> None:
+        for name in ("loss", "eval_loss"):
+            if name in event:
+                terminal.note(f"step {event['step']}: {name.replace('_', ' ')} {event[name]:.4f}")
+
+    def _memory(self, event: dict[str, Any]) -> None:
+        if self.live is None:
+            return
+        from msgspec import convert
+
+        from memfit.report.watching import live_view
+        from memfit.sample import Status
+
+        self._draw(view=live_view(convert(event["memory"], Status)))
+
+    def _alarm(self, event: dict[str, Any]) -> None:
+        from msgspec import convert
+
+        from memfit.report.watching import alarm_line
+        from memfit.sample import Alarm
+
+        terminal.note(alarm_line(convert(event["alarm"], Alarm)))
+
+    def _leak(self, event: dict[str, Any]) -> None:
+        from msgspec import convert
+
+        from memfit.report.watching import leak_lines
+        from memfit.sample import Leak
+
+        for line in leak_lines(convert(event["leak"], Leak)):
+            terminal.note(line)
+
+    def _fall(self, event: dict[str, Any]) -> None:
+        for line in event["cause"]:
+            terminal.note(f"out of memory: {line}")
+        terminal.note(f"one rung down: {', '.join(event['changed'])}; resumed from step {event['step']}")
+
+    def _stopping(self, event: dict[str, Any]) -> None:
+        self.interrupted = event["signal"] == signal.SIGINT
+        more = " (Ctrl-C again to stop at once)" if self.interrupted else ""
+        terminal.note(f"{signal.Signals(event['signal']).name}: finishing this step and saving{more}")
+
+    def end(self, outcome: Outcome) -> None:
+        """The report, and what to type next."""
+        resume = shlex.join(["memfit", "train", "--out", str(self.run.path), "--resume"])
+        if self.json:
+            terminal.show_json(report(self.run, outcome, resume))
+        else:
+            for line in lines(self.run, outcome):
+                print(line)
+        if outcome.status in ("stopped", "oom"):
+            terminal.note(f"everything up to step {outcome.step} is saved; continue with: {resume}")
+        if outcome.status == "failed":
+            terminal.error(outcome.error, f"see {self.run.path / 'log.txt'}; continue with: {resume}")
+
+
+SAYS = {
+    "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log, "memory": Shown._memory,
+    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "stopping": Shown._stopping,
+}  # fmt: skip
+
+
+def lines(run: Run, outcome: Outcome) -> list[str]:
+    """The report in words."""
+    from memfit.units import human
+
+    where = f"step {outcome.step} of {outcome.steps}, {outcome.samples:,} samples"
+    found = [f"{outcome.status}: {where if outcome.steps else 'before the first step'}"]
+    if outcome.error and outcome.status != "failed":  # that is an error, on stderr
+        found.append(f"why: {outcome.error}")
+    if outcome.loss is not None:
+        found.append(f"loss: {outcome.first_loss:.4f} -> {outcome.loss:.4f}")
+    if outcome.eval_loss is not None:
+        found.append(f"eval loss: {outcome.eval_loss:.4f}")
+    found += [
+        f"fall: {', '.join(fall.changed)} at step {fall.resumed_at} ({fall.shortage.stage})" for fall in run.falls
+    ]
+    if outcome.peaks:
+        found.append("peaks: " + ", ".join(f"{stage} {human(size)}" for stage, size in outcome.peaks.items()))
+    return found + [f"model: {path}" for path in outcome.saved]
+
+
+def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
+    """The report as data."""
+    from dataclasses import asdict
+
+    return {
+        "schema": "memfit.train/1", "folder": str(run.path), **asdict(outcome),
+        "falls": [asdict(fall) for fall in run.falls], "resume": resume if outcome.status != "done" else "",
+    }  # fmt: skip
