@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -300,11 +302,15 @@ def test_two_processes_fall_together_and_deal_the_same_samples(
     from memfit.run.children import in_child
 
     recipe = runs.RECIPE.but(num_gpus=2, micro_batch=2)
-    run = runs.make_run(tmp_path / "run", made, recipe, max_steps=2, falls=1)
-    run.keep(replace(run.settings, memory_limit=5 << 20), ())
-    fell = supervise(run, in_child, silent)
-    run.keep(replace(run.settings, memory_limit=0), run.falls)
-    done = fell if fell.status == "done" else supervise(run, in_child, silent)
+    run = runs.make_run(tmp_path / "run", made, recipe, max_steps=2, falls=1, memory_limit=5 << 20)
+
+    def start(run: Run, tell: Any) -> Outcome:
+        """The second attempt has all memory."""
+        outcome = in_child(run, tell)
+        run.keep(replace(run.settings, memory_limit=0), run.falls)
+        return outcome
+
+    done = supervise(run, start, silent)
     assert (done.status, done.samples, len(run.falls)) == ("done", 8, 1), done.error
     parts = [Ledger(run.path / name).lines() for name in ("samples.jsonl", "samples.1.jsonl")]
     for first, second, alone in zip(*parts, lines(whole[0]), strict=False):
@@ -312,12 +318,25 @@ def test_two_processes_fall_together_and_deal_the_same_samples(
         assert (int(first["digest"], 16) + int(second["digest"], 16)) % 2**64 == int(alone["digest"], 16)
 
 
-def test_the_embedded_run_from_the_command_line(ran: Ran, tmp_path: Path) -> None:
-    code, out, err = ran("train", "--out", tmp_path / "run", "--max-steps", 2, "--cpu", "--json")
-    assert code == 0, err
-    told = json.loads(out)
-    assert (told["schema"], told["status"], told["step"], told["samples"]) == ("memfit.train/1", "done", 2, 16)
-    assert "memfit-tiny on this CPU" in err and (tmp_path / "run" / "output" / "README.md").is_file()
+def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path: Path) -> None:
+    """SIGTERM to `memfit train` alone, as a cluster sends before it takes the machine away: the step is finished and saved."""
+    words = ["train", "--out", str(tmp_path / "run"), "--max-steps", "40", "--cpu", "--json"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "memfit", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stderr is not None
+    told: list[str] = []
+    for line in started.stderr:
+        told.append(line)
+        if "training from step 0 of 40" in line:
+            started.send_signal(signal.SIGTERM)
+    out, code = started.stdout.read(), started.wait()  # type: ignore[union-attr]
+    assert code == 75, told
+    said, run = json.loads(out), Run(tmp_path / "run")
+    assert (said["schema"], said["status"], said["samples"]) == ("memfit.train/1", "stopped", 8 * said["step"])
+    assert 1 <= said["step"] < 40 and run.last_good() is not None and len(lines(run)) == said["step"]
+    heard = "".join(told)
+    assert "memfit-tiny on this CPU" in heard and "SIGTERM: finishing this step" in heard and "--resume" in heard
     assert ran("train", "--out", tmp_path / "run", "--cpu")[0] == 2  # never overwritten
 
 

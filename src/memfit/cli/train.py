@@ -146,7 +146,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             _check(plan, flags, settings)
             prepare(folder, flags["force"])
         found = create(folder, _from_anywhere(plan), settings)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
     for line in notes:
         terminal.note(line)
@@ -170,7 +170,7 @@ def _from_anywhere(plan: Plan) -> Plan:
 
 def _whole(data: str) -> str:
     """A file by its whole path; what is no file here may be a dataset on the Hub."""
-    return str(Path(data).resolve()) if Path(data).exists() else data
+    return str(Path(data).resolve()) if data and Path(data).exists() else data
 
 
 def _check_data(data: str) -> None:
