@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import signal
@@ -41,9 +42,15 @@ def silent(event: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Any:
+    """Beside other tests two threads wait for each other; what the libraries made at import need not be collected each time."""
+    import trl.trainer.sft_trainer  # noqa: F401
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
