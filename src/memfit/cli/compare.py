@@ -12,6 +12,7 @@ from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 
 if TYPE_CHECKING:
     from memfit.compare import Agreement
+    from memfit.footprint import Footprint
 
 EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
 TWO = Argument(
@@ -34,6 +35,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
     gpu = cards.parse_gpu(flags["gpu"])[0] if flags["gpu"] else None
     left, right = (footprints.read(Path(file), gpu) for file in files)
+    _check_cards(files, left, right)
     found = compare(left, right)
     if flags["json"]:
         from memfit.watch_doc import compare_doc
@@ -44,6 +46,19 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
         terminal.show(compare_view(files[0], files[1], found, _next(files)))
     return _exit_of(found.agreement)
+
+
+def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
+    """Resident memory of a process without a card says nothing about what a card must hold."""
+    from memfit.sample import METERS
+
+    cardless = {facts.title for facts in METERS.values() if facts.compared is None}
+    without = [not cardless.isdisjoint(side.assumptions) for side in (left, right)]
+    if without[0] != without[1]:
+        file = files[without.index(True)]
+        raise BadInput(
+            f"{file} was measured on no card, the other file is about one", hint="watch the run where the card is"
+        )
 
 
 def _exit_of(agreement: Agreement) -> int:

@@ -48,7 +48,8 @@ def run(file: str, **flags: Any) -> int:
     row = target(flags["target"])
     if flags["submit"]:
         _check_tool(row)
-    plan = plan_of_file(Path(file), flags["gpu"] or "")
+    path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # the folder that a plan was written to
+    plan = plan_of_file(path, flags["gpu"] or "")
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
     spec = spec_of(plan, 1 if flags["nodes"] is None else flags["nodes"], flags["hours"] or 0, flags["image"] or "")

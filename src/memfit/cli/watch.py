@@ -50,6 +50,7 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
     from memfit import footprints
+    from memfit.watcher.outside import program_of
     from memfit.watcher.outside import run as run_child
     from memfit.watcher.processes import outside_meter
     from memfit.watcher.recorder import Recorder
@@ -61,6 +62,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     measure = flags["measure"] or "auto"
     if measure not in MEASURES:
         raise BadInput(f"--measure cannot be '{measure[:40]}'", hint=f"choose one of {', '.join(MEASURES)}")
+    program_of(command)  # before a log of nothing is begun
     predicted = footprints.of(flags["predicted"])
     meter, told = outside_meter(measure)
     if told:

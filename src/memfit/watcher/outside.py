@@ -48,10 +48,16 @@ def run(
     return child.returncode if child.returncode >= 0 else 128 - child.returncode, watched
 
 
-def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[str]:
+def program_of(command: Sequence[str]) -> str:
+    """The path of what is started. Raises BadInput where there is none."""
     program = shutil.which(command[0])
     if program is None:
         raise BadInput(f"there is no command '{command[0]}'", hint="memfit watch -- python train.py")
+    return program
+
+
+def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[str]:
+    program = program_of(command)
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if piped else {}
     try:
         return subprocess.Popen([program, *command[1:]], text=True, errors="replace", **options)

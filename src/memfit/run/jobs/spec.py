@@ -67,8 +67,11 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec
     total = plan.recipe.num_gpus
     if nodes < 1 or total % nodes:
         raise BadInput(
-            f"{total} GPUs cannot be dealt to {nodes} nodes", hint="--nodes must divide the plan's number of GPUs"
+            f"{total} GPU{'s' * (total != 1)} cannot be dealt to {nodes} node{'s' * (nodes != 1)}",
+            hint="--nodes must divide the plan's number of GPUs",
         )
+    if hours < 0:
+        raise BadInput(f"a job cannot take {hours} hours", hint="--hours 24")
     found = environment(plan.recipe)
     return Spec(
         name=name_of(plan), plan=plan, nodes=nodes, gpus=total // nodes, host_bytes=host_bytes(plan, nodes),
