@@ -42,6 +42,7 @@ class Trainer:
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
     dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast
+    liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
     heads: tuple[tuple[str, str], ...] = (
         ("full", "full"),
         ("chunked", "chunked"),
@@ -67,7 +68,9 @@ TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
     Trainer(name="torch", kbit_prepare=True, embeddings_32bit=False),
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
-    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True, liger_layers=True),
+    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of their own
+    Trainer(name="axolotl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
@@ -91,18 +94,10 @@ TRAINERS: tuple[Trainer, ...] = (
             quantised_keeps_input=True, mask_per_head=True, returns_cache=True),
 )  # fmt: skip
 
-# model types whose loss `use_liger_kernel` fuses: liger-kernel 0.8.5, monkey_patch.py. Others it leaves as they are, with
-# a line in the log; granite gets a kernel for the loss that still wants all logits
-LIGER_FUSES = frozenset({
-    "deepseek_v2", "deepseek_v3", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
-    "glm4", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4", "llama4_text", "ministral", "mistral", "mixtral",
-    "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_moe", "qwen3_next", "smollm3",
-})  # fmt: skip
-
 CURRENT = {
     "trl": (1, 16),
     "transformers": (5, 23),
+    "axolotl": (0, 19),
     "torch": (2, 13),
     "litgpt": (0, 5, 13),
     "ms-swift": (1, 5),
@@ -126,6 +121,11 @@ def trainer(spec: str) -> Trainer:
             f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
         )
     return fitting[-1]
+
+
+def script_of(spec: str) -> str:
+    """Which of memfit's two training scripts runs a recipe of this trainer: an export target."""
+    return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
 
 
 def taken_as(spec: str) -> str:
