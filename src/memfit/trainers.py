@@ -24,6 +24,7 @@ class Trainer:
     adapter_fp32: bool = True  # PEFT autocast_adapter_dtype for LoRA
     qlora_adapter_fp32: bool = True
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
+    packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
     label_tokens_only: bool = False  # the head sees label positions only
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
     default_optimizer: str = "adamw"
@@ -75,9 +76,9 @@ TRAINERS: tuple[Trainer, ...] = (
     Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
     Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
     Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
     # litgpt and its own GPT class: no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128,
     # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
     Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
