@@ -43,6 +43,9 @@ def test_the_closed_form_is_the_trace_for_every_kind_of_model(model: str) -> Non
     assert case.good, str(case)
 
 
+PACKED = Recipe(
+    trainer="trl", loss="fused", sequence_length=512, micro_batch=4, padding="packing", checkpointing="full"
+)
 FIVE_LAYERS = {
     "num_hidden_layers": 5, "layer_types": 4 * ["sliding_attention"] + ["full_attention"], "num_kv_shared_layers": 0
 }  # fmt: skip
@@ -58,6 +61,7 @@ FIVE_LAYERS = {
         ("starcoderbase-1b", closed_form.LORA, {"n_layer": 2}),  # a causal mask among the buffers, a leaf before dropout
         ("gpt-neo-125m", closed_form.FULL, {}),  # a causal mask in every layer
         ("bloom-560m", closed_form.LORA, {"n_layer": 2}),  # hidden states in fp32 behind the norm of the embedding
+        ("smollm2-135m", PACKED, {"num_hidden_layers": 8}),  # one row, whose mask is as wide as all of them
         ("gemma-4-e2b", closed_form.FULL, FIVE_LAYERS),  # embeddings for every layer
     ],
     ids=lambda v: getattr(v, "trainer", v) if not isinstance(v, dict) else "",

@@ -9,8 +9,9 @@ from memfit.architecture import Architecture
 from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.job import Recipe
+from memfit.liger import LIGER
 from memfit.optimizers import optimizer
-from memfit.trainers import LIGER_FUSES, trainer
+from memfit.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]
@@ -44,9 +45,19 @@ def _bitsandbytes(r: Recipe) -> bool:
     return optimizer(r.optimizer).package == "bitsandbytes"
 
 
-def _liger(r: Recipe) -> bool:
-    """A fused loss is Liger's Triton kernel everywhere but in TRL, whose own has a path without Triton."""
-    return r.loss == "fused" and trainer(r.trainer).name == "transformers"
+def _triton_loss(r: Recipe) -> bool:
+    """A fused loss is a Triton kernel everywhere but in TRL, whose own has a path without Triton."""
+    return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
+
+
+def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
+    """PEFT 0.21's ParamWrapper lacks the attributes that Liger 0.8's forward, bound to it, asks for."""
+    fused = (
+        r.loss == "fused" and trainer(r.trainer).liger_layers and a.model_type in LIGER and LIGER[a.model_type].experts
+    )
+    return (
+        fused and r.method != "full" and r.lora_targets == ("all-linear",) and any(x.mlp.kind == "moe" for x in a.kinds)
+    )
 
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
@@ -60,9 +71,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
                "transformers refuses SDPA for this model", "take --attention eager"),
-    Impossible(lambda r, a, g: _liger(r) and a is not None and a.model_type not in LIGER_FUSES,
+    Impossible(lambda r, a, g: r.loss == "fused" and trainer(r.trainer).liger_layers and a is not None and a.model_type not in LIGER,
                "Liger fuses no loss of this model: use_liger_kernel would leave it as it is",
                "take --loss full, or --trainer trl, whose own fused loss knows every model"),
+    Impossible(lambda r, a, g: a is not None and _adapters_on_fused_experts(r, a),
+               "Liger's kernel for experts does not run with PEFT's adapters on them",
+               "take --lora-targets attention, --loss full or --trainer trl"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
     Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
@@ -112,7 +126,7 @@ ABSENT: tuple[Absent, ...] = (
            "bitsandbytes has no optimizers for Gaudi and Apple GPUs", "take --optimizer adamw, or adafactor"),
     Absent(lambda r, g: g.platform == "hpu" and r.quantization == "fp4",
            "bitsandbytes computes with nf4 alone on Gaudi", "take --quantization nf4-double"),
-    Absent(lambda r, g: g.platform in ("hpu", "mps") and _liger(r),
+    Absent(lambda r, g: g.platform in ("hpu", "mps") and _triton_loss(r),
            "Liger's fused loss needs Triton, which has no Gaudi or Apple back end", "take --loss chunked, or --trainer trl"),
     Absent(lambda r, g: g.unified and (r.offload != "none" or r.checkpointing == "offload"),
            "this card shares the host's memory: offloading frees nothing", "take --offload none and --checkpointing full"),

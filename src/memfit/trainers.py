@@ -24,6 +24,7 @@ class Trainer:
     adapter_fp32: bool = True  # PEFT autocast_adapter_dtype for LoRA
     qlora_adapter_fp32: bool = True
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
+    packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
     label_tokens_only: bool = False  # the head sees label positions only
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
     default_optimizer: str = "adamw"
@@ -42,6 +43,7 @@ class Trainer:
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
     dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast
+    liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
     heads: tuple[tuple[str, str], ...] = (
         ("full", "full"),
         ("chunked", "chunked"),
@@ -67,14 +69,16 @@ TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
     Trainer(name="torch", kbit_prepare=True, embeddings_32bit=False),
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
-    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True, liger_layers=True),
+    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of their own
+    Trainer(name="axolotl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
     Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
     Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
     # litgpt and its own GPT class: no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128,
     # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
     Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
@@ -91,18 +95,10 @@ TRAINERS: tuple[Trainer, ...] = (
             quantised_keeps_input=True, mask_per_head=True, returns_cache=True),
 )  # fmt: skip
 
-# model types whose loss `use_liger_kernel` fuses: liger-kernel 0.8.5, monkey_patch.py. Others it leaves as they are, with
-# a line in the log; granite gets a kernel for the loss that still wants all logits
-LIGER_FUSES = frozenset({
-    "deepseek_v2", "deepseek_v3", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text",
-    "glm4", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "llama4", "llama4_text", "ministral", "mistral", "mixtral",
-    "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_moe", "qwen3_next", "smollm3",
-})  # fmt: skip
-
 CURRENT = {
     "trl": (1, 16),
     "transformers": (5, 23),
+    "axolotl": (0, 19),
     "torch": (2, 13),
     "litgpt": (0, 5, 13),
     "ms-swift": (1, 5),
@@ -126,6 +122,11 @@ def trainer(spec: str) -> Trainer:
             f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
         )
     return fitting[-1]
+
+
+def script_of(spec: str) -> str:
+    """Which of memfit's two training scripts runs a recipe of this trainer: an export target."""
+    return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
 
 
 def taken_as(spec: str) -> str:

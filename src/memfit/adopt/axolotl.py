@@ -23,14 +23,13 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     micro = keys.number("micro_batch_size", default=1)
     total = keys.number("batch_size", default=0)
     changes: dict[str, Any] = {
-        "trainer": "transformers",
         "sequence_length": keys.number("sequence_len", default=512),
         "padding": "packing" if keys.flag("sample_packing") else "longest",
         "micro_batch": micro,
         "accumulation": keys.number("gradient_accumulation_steps", default=max(1, total // max(1, micro))),
         **spread.optimizer(keys, "optimizer", "adamw_torch_fused"),
         **_attention(keys),
-        "loss": _loss(keys),
+        **_loss(keys),
         **_adapter(keys),
     }
     sharding = _spread(keys, path)
@@ -69,12 +68,16 @@ def _attention(keys: Keys) -> dict[str, str]:
     return spread.attention(keys, keys.take("attn_implementation"), "attn_implementation")
 
 
-def _loss(keys: Keys) -> str:
+def _loss(keys: Keys) -> dict[str, str]:
+    """The loss, and whose account it is: with all of Liger's layers transformers' own, with fewer one that has none."""
     plugins = keys.take("plugins", default=[])
     cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
-    if keys.flag("liger_fused_linear_cross_entropy") or keys.flag("cut_cross_entropy", default=cut):
-        return "fused"
-    return "chunked" if keys.flag("chunked_cross_entropy") else "full"
+    layers = [keys.flag("liger_rms_norm"), keys.flag("liger_glu_activation", "liger_swiglu"), keys.flag("liger_rope")]
+    if keys.flag("liger_fused_linear_cross_entropy"):
+        return {"trainer": "transformers" if all(layers) else NAME, "loss": "fused"}
+    if keys.flag("cut_cross_entropy", default=cut):
+        return {"trainer": NAME, "loss": "fused"}
+    return {"trainer": "transformers", "loss": "chunked" if keys.flag("chunked_cross_entropy") else "full"}
 
 
 def _adapter(keys: Keys) -> dict[str, Any]:

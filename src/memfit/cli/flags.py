@@ -70,7 +70,7 @@ _HELP = {
 }
 _METAVAR = {
     "lora_targets": "A,B,C",
-    "trainer": "trl|transformers|torch[==VERSION]",
+    "trainer": "trl|transformers|axolotl|torch[==VERSION]",
     "optimizer": "NAME",
     "alloc_conf": "TEXT",
 }

@@ -83,9 +83,9 @@ def _target(flags: dict[str, Any]) -> Target | None:
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
     from memfit.export import target
+    from memfit.trainers import script_of
 
-    own = "transformers" if str(flags.get("trainer")).startswith("transformers") else "trl"
-    return target(flags.get("target") or own)
+    return target(flags.get("target") or script_of(str(flags.get("trainer"))))
 
 
 def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:

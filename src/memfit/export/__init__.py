@@ -13,6 +13,7 @@ from memfit.errors import BadInput, Refused, UnknownName
 from memfit.export import axolotl, llamafactory, templates, transformers, trl
 from memfit.export.dataset import layout_of
 from memfit.plan import Plan
+from memfit.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"
 
@@ -32,7 +33,7 @@ def _with_launcher(key: str) -> Target:
     """The training script of the plan's own trainer, started by accelerate, with ZeRO for "deepspeed"."""
 
     def export(plan: Plan) -> dict[str, str]:
-        writer = transformers.export if plan.recipe.trainer.startswith("transformers") else trl.export
+        writer = transformers.export if script_of(plan.recipe.trainer) == "transformers" else trl.export
         return writer(plan, launch.launch_of(plan.recipe, key))
 
     titles = {"accelerate": "a train.py with accelerate.yaml", "deepspeed": "a train.py with ds_config.json"}

@@ -14,6 +14,7 @@ from memfit.export.script import learning_rate
 from memfit.export.text import stamp, summary, with_environment, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
+from memfit.trainers import trainer
 
 FILE = "axolotl.yaml"
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
@@ -28,6 +29,7 @@ _CHECKPOINTING: dict[str, dict[str, Any]] = {
     "selective": {"selective_checkpointing": True},
     "offload": {"activation_offloading": "hidden_states"},
 }
+_LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 _LOSS: dict[str, dict[str, Any]] = {
     "full": {},
     "chunked": {"chunked_cross_entropy": True},
@@ -66,11 +68,16 @@ def export(plan: Plan) -> dict[str, str]:
     return files
 
 
+def _loss(r: Recipe) -> dict[str, Any]:
+    layers = _LIGER_LAYERS if r.loss == "fused" and trainer(r.trainer).liger_layers else ()
+    return {**_LOSS[r.loss], **dict.fromkeys(layers, True)}
+
+
 def config(plan: Plan) -> dict[str, Any]:
     """The settings in the order axolotl's own examples have them."""
     r = plan.recipe
     spelled = names.optim(r, "axolotl")
-    settings: dict[str, Any] = {"base_model": plan.job.architecture.name, **_LOSS[r.loss], **_adapter(plan)}
+    settings: dict[str, Any] = {"base_model": plan.job.architecture.name, **_loss(r), **_adapter(plan)}
     settings["datasets"] = [_dataset(layout_for(plan.job.dataset, "axolotl"))]
     settings |= {
         "sequence_len": r.sequence_length,

@@ -53,6 +53,8 @@ class Account:
                 hint="'memfit models' lists what is covered",
             )
         self.trainer: Trainer = profile or trainer(recipe.trainer)
+        if self.trainer.packs_into_one_row and recipe.padding == "packing":
+            recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         architecture = CODES[self.trainer.code].stored(architecture)
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.padded = masks_needed(recipe) if padded is None else padded
@@ -200,6 +202,11 @@ class Account:
         )
         if self.static.passing:
             lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
+        if self.recipe.shard == "parameters":
+            lines = (
+                *lines,
+                ("temporaries", "whole weight before it is sharded", self.static.largest * self.numerics.weight),
+            )
         return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
 
     def save(self) -> Instant:

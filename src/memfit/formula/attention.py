@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.architecture import Attention
-from memfit.formula import ops
+from memfit.formula import liger, ops
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
@@ -15,7 +15,10 @@ def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
     """LlamaAttention and all that follow it."""
     q, k, v, gate = _project(block, x, a)
     if a.rotary_dim:
-        q, k = rotate(block.rec, q, k, a, block.style.residual)
+        if block.style.liger and block.style.liger.rope:
+            q, k = liger.rotate(block.rec, q, k, parts=a.fused_qkv)
+        else:
+            q, k = rotate(block.rec, q, k, a, block.style.residual)
     k, v = cached(block, k, v)
     out = interface(block, q, k, v, a)
     if gate is not None:
@@ -46,7 +49,10 @@ def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Ten
 
 def _as_heads(block: Block, x: Tensor, role: str, a: Attention) -> Tensor:
     if role != "v" and a.qk_norm != "none":
-        x = block.norm(x, f"{role}_norm", a.head_dim if a.qk_norm == "head" else next(iter(x.elements.values())))
+        if block.style.liger and block.style.liger.head_norm == "by_head":
+            x = ops.heads_first(block.rec, ops.split_heads(block.rec, x))
+            return block.norm(x, f"{role}_norm", a.head_dim)
+        x = block.head_norm(x, f"{role}_norm", a.head_dim if a.qk_norm == "head" else next(iter(x.elements.values())))
     return ops.split_heads(block.rec, x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.errors import Unsupported
-from memfit.formula import ops
+from memfit.formula import liger, ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Tensor
 from memfit.formula.mixers import attention
@@ -97,6 +97,11 @@ def mlp(block: Block, x: Tensor) -> Tensor:
 def _gated(block: Block, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     m, rec = block.layer.mlp, block.rec
+    if m.fused_gate_up and block.style.liger and block.style.liger.activation:
+        joint = block.linear("gate_up", x, 2 * m.width, "mlp")  # the model's local variables are views of it
+        out = block.linear("down", liger.gated_product(rec, *liger.halves(rec, joint)), block.width, "mlp")
+        del joint
+        return out
     if m.fused_gate_up:
         gate, up = ops.split(rec, block.linear("gate_up", x, 2 * m.width, "mlp"), (m.width, m.width))
         up = ops.mul(rec, up, activation(rec, gate, m.activation), "gated product")
@@ -109,5 +114,8 @@ def _plain(block: Block, x: Tensor) -> Tensor:
     """fc2(act(fc1(x)))."""
     m, rec = block.layer.mlp, block.rec
     x = block.linear("fc1", x, m.width, "mlp")
-    x = activation(rec, x, m.activation, block.style.trained)
+    if m.activation == "relu2" and block.style.liger and block.style.liger.activation:
+        x = ops.unary(rec, x, "squared relu")
+    else:
+        x = activation(rec, x, m.activation, block.style.trained)
     return block.linear("fc2", x, block.width, "mlp")

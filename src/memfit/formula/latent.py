@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.architecture import Attention
-from memfit.formula import ops
+from memfit.formula import liger, ops
 from memfit.formula.attention import cached, interface
 from memfit.formula.engine import Tensor
 from memfit.formula.modules import Block
@@ -20,6 +20,8 @@ def latent(block: Block, x: Tensor, a: Attention) -> Tensor:
     q_nope, q_rot = ops.split(rec, q, (a.heads * nope, a.heads * rope), by_head=True)
     compressed = block.linear("kv_a_proj_with_mqa", x, a.kv_lora_rank + rope)
     kv, k_rot = ops.split(rec, compressed, (a.kv_lora_rank, rope))
+    if block.style.liger:
+        kv = liger.contiguous(block.rec, kv)
     kv = block.norm(kv, "kv_a_layernorm", a.kv_lora_rank)
     if a.rotary_dim:
         q_rot, k_rot = rotate(rec, q_rot, k_rot, replace(a, head_dim=rope, rotary_dim=rope), block.style.residual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memfit.architecture import Layer, Norm, Weight
 from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
@@ -95,6 +97,11 @@ class Block:
     def norm(self, x: Tensor, label: str = "norm", width: int | None = None, kind: Norm | None = None) -> Tensor:
         """A norm over the hidden width (or over `width` of each of several heads)."""
         return norm(self.rec, x, kind or self.layer.norm, width or self.width, self.style, label)
+
+    def head_norm(self, x: Tensor, label: str, width: int) -> Tensor:
+        """A norm inside attention, which Liger may leave as it is."""
+        own = self.style.liger and self.style.liger.head_norm == "own"
+        return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
 
 def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:

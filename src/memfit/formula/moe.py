@@ -7,7 +7,7 @@ an expert gets changes no size: every product runs over all tokens times the exp
 from __future__ import annotations
 
 from memfit.architecture import Mlp
-from memfit.formula import ops
+from memfit.formula import liger, ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
@@ -36,6 +36,11 @@ def _gated_sharing(block: Block) -> bool:
 def gated(block: Block, x: Tensor, width: int) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     rec = block.rec
+    if block.style.liger and block.style.liger.activation:
+        gate, up = block.linear("gate", x, width, "mlp"), block.linear("up", x, width, "mlp")
+        product = liger.gated_product(rec, gate, up)
+        del gate, up
+        return block.linear("down", product, block.width, "mlp")
     active = activation(rec, block.linear("gate", x, width, "mlp"), block.layer.mlp.activation)
     up = block.linear("up", x, width, "mlp")
     product = ops.mul(rec, active, up, "gated product")
@@ -112,6 +117,12 @@ def _experts(block: Block, x: Tensor, scores: Tensor) -> Tensor:
     """grouped_mm_experts_forward: tokens sorted by expert, two grouped products, and back."""
     m, rec, k = block.layer.mlp, block.rec, block.layer.mlp.experts_per_token
     adapters = expert_factors(block)
+    if block.style.liger and block.style.liger.experts:
+        up, down = (
+            expert_weight(block, name, m.experts * block.width * n * m.width, {})
+            for name, n in (("gate_up_proj", 2), ("down_proj", 1))
+        )
+        return liger.experts(rec, x, scores, up, down, m.width, k)
     ids, order = _sorted(rec, k)
     selected = _index(rec, x, k * block.width, k, "selected hidden states")
     sample = _index(rec, scores, k, k, "sorted scores")

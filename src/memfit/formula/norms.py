@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.architecture import Norm
-from memfit.formula import ops
+from memfit.formula import liger, ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.style import Style
 
@@ -17,6 +17,8 @@ def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: 
         if kind.kind == "layer":
             b = ops.weight(width, style.norm_weight, f"{label}.bias", style.trained) if bias else None
             return ops.layer_norm(rec, x, w, b, rows)
+        if style.liger and style.liger.norm and kind.kind in ("rms", "rms_gemma"):
+            return liger.rms_norm(rec, x, w, rows, in_place=style.liger.norm == "in_place")
         return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32}[kind.kind](rec, x, w, rows)
     finally:
         rec.leave()

@@ -15,6 +15,7 @@ from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
 from memfit.formula.style import Kernel, Mask, Style
 from memfit.job import Recipe
+from memfit.liger import LIGER, Liger
 from memfit.optimizers import Optimizer
 from memfit.trainers import Trainer
 
@@ -46,7 +47,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits,
-        code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
+        liger=_liger(a, r, t), code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
         mask_per_head=t.mask_per_head, softmax_keeps_input=t.softmax_keeps_input, per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
@@ -65,6 +66,11 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
             style = replace(style, input_grad=not frozen, holds_input=_embedding_alone(a))
         styles.append(style)
     return tuple(styles)
+
+
+def _liger(a: Architecture, r: Recipe, t: Trainer) -> Liger | None:
+    """The layers that come with a fused loss."""
+    return LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
 
 
 def _residual(a: Architecture, n: Numerics) -> int:

@@ -1,6 +1,7 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
 Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
+"processors" the card's multiprocessors ·
 "T+" T, but 0 for one sequence, where a view suffices ·
 "T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
 label · "tile" min(L, 4096) · ("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n ·
@@ -87,6 +88,8 @@ class Dims:
         match basis:
             case "1":
                 return 1
+            case "processors":
+                return self.multiprocessors
             case "B":
                 return b
             case "T":

@@ -35,7 +35,7 @@ class Static:
     trained: int  # number of trained elements
     parameters: int  # number of stored elements of the base
     quantised: int  # how many of them are quantised
-    largest: int  # elements of the largest linear weight
+    largest: int  # elements of the largest weight, an end of the model's as a rule
     largest_adapted: int  # elements of the largest weight that has an adapter; 0: none
     stored: tuple[Stored, ...]
     passing: int  # the most that is there only while a weight is converted
@@ -61,7 +61,7 @@ def static_bytes(
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
     for w in architecture.weights:
-        largest = max(largest, w.numel if w.kind == "linear" else 0)
+        largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
             stored.append(
                 Stored(row.tensors(w.numel, w.shape[0]), 0 if quantization in CHECKPOINTS else w.numel * n.weight)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.liger import Liger
+
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
 Mask = Literal["none", "shared", "rows"]
 # a mask the kernel is given: none (causal by itself), shared [S, S] by all rows of the batch, or rows [B, 1, S, S]
@@ -42,6 +44,7 @@ class Style:
     own_input_grad: bool = False  # ... and they need a gradient
     use_cache: bool = False
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
+    liger: Liger | None = None  # layers that run as Liger's kernels
     code: str = "transformers"  # row of codes.CODES: whose model code runs
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
     dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast

@@ -22,6 +22,7 @@ from memfit.gpu import Gpu
 from memfit.plan import Plan
 from memfit.run.nouns import Fall, Outcome, Settings
 from memfit.sample import Watched
+from memfit.trainers import script_of
 
 T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
@@ -155,7 +156,7 @@ def card_of(settings: Settings) -> Gpu:
 
 def target_of(plan: Plan) -> str:
     """The export target that is run: the trainer the plan was made for."""
-    return "transformers" if plan.recipe.trainer.startswith("transformers") else "trl"
+    return script_of(plan.recipe.trainer)
 
 
 def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:

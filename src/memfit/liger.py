@@ -1,0 +1,51 @@
+"""What `use_liger_kernel` replaces in each model type, beside its loss: liger-kernel 0.8.5, transformers/monkey_patch.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liger:
+    """The layers of one model type that run as one Triton kernel each; equal ones give equal styles."""
+
+    norm: Literal["", "in_place", "copies"] = "in_place"  # whether the gradient is written over the incoming one
+    # norms of queries and keys: those of [B, N, S, H] are copied first; a model that stands already keeps its own where Liger
+    # does not look for them
+    head_norm: Literal["by_token", "by_head", "own"] = "by_token"
+    activation: bool = True  # act(gate) * up, whose gradients are written over gate and up, or a squared ReLU
+    rope: bool = True  # queries and keys are turned in place
+    experts: bool = True  # stacked experts, where there are any, as one grouped kernel
+
+
+_LLAMA = Liger()
+_COPIES = Liger(norm="copies")
+_GEMMA3 = Liger(norm="copies", head_norm="by_head")
+_OWN_HEADS = Liger(norm="copies", head_norm="own")
+_LATENT = Liger(rope=False)
+_QWEN_NEXT = Liger(norm="copies", rope=False)
+
+# Others `use_liger_kernel` leaves as they are, with a line in the log; granite gets a kernel for the loss that still wants all
+# logits. llama4's norm after the rotation and its rotation by complex numbers are taken as transformers writes them
+LIGER: dict[str, Liger] = {
+    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT,
+    "exaone4": _GEMMA3,
+    "falcon_h1": _LLAMA,
+    "gemma": _LLAMA, "gemma2": _COPIES,
+    "gemma3": _GEMMA3, "gemma3_text": _GEMMA3,
+    "gemma4": _QWEN_NEXT, "gemma4_text": _QWEN_NEXT,
+    "glm4": _QWEN_NEXT,
+    "gpt_oss": Liger(activation=False, experts=False),
+    "hunyuan_v1_dense": Liger(head_norm="own"), "hunyuan_v1_moe": Liger(head_norm="own"),
+    "llama": _LLAMA,
+    "llama4": Liger(rope=False, experts=False), "llama4_text": Liger(rope=False, experts=False),
+    "ministral": _LLAMA, "mistral": _LLAMA, "mixtral": _LLAMA,
+    "nemotron": Liger(norm="", rope=False, experts=False),
+    "olmo2": _OWN_HEADS, "olmo3": _OWN_HEADS,
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA, "qwen3": _LLAMA, "qwen3_moe": _LLAMA,
+    "qwen3_5": _QWEN_NEXT, "qwen3_5_text": _QWEN_NEXT, "qwen3_5_moe": _QWEN_NEXT, "qwen3_5_moe_text": _QWEN_NEXT,
+    "qwen3_next": _QWEN_NEXT,
+    "smollm3": _LLAMA,
+}  # fmt: skip
