@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import platform
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -401,3 +403,23 @@ def test_the_random_state_of_efficient_attention_lies_on_the_host(dropout: float
         out.sum().backward()
         assert q.grad is not None
         assert q.grad.shape == q.shape
+
+
+LATE = """
+import torch, memfit
+{first}
+with memfit.virtual_gpu("l4"):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+    for _ in range(2):
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+    stats = torch.cuda.memory_stats()
+print({{name: stats[name] for name in stats if "bytes" in name or "allocation" in name}})
+"""
+
+
+def test_a_backward_on_the_host_before_the_first_card_changes_nothing() -> None:
+    def told(first: str) -> str:
+        command = [sys.executable, "-c", LATE.format(first=first)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert told("torch.ones(2, requires_grad=True).sum().backward()") == told("") != ""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
-from memfit.virtual import api, dispatch, guard, libraries, triton
+from memfit.virtual import api, dispatch, engine, guard, libraries, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
@@ -32,10 +32,23 @@ def virtual_gpu(
     guard.install()
     limit = noun.usable_bytes() if capacity == -1 else capacity
     card = Card(noun, limit, alloc_conf, answers)
-    with api.answered(card), libraries.installed(), triton.launches_nothing(), _world(world_size):
+    with (
+        engine.ready(lambda: _active(Card(noun, None, ""))),
+        _active(card),
+        libraries.installed(),
+        triton.launches_nothing(),
+        _world(world_size),
+    ):
+        yield card
+
+
+@contextmanager
+def _active(card: Card) -> Iterator[None]:
+    """`cuda` is this card."""
+    with api.answered(card):
         dispatch.activate(card)
         try:
-            yield card
+            yield
         finally:
             dispatch.deactivate(card)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from memfit.allocator import Allocator, OutOfMemory
 from memfit.gpu import Gpu
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.answers import Answers
+from memfit.virtual.engine import thread
 from memfit.virtual.ledger import Ledger
 from memfit.virtual.shapes import Blueprint
 from memfit.virtual.storage import Storages
@@ -43,7 +43,7 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that the watchdog still holds
         self.unseen: dict[int, list[Tensor]] = {}
-        self._workspaces: dict[tuple[int, int], int] = {}  # (thread, stream) -> number of its allocation
+        self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """A tensor of a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
@@ -108,7 +108,7 @@ class Card:
 
     def need_workspace(self) -> None:
         """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""
-        key = (threading.get_ident(), self.ledger.stream)
+        key = (thread(), self.ledger.stream)
         if key not in self._workspaces:
             self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
 
