@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from memfit.virtual.dispatch import current
 
 VERSION = "2.8.3"
-NAMED = ("flash_attn", "flash_attention_2")  # the words by which code asks for it
+SAID = "flash-attn 2.8 stood in for: its buffers, no kernels"
 _OPS: list[torch.library.Library] = []  # registered once per process
 _SCHEMAS = (
     "forward(Tensor q, Tensor k, Tensor v, float dropout) -> (Tensor, Tensor, Tensor)",
@@ -222,6 +222,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name is None or context.name.replace("_", "-") == "flash-attn":
             yield _Distribution()
+
+
+def named_in(*texts: str) -> bool:
+    """Whether code or its arguments ask for it."""
+    return any(word in text for text in texts for word in ("flash_attn", "flash_attention_2"))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def trace_recipe(
         with (
             as_in_a_run(setup, lean),
             virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
-            flash_attn.standing_in() if setup.attention in flash_attn.NAMED else contextlib.nullcontext(),
+            flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
         ):
             observer = Observer(card)
             try:
