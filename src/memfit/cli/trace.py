@@ -108,7 +108,9 @@ def traced(
     from memfit.traced import footprint_of, judged
 
     check_trace()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by PyTorch: DDP's advice is not this program's output
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # read once by PyTorch: DDP's advice is not this program's output
     from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)

@@ -101,7 +101,14 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, dropout: float, deterministic: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        dropout: float,
+        deterministic: bool,
     ) -> Tensor:
         """The attention's output [T, N, H]."""
         width = q.shape[-1]
@@ -129,7 +136,7 @@ def flash_attn_func(
 ) -> Any:  # fmt: skip
     """Attention of [B, S, N, H] queries on [B, S, K, H] keys and values."""
     _checked(q)
-    return FlashAttnFunc.apply(*_side_by_side(q, k, v), dropout_p, deterministic)  # type: ignore[no-untyped-call]
+    return FlashAttnFunc.apply(*_side_by_side(q, k, v), dropout_p, deterministic)
 
 
 def flash_attn_varlen_func(
@@ -141,7 +148,7 @@ def flash_attn_varlen_func(
     """Attention of sequences that lie end to end: [T, N, H] queries on [T, K, H] keys and values."""
     _checked(q)
     words = (cu_seqlens_q, cu_seqlens_k, dropout_p, deterministic)
-    return FlashAttnVarlenFunc.apply(*_side_by_side(q, k, v), *words)  # type: ignore[no-untyped-call]
+    return FlashAttnVarlenFunc.apply(*_side_by_side(q, k, v), *words)
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
@@ -174,7 +181,7 @@ class _PutRows(torch.autograd.Function):
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Rows [T, ...] of tokens back to [B, S, ...]."""
-    whole: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
+    whole: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)
     return whole.unflatten(0, (batch, seqlen))
 
 
@@ -182,7 +189,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     """The rows of [B, S, ...] that the mask keeps, with what varlen attention is told of them."""
     from transformers.modeling_flash_attention_utils import _unpad_input
 
-    return _unpad_input(hidden_states, attention_mask, unused_mask)  # type: ignore[no-untyped-call]
+    return _unpad_input(hidden_states, attention_mask, unused_mask)
 
 
 # --- the package ---
@@ -195,14 +202,18 @@ _MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+_ABOUT = {
+    "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
+    "top_level.txt": "flash_attn\n",
+}
+
+
 class _Distribution(importlib.metadata.Distribution):
     """What pip would know of the package."""
 
-    _TEXTS = {"METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n", "top_level.txt": "flash_attn\n"}
-
     def read_text(self, filename: str) -> str | None:
         """A file of the .dist-info folder."""
-        return self._TEXTS.get(filename)
+        return _ABOUT.get(filename)
 
     def locate_file(self, path: Any) -> Path:
         """Nowhere."""

@@ -111,7 +111,7 @@ def _flash_width(width: int) -> int:
 def _flash_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """mha_bwd: row sums, the dq accumulator, and dk, dv for every query head when they are grouped."""
     q, k = args[1], args[2]
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, _ = q.shape
     return _flash_gradients(q, heads, batch * _up(queries, 128) * 128, k.shape[1] != heads and batch * k.shape[2])
 
 
