@@ -47,7 +47,7 @@ def cells(sizes: Sequence[int], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """The peak's parts against the card's usable bytes, and an empty line after them."""
+    """The peak's parts against the card's usable bytes."""
 
     parts: tuple[Share, ...]
     usable: int
@@ -63,13 +63,11 @@ class StackedBar:
         if options.is_terminal:
             yield self._bar(options.max_width, options.ascii_only)
             yield self._legend(options.max_width, options.ascii_only)
-            yield Text()
         elif self.rows_in_pipes:
             for part in self.parts:
                 yield Text(f"{part.word.title:<17} {gib(part.bytes):>7} GiB {part.bytes / self.need:>4.0%}")
             title = "reserved + NCCL" if any(p.word is NCCL for p in self.parts) else "reserved peak"
             yield Text(f"{title:<17} {gib(self.need):>7} GiB of {gib(self.usable)} GiB usable")
-            yield Text()
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""
