@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,9 @@ def traced(
     from memfit.traced import footprint_of, judged
 
     check_trace()
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # read once by PyTorch: DDP's advice is not this program's output
     from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
@@ -132,11 +136,12 @@ def beliefs(
     """What the trace took for granted, and what it cannot know. data: the file whose longest batch it is."""
     packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
-    asked = f"answered for data: {', '.join(f'{k} {n}x' for k, n in answered.items())}" if answered else ""
+    asked = f"{sum(answered.values())} reads of values nobody has yet: defaults" if answered else ""
     ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
     kept = "--shard gradients as FSDP2 that keeps gathered parameters, not as DeepSpeed's ZeRO-2"
     spread = (ranks, kept if recipe.shard == "gradients" else "")
-    assumed = (", ".join(packages), _lengths(recipe, data), shown, *spread, asked)
+    kernels = "flash-attn 2.8 stood in for: its buffers, no kernels" if recipe.attention == "flash" else ""
+    assumed = (", ".join(packages), kernels, _lengths(recipe, data), shown, *spread, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
 

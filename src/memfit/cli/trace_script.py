@@ -75,7 +75,8 @@ def said(outcome: Outcome) -> list[str]:
     if outcome.survived:
         lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
     if outcome.answered:
-        lines.append("answered for data: " + ", ".join(f"{name} {n}x" for name, n in outcome.answered.items()))
+        asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
+        lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
     return [*lines, *outcome.assumed]
 
 

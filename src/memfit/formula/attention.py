@@ -90,11 +90,22 @@ def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Te
     rec, style = block.rec, block.style
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
+    if style.kernel == "flash2" and style.mask == "rows" and style.code == "transformers":
+        return _unpadded(block, q, k, v, a)
     if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: else the kernel takes grouped heads as they are
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
     return ops.tokens_first(rec, out, "contiguous output")
+
+
+def _unpadded(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+    """_flash_attention_forward with a padding mask: the rows of real tokens are picked, end to end, and put back."""
+    rec, style = block.rec, block.style
+    tokens = rec.new({"T": 1}, 8, "indices of tokens")
+    k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, None)
+    return ops.rows(rec, out, tokens)
 
 
 def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:

@@ -224,6 +224,12 @@ def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
     return rec.record(target.view(), [target, source], [], backward)
 
 
+def rows(rec: Recorder, x: Tensor, indices: Tensor) -> Tensor:
+    """x[indices], or zeros[indices] = x: rows of tokens, at most all of them; backward does the other of the two."""
+    before, out = x.blueprint(), rec.new(x.elements, x.itemsize, "rows of tokens")
+    return rec.record(out, [x], [indices], lambda g: [rec.new(before.elements, g.itemsize, "gradient of rows")])
+
+
 def repeat(rec: Recorder, x: Tensor, elements: Elements, label: str = "repeated") -> Tensor:
     """repeat_kv, repeat_interleave: keys or values copied for every query head; the gradient is summed back."""
     before = x.blueprint()

@@ -92,6 +92,11 @@ def _written_out(a: Attention, r: Recipe) -> bool:
     return r.attention == "eager" or not a.sdpa
 
 
+def _package(a: Attention, r: Recipe) -> bool:
+    """Whether flash-attn runs it, which is given lengths and windows, never a mask [B, 1, S, S]."""
+    return r.attention == "flash" and a.sdpa and a.code != "falcon"
+
+
 def windowed(a: Attention, sequence: int) -> bool:
     """Whether a window shortens the look back; at equal length transformers makes a mask too."""
     return a.window is not None and a.window <= sequence
@@ -99,6 +104,8 @@ def windowed(a: Attention, sequence: int) -> bool:
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
     """Which mask reaches the attention of a layer."""
+    if _package(a, r):
+        return "rows" if s.padded else "none"
     always = windowed(a, r.sequence_length) or a.code == "falcon" or (a.causal and _written_out(a, r))
     if s.padded or always:
         return "rows" if s.padded or s.mask_given else "shared"
@@ -110,7 +117,7 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
     kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
     first = a.layers[0].attention
     return MaskStyle(
-        windows=tuple(sorted(kinds)), always=first.code == "falcon",
+        windows=() if _package(first, r) else tuple(sorted(kinds)), always=first.code == "falcon",
         alibi=first.heads if first.alibi else 0, given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
         additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
     )  # fmt: skip

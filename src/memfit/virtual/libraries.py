@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,17 @@ def _bitsandbytes(module: ModuleType) -> None:
     functional.prefetch_tensor = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What a library says of a machine without a GPU is not true of the card."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
 _DONE: set[str] = set()
 LIBRARIES: dict[str, Callable[[ModuleType], None]] = {"bitsandbytes": _bitsandbytes}
 
@@ -61,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         _DONE.add(name)
         del sys.modules[name]
-        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}):
+        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), _unheard():
             real = importlib.import_module(name)
         LIBRARIES[name](real)
         sys.modules[name] = real

@@ -107,6 +107,9 @@ def _found(name: str) -> tuple[dict[str, Any] | None, Path | None]:
     return (dict(catalogue.config(entry)), None) if entry else (None, None)
 
 
+_PADDED = ("qwen", "gemma")  # families whose tokenizers have a pad token that no config names
+
+
 def _check(name: str, config: dict[str, Any]) -> None:
     if "quantization_config" in config or _STORED_QUANTISED.search(name.rpartition("/")[2]):
         raise BadInput(
@@ -127,6 +130,8 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
         number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and 0 <= number < size:
             special[f"{role}_token"] = words[number]
+    if config["model_type"].startswith(_PADDED):
+        special.setdefault("pad_token", words[size - 1])
     unknown = words[next(i for i in words if words[i] not in special.values())]
     made = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token=unknown))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")

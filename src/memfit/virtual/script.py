@@ -20,7 +20,7 @@ import torch
 from memfit.errors import BadInput, MemfitError
 from memfit.gpu import Gpu
 from memfit.tape import Tape
-from memfit.virtual import Answers, virtual_gpu
+from memfit.virtual import Answers, flash_attn, virtual_gpu
 from memfit.virtual.files import Saves, guarded
 from memfit.virtual.host import hollow_host
 from memfit.virtual.imports import when_imported
@@ -49,6 +49,8 @@ class Outcome:
 
 # Which error -> what to do about it; the first row that fits. Names are those of the exception's type and its bases.
 _HINTS: tuple[tuple[str, str, str], ...] = (
+    ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
+    ("SyntaxError", "", "plain 'python' stops there too"),
     ("ImportError", "", "install it where memfit is installed"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
     ("OfflineModeIsEnabled", "", "no network: give the script local files, or load them into the cache once"),
@@ -128,6 +130,9 @@ class _Run:
                 _as_main(self.path, args),
             ):  # fmt: skip
                 stack.enter_context(context)
+            if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
+                self.note(flash_attn.SAID)
+                stack.enter_context(flash_attn.standing_in())
             yield
 
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:

@@ -88,25 +88,66 @@ def _flash(card: Card, args: Call, kwargs: Words) -> Script:
     (batch, heads, queries, width), dropout = q.shape, args[3] if len(args) > 3 else 0.0
     if dropout:
         return (~0, ~1, ~6, ~7, 16)
+    parts = _split_keys(card, batch * heads, queries, k.shape[2], width)
+    return (~0, ~1, *parts) if parts else ()
+
+
+def _split_keys(card: Card, rows: int, queries: int, keys: int, width: int) -> Script:
+    """set_params_splitkv: log-sum-exp and output of every part of the keys, in fp32. rows: heads of all samples."""
     block = 256 if width <= 64 else 128 if width <= 128 else 64
-    blocks = batch * heads * _up(queries, 64)
-    splits = flash_splits(blocks, 2 * card.multiprocessors, _up(k.shape[2], block))
+    splits = flash_splits(rows * _up(queries, 64), 2 * card.multiprocessors, _up(keys, block))
     if splits == 1:
         return ()
-    rounded = _up(width, 32) * 32 if width <= 128 else _up(width, 64) * 64
-    rows = 4 * splits * batch * heads * queries
-    return (~0, ~1, rows, rows * rounded)
+    size = 4 * splits * rows * queries
+    return (size, size * _flash_width(width))
+
+
+def _flash_width(width: int) -> int:
+    """The columns that a head of `width` elements takes in FlashAttention's accumulators."""
+    step = 32 if width <= 128 else 64
+    return _up(width, step) * step
 
 
 def _flash_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """mha_bwd: row sums, the dq accumulator, and dk, dv for every query head when they are grouped."""
     q, k = args[1], args[2]
-    batch, heads, queries, width = q.shape
-    rows, step = _up(queries, 128) * 128, 32 if width <= 128 else 64
-    script = [4 * batch * heads * rows, 4 * batch * rows * heads * _up(width, step) * step]
-    if k.shape[1] != heads:
-        script += [q.element_size() * batch * k.shape[2] * heads * width] * 2
-    return script
+    batch, heads, queries, _ = q.shape
+    return _flash_gradients(q, heads, batch * _up(queries, 128) * 128, k.shape[1] != heads and batch * k.shape[2])
+
+
+def _flash_gradients(q: Tensor, heads: int, rows: int, keys: int, splits: int = 1) -> Script:
+    """rows: positions of the accumulators; keys: positions of keys that grouped heads share, or 0."""
+    width = q.shape[-1]
+    script = [4 * heads * rows, 4 * splits * rows * heads * _flash_width(width)]
+    return script + [q.element_size() * keys * heads * width] * 2 if keys else script
+
+
+# flash-attn's own package: [B, S, N, H], or [T, N, H] where sequences lie end to end (csrc/flash_attn/flash_api.cpp, 2.8)
+
+
+def _package(card: Card, args: Call, kwargs: Words) -> Script:
+    """mha_fwd of the package: the random state comes last."""
+    q, k, _, dropout = args
+    batch, queries, heads, width = q.shape
+    parts = () if dropout else _split_keys(card, batch * heads, queries, k.shape[1], width)
+    return (~0, ~1, *parts) if parts else ()
+
+
+def _package_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """mha_bwd of the package."""
+    q, k, deterministic = args[3:]
+    batch, queries, heads, _ = q.shape
+    splits = _up(card.multiprocessors, batch * heads) if deterministic else 1
+    keys = batch * k.shape[1] if k.shape[2] != heads else 0
+    return _flash_gradients(q, heads, batch * _up(queries, 128) * 128, keys, splits)
+
+
+def _package_varlen_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """mha_varlen_bwd: 128 rows more for every sequence."""
+    q, k, starts, deterministic = args[3:]
+    (tokens, heads, _), sequences = q.shape, starts.numel() - 1
+    splits = _up(card.multiprocessors, sequences * heads) if deterministic else 1
+    return _flash_gradients(q, heads, tokens + 128 * sequences, k.shape[0] if k.shape[1] != heads else 0, splits)
 
 
 def _cudnn(card: Card, args: Call, kwargs: Words) -> Script:
@@ -243,6 +284,9 @@ GEMMS = frozenset({
 SCRIPTS: dict[str, Row] = {
     "aten._scaled_dot_product_flash_attention.default": _flash,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "flash_attn_2.forward.default": _package,
+    "flash_attn_2.backward.default": _package_backward,
+    "flash_attn_2.varlen_backward.default": _package_varlen_backward,
     "aten._scaled_dot_product_cudnn_attention.default": _cudnn,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient,

@@ -40,7 +40,7 @@ def trace_recipe(
     setup = setup_of(recipe, config)
     tell("importing the training libraries", 0.1)
     with quiet():
-        from memfit.virtual import virtual_gpu
+        from memfit.virtual import flash_attn, virtual_gpu
         from memfit.virtual.host import no_random_weights
         from memfit.virtual.jobs import import_libraries, run
         from memfit.virtual.observer import Observer
@@ -48,6 +48,7 @@ def trace_recipe(
         with (
             as_in_a_run(setup, lean),
             virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
+            flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
         ):
             observer = Observer(card)
             try:

@@ -67,7 +67,6 @@ def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
         (recipe.shard != "none" and recipe.quantization != "none", "quantised weights that are sharded yet", f"--shard none; {estimate}"),
         (recipe.offload != "none", f"--offload {recipe.offload} yet: it is DeepSpeed's", estimate),
         (recipe.precision == "bf16-master", "--precision bf16-master yet: it is DeepSpeed's", estimate),
-        (recipe.attention == "flash", "--attention flash yet", "--attention sdpa runs the same kernel without a package"),
         (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
         (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
         (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),

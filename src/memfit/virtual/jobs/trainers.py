@@ -13,6 +13,7 @@ from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_a
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.observer import Observer
 
+EVALUATED = 2  # batches; from the second on each finds the memory as the one before left it
 _OPTIM = {"adamw_forloop": "adamw_torch", "sgd_momentum": "sgd"}
 
 
@@ -74,14 +75,19 @@ def _count(setup: Setup) -> int:
     return setup.micro_batch * setup.accumulation * (setup.steps + 2)
 
 
+def _evaluated(setup: Setup) -> int:
+    """Samples to evaluate on; several ranks share what there is."""
+    return setup.micro_batch * EVALUATED if setup.world_size == 1 else _count(setup)
+
+
 def _plain(setup: Setup, model: Any, folder: str) -> Any:
     from transformers import Trainer, TrainingArguments
 
     if setup.method != "full":
         model = with_adapters(setup, model)
-    data = _Same(sample(setup), _count(setup))
-    arguments = TrainingArguments(**_arguments(setup, folder))
-    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data if setup.evaluate else None)
+    one, arguments = sample(setup), TrainingArguments(**_arguments(setup, folder))
+    evaluated = _Same(one, _evaluated(setup)) if setup.evaluate else None
+    return Trainer(model=model, args=arguments, train_dataset=_Same(one, _count(setup)), eval_dataset=evaluated)
 
 
 def _sft(setup: Setup, model: Any, folder: str) -> Any:
@@ -100,7 +106,8 @@ def _sft(setup: Setup, model: Any, folder: str) -> Any:
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
     made: Any = SFTTrainer(
-        model=model, args=SFTConfig(**words), train_dataset=data, eval_dataset=data if setup.evaluate else None,
+        model=model, args=SFTConfig(**words), train_dataset=data,
+        eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         processing_class=_tokenizer(), **adapters,
     )  # fmt: skip
     for p in made.model.parameters() if setup.widen else ():

@@ -1,0 +1,269 @@
+"""flash-attn on a card without data: a stand-in for the package, whose kernels have shapes, temporaries and no code.
+
+The package needs a CUDA compiler and cannot be installed where there is no GPU. Its operators return, keep and allocate
+here what flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of version 2.8 do; their temporaries are rows of
+memfit.virtual.temporaries. The kernels of kernels-community/flash-attn2 are built from the same source.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from memfit.virtual.dispatch import current
+
+VERSION = "2.8.3"
+SAID = "flash-attn 2.8 stood in for: its buffers, no kernels"
+_OPS: list[torch.library.Library] = []  # registered once per process
+_SCHEMAS = (
+    "forward(Tensor q, Tensor k, Tensor v, float dropout) -> (Tensor, Tensor, Tensor)",
+    "varlen_forward(Tensor q, Tensor k, Tensor v, Tensor starts, float dropout) -> (Tensor, Tensor, Tensor)",
+    "backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, bool deterministic) -> ()",
+    "varlen_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, Tensor starts, bool deterministic)"
+    " -> ()",
+)
+
+
+def _register() -> Any:
+    """torch.ops.flash_attn_2."""
+    if not _OPS:
+        library = torch.library.Library("flash_attn_2", "DEF")
+        for schema in _SCHEMAS:
+            library.define(schema)
+        library.impl("forward", _shapes, "Meta")
+        library.impl("varlen_forward", lambda q, k, v, starts, dropout: _shapes(q, k, v, dropout), "Meta")
+        _OPS.append(library)
+    return torch.ops.flash_attn_2
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The output as the queries lie, the log-sum-exp [B, N, S] (without a batch [N, T]) in fp32, the random state [2]."""
+    rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return (
+        torch.empty_like(q),
+        torch.empty(rows, dtype=torch.float32, device=q.device),
+        torch.empty(2, dtype=torch.int64, device=q.device),
+    )
+
+
+def _checked(q: Tensor) -> None:
+    """What flash_api.cpp refuses, in its words."""
+    if current().capability < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if q.shape[-1] > 256:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+
+
+def _whole_heads(*tensors: Tensor) -> list[Tensor]:
+    """Heads padded to a multiple of 8 elements."""
+    return [pad(t, [0, -t.shape[-1] % 8]) if t.shape[-1] % 8 else t for t in tensors]
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    """q: [B, S, N, H]; k, v: [B, S, K, H], N a multiple of K."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, deterministic: bool) -> Tensor:
+        """The attention's output [B, S, N, H]."""
+        width = q.shape[-1]
+        q, k, v = _whole_heads(q, k, v)
+        out, logsumexp, state = _register().forward(q, k, v, dropout)
+        ctx.save_for_backward(q, k, v, out, logsumexp, state)
+        ctx.deterministic = deterministic
+        return out[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Gradients of q, k and v."""
+        q, k, v = ctx.saved_tensors[:3]
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        _whole_heads(gradients[0])
+        _register().backward(dq, dk, dv, q, k, ctx.deterministic)
+        width = gradients[0].shape[-1]
+        return dq[..., :width], dk[..., :width], dv[..., :width], None, None
+
+
+class FlashAttnVarlenFunc(torch.autograd.Function):
+    """q: [T, N, H]; k, v: [T, K, H]; starts: [sequences + 1] int32, where each sequence begins in T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        dropout: float,
+        deterministic: bool,
+    ) -> Tensor:
+        """The attention's output [T, N, H]."""
+        width = q.shape[-1]
+        q, k, v = _whole_heads(q, k, v)
+        out, logsumexp, state = _register().varlen_forward(q, k, v, starts, dropout)
+        ctx.save_for_backward(q, k, v, out, logsumexp, starts, key_starts, state)
+        ctx.deterministic = deterministic
+        return out[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Gradients of q, k and v."""
+        q, k, v, *_, starts, _, _ = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        _whole_heads(gradients[0])
+        _register().varlen_backward(dq, dk, dv, q, k, starts, ctx.deterministic)
+        width = gradients[0].shape[-1]
+        return dq[..., :width], dk[..., :width], dv[..., :width], None, None, None, None
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Attention of [B, S, N, H] queries on [B, S, K, H] keys and values."""
+    _checked(q)
+    return FlashAttnFunc.apply(*_side_by_side(q, k, v), dropout_p, deterministic)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Attention of sequences that lie end to end: [T, N, H] queries on [T, K, H] keys and values."""
+    _checked(q)
+    words = (cu_seqlens_q, cu_seqlens_k, dropout_p, deterministic)
+    return FlashAttnVarlenFunc.apply(*_side_by_side(q, k, v), *words)
+
+
+def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
+    """Decoding, which no training does."""
+    raise NotImplementedError("flash_attn_with_kvcache is for generation, which the virtual card's flash-attn has not")
+
+
+def _side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """maybe_contiguous: only the last dimension has to be."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+class _PutRows(torch.autograd.Function):
+    """IndexPutFirstAxis of bert_padding.py."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor, rows: int) -> Tensor:
+        """values [T, ...] at their rows of zeros [rows, ...]."""
+        ctx.save_for_backward(indices)
+        out = torch.zeros(rows, *values.shape[1:], device=values.device, dtype=values.dtype)
+        out[indices] = values
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The rows' gradients."""
+        (indices,) = ctx.saved_tensors
+        return gradients[0][indices], None, None
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Rows [T, ...] of tokens back to [B, S, ...]."""
+    whole: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)
+    return whole.unflatten(0, (batch, seqlen))
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Any:
+    """The rows of [B, S, ...] that the mask keeps, with what varlen attention is told of them."""
+    from transformers.modeling_flash_attention_utils import _unpad_input
+
+    return _unpad_input(hidden_states, attention_mask, unused_mask)
+
+
+# --- the package ---
+
+_ATTENTION = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+_MODULES: dict[str, dict[str, Any]] = {
+    "flash_attn": {"__version__": VERSION, **{f.__name__: f for f in _ATTENTION}},
+    "flash_attn.flash_attn_interface": {f.__name__: f for f in (*_ATTENTION, FlashAttnFunc, FlashAttnVarlenFunc)},
+    "flash_attn.bert_padding": {f.__name__: f for f in (pad_input, unpad_input)},
+}
+
+
+_ABOUT = {
+    "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
+    "top_level.txt": "flash_attn\n",
+}
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What pip would know of the package."""
+
+    def read_text(self, filename: str) -> str | None:
+        """A file of the .dist-info folder."""
+        return _ABOUT.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        """Nowhere."""
+        return Path(path)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self, is_package="." not in name) if name in _MODULES else None
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_MODULES[module.__name__])
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        if context is None or context.name is None or context.name.replace("_", "-") == "flash-attn":
+            yield _Distribution()
+
+
+def named_in(*texts: str) -> bool:
+    """Whether code or its arguments ask for it."""
+    return any(word in text for text in texts for word in ("flash_attn", "flash_attention_2"))
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """`flash_attn` is installed, whether it is or not, and transformers looks again whether it is."""
+    finder, before = _Finder(), {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "flash_attn"}
+    for name in before:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    _look_again()
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in _MODULES:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+        _look_again()
+
+
+def _look_again() -> None:
+    """transformers remembers what is installed, and which attention it loaded."""
+    asked = sys.modules.get("transformers.utils.import_utils")
+    for name, function in vars(asked).items() if asked else ():
+        if "flash_attn" in name or name == "_package_distribution_mapping":
+            getattr(function, "cache_clear", lambda: None)()
+    loaded: Any = sys.modules.get("transformers.modeling_flash_attention_utils")
+    if loaded is not None:
+        loaded._loaded_implementation = None
