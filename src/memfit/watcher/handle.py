@@ -93,7 +93,7 @@ class Watch:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        self._sample(self._phase)
+        self._sample(self._phase, always=True)
         if self._series is not None:
             THIS_PROCESS.end()
         self.recorder.close()
@@ -150,8 +150,8 @@ class Watch:
         if self._series is not None:
             self._look_for_leaks(self._series, reading)
 
-    def _sample(self, phase: Phase) -> Reading:
-        reading = self.meter.read()
+    def _sample(self, phase: Phase, always: bool = False) -> Reading:
+        reading = self.meter.read(always)
         self.recorder.add(Sample(self.clock() - self._began, self.done, phase, reading.now, reading.peak))
         return reading
 

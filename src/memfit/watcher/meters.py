@@ -16,6 +16,9 @@ from memfit.watcher.census import live_bytes
 
 DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters
 SHARE = 0.005  # of the run's time that counting live tensors on the host may take
+RISE = 64 << 20  # bytes of resident memory
+RISING = 0.02  # of the run's time, while it grows
+FIRST = 2  # readings: loading, the first step
 STATM = Path("/proc/self/statm")
 
 
@@ -34,7 +37,7 @@ class Meter(Protocol):
     card: str
     total: int  # bytes of the card; 0: none
 
-    def read(self) -> Reading: ...
+    def read(self, always: bool = False) -> Reading: ...
 
 
 class CudaMeter:
@@ -53,7 +56,7 @@ class CudaMeter:
         self.total = int(torch.cuda.mem_get_info(device)[1])
         self._beside, self._asked = 0, -DEVICE_EVERY
 
-    def read(self) -> Reading:
+    def read(self, always: bool = False) -> Reading:
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         requested, allocated, reserved = (
             stats[f"{level}_bytes"]["all"] for level in ("requested", "allocated", "reserved")
@@ -74,7 +77,8 @@ class CudaMeter:
 class HostMeter:
     """A run without a card: `allocated` are the bytes of live tensors, `device` what the process has resident.
 
-    Tensors are counted when that has taken less than SHARE of the run's time so far (every: at each such reading
+    Tensors are counted at the first readings and where one must be exact (`always`), else when that has taken less than
+    SHARE of the run's time so far, or RISING where resident memory has grown by RISE since (every: at each such reading
     instead). Peaks are the highest of what was read: what came and went inside a step is not seen.
     """
 
@@ -84,23 +88,25 @@ class HostMeter:
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.every, self.clock = every, clock
         self._began, self._spent, self._reads = clock(), 0.0, 0
-        self._live = 0
+        self._live = self._resident = 0  # when they were counted last
 
-    def read(self) -> Reading:
-        counted = self._due()
+    def read(self, always: bool = False) -> Reading:
+        resident = resident_bytes()
+        counted = always or self._due(resident)
         if counted:
             start = self.clock()
-            self._live = live_bytes()
+            self._live, self._resident = live_bytes(), resident
             self._spent += self.clock() - start
         self._reads += 1
-        resident = max(resident_bytes(), self._live)
+        resident = max(resident, self._live)
         now = Levels(self._live, self._live, resident, resident)
         return Reading(now, now, counted)
 
-    def _due(self) -> bool:
+    def _due(self, resident: int) -> bool:
         if self.every is not None:
             return self._reads % self.every == 0
-        return self._reads == 0 or self._spent < SHARE * (self.clock() - self._began)
+        share = RISING if resident - self._resident >= RISE else SHARE
+        return self._reads < FIRST or self._spent < share * (self.clock() - self._began)
 
 
 def resident_bytes() -> int:
