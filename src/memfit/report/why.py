@@ -230,6 +230,9 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     ),
     "optimizer step buffers": _said("temporaries of the optimizer's step"),
     "weight being converted": _said("one weight on its way from the width it is read in to the width it is kept in"),
+    "whole weight before it is sharded": _said(
+        "the largest weight, sent whole to every card before each keeps its part"
+    ),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
     "inputs kept by the graph of the step before": _said("a loop that keeps `loss` keeps what its graph still holds"),

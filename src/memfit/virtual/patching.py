@@ -12,8 +12,11 @@ _MISSING = object()
 
 @contextmanager
 def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
-    """`target` has these attributes inside the block, and what it had before after it."""
-    before = {name: getattr(target, name, _MISSING) for name in values}
+    """`target` has these attributes inside the block, and what it had before after it.
+
+    A class gets back what it had itself: what it inherited is inherited again, and its class methods bind to subclasses.
+    """
+    before = {name: _own(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
     try:
@@ -21,6 +24,10 @@ def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             delattr(target, name) if value is _MISSING else setattr(target, name, value)
+
+
+def _own(target: Any, name: str) -> Any:
+    return vars(target).get(name, _MISSING) if isinstance(target, type) else getattr(target, name, _MISSING)
 
 
 @contextmanager
