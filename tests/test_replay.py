@@ -198,6 +198,17 @@ def fits(ops: list[int], capacity: int, settings: AllocSettings, streams: dict[i
     return True
 
 
+@given(events=tapes(), marks=st.lists(st.integers(0, 60), max_size=4))
+def test_the_part_before_a_mark_is_what_its_events_alone_give(events: list[Event], marks: list[int]) -> None:
+    for position in marks:
+        events.insert(min(position, len(events)), Mark("step", "another"))
+    whole = replay(events)
+    for index, event in enumerate(events):
+        if isinstance(event, Mark):
+            assert whole.until(index) == replay(events[:index])
+    assert whole.until(len(events)) == whole
+
+
 @given(events=tapes(), conf=CONFS, granularity=st.sampled_from([2 * MIB, 7 * MIB, 64 * MIB]))
 def test_the_smallest_capacity_fits_and_one_granule_less_does_not(
     events: list[Event], conf: str, granularity: int

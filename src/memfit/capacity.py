@@ -58,11 +58,14 @@ class Capacity:
 
 def capacity(
     tape: Tape, settings: AllocSettings, torch: Torch = LATEST_TORCH, gpu: Gpu | None = None, reserve: int = 0,
-    progress: Progress = lambda text, share: None,
+    progress: Progress = lambda text, share: None, free: Timeline | None = None,
 ) -> Capacity:  # fmt: skip
-    """Replay a tape without a limit, on a card, and on ever smaller cards. Raises BadInput for a tape that is damaged."""
+    """Replay a tape without a limit, on a card, and on ever smaller cards; `free` where the first is known already.
+
+    Raises BadInput for a tape that is damaged.
+    """
     progress("replaying", 0.1)
-    free = replay(tape.events, settings=settings, torch=torch, start=tape.start)
+    free = free or replay(tape.events, settings=settings, torch=torch, start=tape.start)
     timeline, judgement = free, None
     if gpu is not None:
         timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
@@ -56,6 +57,11 @@ class Timeline:
 
         spans = tuple(replace(span, peak=whole(span.peak)) for span in self.spans)
         return replace(self, spans=spans, peak=whole(self.peak))
+
+    def until(self, index: int) -> Timeline:
+        """The part before event `index`, at which a span begins, of a replay that never had to give its cache back."""
+        spans = tuple(span for span in self.spans if span.first < index)
+        return replace(self, spans=spans, peak=reduce(_higher, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
     @property
     def worst(self) -> Span | None:
@@ -173,9 +179,7 @@ def replay(
         walk, oom, last = Walk(allocator, context, {}), error, 0
     if last >= walk.first:
         walk.end()
-    peak = Levels(0, 0, 0, context)
-    for span in walk.spans:
-        peak = _higher(peak, span.peak)
+    peak = reduce(_higher, (span.peak for span in walk.spans), Levels(0, 0, 0, context))
     return Timeline(tuple(walk.spans), peak, allocator.num_alloc_retries, oom, None if oom is None else last)
 
 

@@ -116,9 +116,10 @@ def traced(
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
     torch, nccl = torch_version(tape.about["torch"]), NCCL_BYTES if recipe.num_gpus > 1 else 0
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
-    answer = capacity(judged(tape), settings, torch, found.gpu, found.reserve + nccl, tell)
+    whole, part = replay(tape.events, settings=settings, torch=torch), judged(tape)
+    known = None if whole.oom or whole.retries else whole.until(len(part.events))
+    answer = capacity(part, settings, torch, found.gpu, found.reserve + nccl, tell, known)
     data = Path(found.dataset.path).name if found.dataset else ""
-    whole = replay(tape.events, settings=settings, torch=torch)
     footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), found.gpu.context_bytes, nccl)
     return footprint, _with_nccl(answer, nccl), tape, settings
 
