@@ -159,3 +159,29 @@ def test_shards_and_the_buffers_of_their_communication_are_named() -> None:
 def test_offloaded_shards_leave_the_card() -> None:
     words: dict[str, Any] = {"trainer": "torch", "load": "meta", "shard": "parameters", "use_cache": False}
     assert _peak(2, offload=True, clip=0.0, **words) < _peak(2, clip=0.0, **words)
+
+
+def sharded_peak(offloaded: bool) -> tuple[set[str], int]:
+    """Where FSDP2 keeps the weights of a small model between steps, and the highest allocated bytes of two steps."""
+    with virtual_gpu("a100-80gb", world_size=8):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        words = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        if offloaded:
+            words["offload_policy"] = CPUOffloadPolicy()
+        layers = [torch.nn.Linear(1024, 1024) for _ in range(8)]
+        model = torch.nn.Sequential(*(fully_shard(layer, **words) for layer in layers))
+        fully_shard(model, **words)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {p.device.type for p in model.parameters()}, torch.cuda.max_memory_allocated()
+
+
+def test_fsdp2_offloads_to_the_host() -> None:
+    (here, whole), (there, offloaded) = sharded_peak(False), sharded_peak(True)
+    assert (here, there) == ({"cuda"}, {"cpu"})
+    shards = 8 * (1024 * 1024 + 1024) * 4 // 8
+    assert whole - offloaded >= 3 * shards  # the weights and both moments
