@@ -25,6 +25,7 @@ docs: $(VENV)/.dev  ## write the generated parts of README and docs again
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e .
+	$(BIN)/python -m compileall -q src  # as pip does for an installation that is not editable
 	@touch $@
 
 # torch first and by its exact version: a looser request takes gigabytes of CUDA packages
