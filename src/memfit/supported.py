@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from memfit.alloc_conf import Torch, torch_version
 from memfit.errors import BadInput
@@ -15,6 +14,8 @@ _OPTIONAL = "bitsandbytes"
 
 def versions() -> dict[str, str]:
     """The training libraries that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than all the rest here
+
     found = {}
     for name in PACKAGES:
         try:
