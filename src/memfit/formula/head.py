@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.architecture import Norm
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
+from memfit.formula.logits import HeadStyle
+from memfit.formula.losses import LOSSES
 from memfit.formula.norms import norm
 from memfit.formula.program import Program, finished, recorder, sharded
 from memfit.formula.style import Style
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadStyle:
-    """What stands above the blocks."""
-
-    vocabulary: int
-    width: int
-    norm: Norm | None
-    loss: str = "full"  # a row of LOSSES
-    tied: bool = False
-    trained: bool = True
-    itemsize: int = 2  # of the head's weight
-    holds_logits: bool = False
-    softcap: bool = False
-    scaled: bool = False  # Cohere multiplies the logits
-    transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
-    bias: bool = False
-    upcast: bool = True  # logits are cast to fp32 for the loss
-    causal: bool = True  # labels are shifted
-    cached: tuple[int, ...] = ()  # elements per token of every key and value that the model returns in 16 bits
-    batched: bool = False  # several sequences: dropping the last token of each leaves no view
-    pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
-
-
 @lru_cache(maxsize=1024)
 def head_program(h: HeadStyle, style: Style) -> Program:
     """Final norm, head and loss, forward and backward."""
-    from memfit.formula.losses import LOSSES
-
     rec = recorder(style)
     x = rec.new({"T": h.width}, style.residual, "hidden states")
     rec.new({}, 1, "no gradient")
@@ -84,17 +60,3 @@ def _transform(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
     )
     x = activation(rec, x, h.transform)
     return norm(rec, x, Norm("layer"), h.width, style, "transform.norm")
-
-
-def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
-    """lm_head(x), scaled and capped where the model does."""
-    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
-    b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None
-    logits = ops.linear(rec, x, w, {"T": h.vocabulary}, b, "logits")
-    if h.scaled:
-        logits = ops.scale(rec, logits, "scaled logits")
-    if h.softcap:
-        logits = ops.scale(rec, logits, "logits / cap")
-        logits = ops.unary(rec, logits, "tanh", keeps="output")
-        logits = ops.scale(rec, logits, "capped logits")
-    return logits

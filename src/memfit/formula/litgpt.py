@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from memfit.architecture import Architecture, Layer, Norm, Weight
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.attention import interface
 from memfit.formula.engine import Elements, Recorder, Tensor
+from memfit.formula.logits import HeadStyle
 from memfit.formula.modules import Block, base_linear
 from memfit.formula.rotary import rotate
 from memfit.formula.style import Style
-
-if TYPE_CHECKING:
-    from memfit.formula.head import HeadStyle
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from memfit.formula import litgpt, ops, shifted, torchtune
 from memfit.formula.engine import Elements, Recorder, Tensor
-from memfit.formula.head import HeadStyle, logits_of
+from memfit.formula.logits import HeadStyle, logits_of
 from memfit.formula.style import Style
 
 Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward

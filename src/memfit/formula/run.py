@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from memfit.architecture import Architecture
 from memfit.formula.embedding import EmbeddingStyle, embedding_program
-from memfit.formula.head import HeadStyle, head_program
+from memfit.formula.head import head_program
+from memfit.formula.logits import HeadStyle
 from memfit.formula.program import Program, Segment, block_program
 from memfit.formula.size import Basis, Size, added
 from memfit.formula.style import Style

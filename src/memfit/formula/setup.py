@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from memfit.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.formula import shifted
 from memfit.formula.embedding import EmbeddingStyle
-from memfit.formula.head import HeadStyle
+from memfit.formula.logits import HeadStyle
 from memfit.formula.masks import MaskStyle
 from memfit.formula.numerics import Capability, Numerics, adapted, attention_kernel
 from memfit.formula.per_layer import per_layer_of

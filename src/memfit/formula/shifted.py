@@ -5,13 +5,9 @@ Source: modeling_llama.py of 4.36, modeling_qwen.py, modeling_baichuan.py; accel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memfit.formula import ops
 from memfit.formula.engine import Recorder, Tensor
-
-if TYPE_CHECKING:
-    from memfit.formula.head import HeadStyle
+from memfit.formula.logits import HeadStyle
 
 SIXTEEN_BIT = frozenset({"qwen", "baichuan"})  # families whose code scores the logits as they come
 

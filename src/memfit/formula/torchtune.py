@@ -6,19 +6,16 @@ Source: torchtune/modules/transformer.py, attention.py, position_embeddings.py a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memfit.architecture import Attention
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.attention import interface
 from memfit.formula.engine import Elements, Recorder, Tensor
+from memfit.formula.logits import HeadStyle
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate_one
 from memfit.formula.style import Style
-
-if TYPE_CHECKING:
-    from memfit.formula.head import HeadStyle
 
 OUTPUT_CHUNKS = 8  # CEWithChunkedOutputLoss(num_output_chunks=8)
 
