@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from memfit import Recipe, estimate, find_gpu, resolve_model, virtual_gpu  # noqa: E402
+from memfit.errors import Unsupported  # noqa: E402
 from memfit.hub import resolve_config  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.tape import Alloc  # noqa: E402
@@ -46,6 +47,15 @@ def test_it_is_installed_only_inside() -> None:
         assert is_flash_attn_2_available()
     assert is_flash_attn_2_available() is there
     assert there or importlib.util.find_spec("flash_attn") is None
+
+
+def test_decoding_is_refused_with_a_way_out() -> None:
+    with virtual_gpu("a100-80gb"), standing_in():
+        from flash_attn import flash_attn_with_kvcache
+
+        with pytest.raises(Unsupported, match="kvcache") as refused:
+            flash_attn_with_kvcache()
+    assert "sdpa" in refused.value.hint
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

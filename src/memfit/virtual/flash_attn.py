@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memfit.errors import Unsupported
 from memfit.virtual.dispatch import current
 
 VERSION = "2.8.3"
@@ -153,7 +154,10 @@ def flash_attn_varlen_func(
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
     """Decoding, which no training does."""
-    raise NotImplementedError("flash_attn_with_kvcache is for generation, which the virtual card's flash-attn has not")
+    raise Unsupported(
+        "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not stand in for",
+        hint="trace the training step alone, or generate with attn_implementation='sdpa'",
+    )
 
 
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
