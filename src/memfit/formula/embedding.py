@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from memfit.architecture import Norm
@@ -24,6 +24,7 @@ class EmbeddingStyle:
     rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
+    awaited: bool = False  # the head's gradient of the tied table waits, to be added to one of an earlier micro-batch
     tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
     positions: int = 0  # rows of a learned position table
     types: int = 0  # rows of BERT's token type table
@@ -45,6 +46,11 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     rec = recorder(style)
     rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
     gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
+    if e.awaited:
+        rec.awaited = "embedding"
+        table = rec.new({"1": e.vocabulary * e.width}, e.itemsize, "gradient of the head", "gradients")
+        rec.gradients[rec.awaited] = table
+        del table
     rec.taken()
     x, held, leaf = _embed(rec, e, style)
     own = inputs(rec, e.per_layer, x, e.width, e.itemsize, style) if e.per_layer else None
@@ -76,11 +82,14 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         rec.lingering |= {received.storage.id} if received and received.storage else set()
         del leaf, received
         sharded(rec, style, beside=-style.unit)  # the reduction before is done
+    waited = rec.gradients.pop(rec.awaited, None)
+    waiting = waited.storage.id if waited and waited.storage else 0
+    del waited
     gradient.clear()
     made.clear()
     tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one
     backward = [event for event in rec.taken() if event != -output]
-    return finished(rec, [forward, leave, exits, backward], output, None)
+    return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
 
 def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:

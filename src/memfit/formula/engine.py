@@ -111,6 +111,7 @@ class Recorder:
         self.kept: Tensor | None = None  # sharded gradients: they outlive the program
         self.input_gradient: list[Tensor | None] = [None]
         self.accumulating = False  # a gradient exists already
+        self.awaited = ""  # the parameter of which a second gradient comes later: the first waits to be added to it
         self.release_gradients = False  # optimizer in backward: gradients die at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
         self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
@@ -267,7 +268,8 @@ class Recorder:
             held[slot] = self.like(old, "gradient sum")
 
     def _accumulate(self, parameter: str, gradient: Tensor) -> None:
-        if self.release_gradients or (self.accumulating and parameter not in self.gradients):
+        added = self.accumulating and parameter not in self.gradients and parameter != self.awaited
+        if self.release_gradients or added:
             return
         if parameter in self.gradients or gradient.storage is None:
             return

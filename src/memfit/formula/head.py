@@ -19,6 +19,7 @@ from memfit.formula.style import Style
 def head_program(h: HeadStyle, style: Style) -> Program:
     """Final norm, head and loss, forward and backward."""
     rec = recorder(style)
+    rec.awaited = "embedding" if h.tied and rec.accumulating else ""
     x = rec.new({"T": h.width}, style.residual, "hidden states")
     rec.new({}, 1, "no gradient")
     rec.taken()

@@ -170,10 +170,14 @@ def _sum_over_experts(rec: Recorder, x: Tensor, width: int) -> Tensor:
 
 
 def _grouped(block: Block, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
-    """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first."""
+    """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first.
+
+    On older cards transformers' own operator: it keeps both operands and makes both gradients, whoever needs them.
+    """
     rec, m = block.rec, block.layer.mlp
     x = ops.cast(rec, x, w.itemsize, "in the dtype of the experts")
-    need_x, need_w, x_like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()
+    need_x, need_w = (t.requires_grad or not block.style.grouped_product for t in (x, w))
+    x_like, w_like = x.blueprint(), w.blueprint()
     y = rec.new({"T": m.experts_per_token * out}, w.itemsize, "output of the experts")
 
     def backward(g: Tensor) -> list[Tensor | None]:

@@ -37,7 +37,7 @@ def autocast(rec: Recorder, x: Tensor) -> Tensor:
     """An operand in the compute dtype of the autocast region; only trained fp32 weights are cached."""
     if not rec.autocast or x.itemsize == rec.autocast:
         return x
-    if x.parameter is None or not x.requires_grad or not rec.grad:
+    if x.parameter is None or not x.requires_grad:
         return cast(rec, x, rec.autocast, "autocast copy")
     if x.parameter not in rec.cache:
         rec.cache[x.parameter] = cast(rec, x, rec.autocast, "autocast copy")

@@ -75,6 +75,7 @@ class Program:
     output: int
     input_gradient: int  # 0: none
     lingering: Size  # see Recorder.lingering
+    waiting: int = 0  # a gradient that waits for another part's to be added to it; there, what was waiting
 
 
 def recorder(style: Style) -> Recorder:
@@ -117,7 +118,11 @@ def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tenso
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
         added(lingering, rec.sizes[id])
-    return Program(forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering)
+    waits = rec.gradients.get(rec.awaited)
+    waiting = waits.storage.id if waits is not None and waits.storage else 0
+    return Program(
+        forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering, waiting
+    )
 
 
 @lru_cache(maxsize=4096)

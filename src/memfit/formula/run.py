@@ -134,8 +134,6 @@ def micro_step(
         blocks.append(Part(known[key], f"block {i + 1}", i))
     end_style = replace(styles[-1], checkpointing="none", input_grad=True)
     first = replace(styles[0], checkpointing="none", input_grad=True)
-    return MicroStep(
-        Part(embedding_program(embedding, first), "embedding"),
-        tuple(blocks),
-        Part(head_program(head, end_style), "head"),
-    )
+    above = head_program(head, end_style)
+    below = embedding_program(replace(embedding, awaited=bool(above.waiting)), first)
+    return MicroStep(Part(below, "embedding"), tuple(blocks), Part(above, "head"))

@@ -44,6 +44,7 @@ class Style:
     own_input_grad: bool = False  # ... and they need a gradient
     use_cache: bool = False
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
+    grouped_product: bool = True  # torch has a product of stacked experts for the card (from compute capability 8.0 on)
     liger: Liger | None = None  # layers that run as Liger's kernels
     code: str = "transformers"  # row of codes.CODES: whose model code runs
     quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none

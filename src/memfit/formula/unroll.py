@@ -50,6 +50,7 @@ class Pass:
     micro: MicroStep
     live: dict[Part, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
+    waiting: Any = None  # the head's gradient of a tied table
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, workspace: int) -> None:
@@ -75,6 +76,8 @@ class Pass:
             live.setdefault(INPUT, flow)
         else:
             live[GRADIENT] = flow
+            if program is self.micro.embedding.program:
+                live[program.waiting] = self.waiting
         sizes = self.sizes.get(id(program))
         if sizes is None:
             count = max(program.sizes, default=0) + 1
@@ -89,5 +92,7 @@ class Pass:
         if not backward:
             return live.get(program.output)
         out = live.pop(program.input_gradient, None)
+        if program.waiting:
+            self.waiting = live.pop(program.waiting, None)
         self.gradients += [block for local, block in live.items() if block and program.roles[local] == "gradients"]
         return out

@@ -46,15 +46,23 @@ def _depthwise(
     return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0, 0], x.shape[1])
 
 
-def _wider(*args: Any) -> Tensor:
+def _wider(*args: Any, **_: Any) -> Tensor:
     """`mm`, `bmm`, `addmm` and `baddbmm` with the dtype of the result as last argument."""
     (*_, a, b), dtype = (x for x in args if isinstance(x, Tensor)), next(x for x in args if isinstance(x, torch.dtype))
     return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)
 
 
-# operators of CUDA alone that have no shape function, in some version at least, by one that returns the same
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """`_grouped_mm`, whose own shape function refuses what its CUDA kernel computes in other dtypes than bf16."""
+    from torch._meta_registrations import _create_grouped_mm_output_tensor
+
+    return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+
+# operators of CUDA alone that have no shape function, or a stricter one, in some version at least, by one that returns the same
 _TWINS: dict[str, Any] = {
     "aten._conv_depthwise2d.default": _depthwise,
+    "aten._grouped_mm.default": _grouped,
     **{f"aten.{name}.dtype{out}": _wider for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")},
 }
 
@@ -79,14 +87,11 @@ class Shapes:
         return found
 
     def _ask(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        twin = _TWINS.get(str(op))
-        if twin is not None:
-            return blueprint(twin(*to_meta(args)))
         words = {k: to_meta(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
         if words.get("device") is not None:
             words["device"] = _META
         try:
-            return blueprint(op(*to_meta(args), **words))
+            return blueprint(_TWINS.get(str(op), op)(*to_meta(args), **words))
         except NotImplementedError as error:
             raise BadInput(
                 f"the virtual GPU does not know what {op} returns",
