@@ -120,6 +120,7 @@ class Recorder:
         # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
         self.lingering: set[int] = set()
         self.returned = 0  # events up to here happen before the model returns, where that is not all of the forward
+        self.attributes: list[Tensor] = []  # what nodes hold beside their saved tensors: no checkpoint drops it
         self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
         self.silent = False  # ... after which operations still leave their nodes, but make nothing
 
@@ -179,6 +180,12 @@ class Recorder:
             out.requires_grad, out.grad_fn, out.slot = True, node, slot
         if self.stop_at is not None and self.saves >= self.stop_at:
             self.silent = True
+
+    def hold(self, x: Tensor) -> None:
+        """The node that is about to be recorded keeps `x` as a plain attribute, until the graph is gone."""
+        if x.storage is not None:
+            self.roles[x.storage.id] = "activations"
+            self.attributes.append(x.detach())
 
     def before_saving(self, *saved: Tensor | None) -> None:
         """Inputs are saved before the kernel runs: a recomputation that needs no more stops here, without the output."""

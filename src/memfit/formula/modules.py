@@ -8,6 +8,7 @@ from memfit.architecture import Layer, Norm, Weight
 from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.norms import norm
+from memfit.formula.quantised import quantised
 from memfit.formula.style import Style
 
 # where a family keeps each projection: the first module name found in the layer counts
@@ -106,55 +107,8 @@ class Block:
 
 def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
     """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
-    if style.quantization.startswith("gptq"):
-        return gptq_linear(rec, x, numel, shape, style)
     if style.quantization != "none":
-        return quantized_linear(rec, x, numel, shape, style)
+        return quantised(rec, x, numel, shape, style)
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     b = ops.weight(bias, style.weight, f"{name}.bias", style.trained) if bias else None
     return ops.linear(rec, x, w, shape, b)
-
-
-def quantized_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
-    """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
-
-    MatMul4Bit keeps no activation; backward dequantises again. Double quantisation first restores the fp32 scales.
-    """
-    before, compute = x.itemsize, 2
-    x = ops.cast(rec, x, compute, "quantised input")
-    need, elements, double = x.requires_grad, x.elements, style.quantization == "nf4-double"
-
-    def dequantised() -> Tensor:
-        scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
-        weight = rec.new({"1": numel}, compute, "dequantised weight")
-        del scales
-        return rec.new({"1": numel}, compute, "cast weight") if style.dequantised_cast else weight
-
-    weight = dequantised()
-    y = rec.new(shape, compute, "output")
-    del weight
-
-    def backward(g: Tensor) -> list[Tensor | None]:
-        held = dequantised()
-        result = rec.new(elements, compute, "input gradient") if need else None
-        del held
-        return [result]
-
-    if style.quantised_keeps_input and need:
-        y = rec.record(y, [x], [x], backward)
-        rec.lingering |= {x.storage.id} if x.storage else set()
-    else:
-        y = rec.record(y, [x], [], backward)
-    del x
-    return ops.cast(rec, y, before, "quantised output")
-
-
-def gptq_linear(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
-    """auto-gptq's trainable QuantLinear: the weight is unpacked in plain operations and saved for the backward."""
-    whole: Elements = {"1": numel}
-    wide = rec.new(whole, 4, "unpacked weight")  # bitwise_right_shift gives int32
-    narrow = rec.new(whole, 2 if style.quantization == "gptq-int8" else 1, "narrowed weight")
-    del wide
-    weight = rec.new(whole, 2, "dequantised weight")
-    del narrow
-    return ops.linear(rec, x, weight, shape)

@@ -75,6 +75,7 @@ class Program:
     output: int
     input_gradient: int  # 0: none
     lingering: Size  # see Recorder.lingering
+    attributes: tuple[int, ...] = ()  # see Recorder.attributes: they die with the graph
     waiting: int = 0  # a gradient that waits for another part's to be added to it; there, what was waiting
 
 
@@ -120,9 +121,11 @@ def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tenso
         added(lingering, rec.sizes[id])
     waits = rec.gradients.get(rec.awaited)
     waiting = waits.storage.id if waits is not None and waits.storage else 0
+    attributes = tuple(sorted({t.storage.id for t in rec.attributes if t.storage}))
     return Program(
-        forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering, waiting
-    )
+        forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering,
+        attributes, waiting,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -189,9 +192,10 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
     del out
     left, waiting = rec.run_ahead(root, gradient)
     del root
-    rec.stop_at = saves
+    rec.stop_at, held = saves, len(rec.attributes)
     again = CODES[style.code].block(block, x)
     rec.stop_at, rec.silent = None, False
+    del rec.attributes[held:]  # what ran again lost its graph, and kept its saved tensors alone
     rec.exit_autocast()
     rec.recomputed = True
     del again

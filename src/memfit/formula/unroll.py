@@ -67,6 +67,9 @@ class Pass:
             flow = self._segment(step, flow, backward=True)
             if number == 0 and workspace:
                 self.memory.malloc(workspace)
+        for part, live in self.live.items():
+            for held in part.program.attributes:
+                self.memory.free(live.pop(held, None))
 
     def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
         """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
