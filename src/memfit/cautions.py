@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memfit.architecture import Architecture
 from memfit.gpu import Gpu, Platform
 from memfit.job import Recipe
-from memfit.trainers import taken_as
+from memfit.trainers import checkpointing_of, taken_as
 
 PLATFORMS: dict[Platform, str] = {
     "cuda": "CUDA", "rocm": "ROCm", "xpu": "Intel's XPU", "hpu": "Gaudi's HPU", "mps": "Apple's Metal",
@@ -50,6 +50,14 @@ CAUTIONS: tuple[Caution, ...] = (
     Caution(
         lambda a, r, g: g.platform == "hpu" and r.quantization != "none",
         lambda a, r, g: "bitsandbytes calls its 4-bit support on Gaudi partial",
+    ),
+    Caution(
+        lambda a, r, g: checkpointing_of(r) != r.checkpointing,
+        lambda a, r, g: f"selective checkpointing is plain: {r.trainer}'s does not reach a model with adapters",
+    ),
+    Caution(
+        lambda a, r, g: r.quantization == "int8" and r.checkpointing != "none",
+        lambda a, r, g: "bitsandbytes' 8-bit layers keep their inputs, which checkpointing cannot free; 4 bits do not",
     ),
 )
 

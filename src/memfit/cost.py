@@ -13,6 +13,7 @@ from memfit.formula.static import Static
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.optimizers import optimizer
+from memfit.trainers import checkpointing_of
 
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
 MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
@@ -62,7 +63,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
     forward = max(products + attention + logits / 3, launches)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
-    again = products if r.checkpointing == "selective" else products + attention  # it keeps what attention computed
+    again = products if checkpointing_of(r) == "selective" else products + attention  # it keeps what attention computed
     recompute = 0.0 if r.checkpointing == "none" else max(again, launches)
     kept = 2.0 * a.width * len(a.layers) * r.tokens
     offloaded = 2 * kept / _pcie(gpu) if r.checkpointing == "offload" else 0.0

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BadInput, UnknownName
+from memfit.job import Checkpointing, Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
+    warms_cache: bool = True  # transformers 5 asks for all bytes of a model it loads onto the card at once, and frees them
+    selective_adapters: bool = True  # selective checkpointing works on a PEFT model
     returns_cache: bool = False  # use_cache stays on without checkpointing; accelerate casts keys and values to fp32
     mask_per_head: bool = False  # PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads it
     softmax_keeps_input: bool = (
@@ -74,25 +77,28 @@ TRAINERS: tuple[Trainer, ...] = (
     Trainer(name="axolotl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
-    # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers
+    # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. What it wraps for selective checkpointing
+    # is a method of the model that transformers 5.23 does not call on one with adapters
     Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True,
+            selective_adapters=False),
     Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True),
+            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True,
+            selective_adapters=False),
     # litgpt and its own GPT class: no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128,
     # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
     Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
             qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True, quantised_keeps_input=True,
-            dequantised_cast=True, keeps_loss=True),
+            dequantised_cast=True, keeps_loss=True, warms_cache=False),
     Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
             adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
-            dequantised_cast=True, keeps_loss=True),
+            dequantised_cast=True, keeps_loss=True, warms_cache=False),
     # torchtune: its own TransformerDecoder in plain bf16, 16-bit LoRA layers, torchao NF4 without the head
     Trainer(name="torchtune", code="torchtune", heads=_TORCHTUNE_HEADS, default_loss="chunked", adapter_fp32=False,
-            qlora_adapter_fp32=False, kbit_prepare=False),
+            qlora_adapter_fp32=False, kbit_prepare=False, warms_cache=False),
     # ms-swift 1.x: transformers.Trainer 4.3x, model classes of that time, its own fp32 LoRA layers, no k-bit preparation
     Trainer(name="ms-swift", autocast=True, logits_to_fp32=True, heads=_SHIFTED_HEADS, kbit_prepare=False,
-            quantised_keeps_input=True, mask_per_head=True, returns_cache=True),
+            quantised_keeps_input=True, mask_per_head=True, returns_cache=True, warms_cache=False),
 )  # fmt: skip
 
 CURRENT = {
@@ -122,6 +128,12 @@ def trainer(spec: str) -> Trainer:
             f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
         )
     return fitting[-1]
+
+
+def checkpointing_of(recipe: Recipe) -> Checkpointing:
+    """What really happens: selective checkpointing is plain where the trainer's does not reach a model with adapters."""
+    plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
+    return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
 
 
 def script_of(spec: str) -> str:

@@ -21,7 +21,7 @@ from memfit.job import Recipe
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.optimizers import Optimizer, optimizer
 from memfit.tape import Phase, Role
-from memfit.trainers import Trainer, trainer
+from memfit.trainers import Trainer, checkpointing_of, trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Account:
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
+        recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         architecture = CODES[self.trainer.code].stored(architecture)
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.padded = masks_needed(recipe) if padded is None else padded
@@ -91,6 +92,11 @@ class Account:
         """Bytes of the gradient of an embedding that is also the head, when it is trained; else 0."""
         tied = self.architecture.tied and self.recipe.method == "full"
         return max(w.numel for w in self.architecture.embedding) * self.numerics.gradient if tied else 0
+
+    @property
+    def warmup(self) -> int:
+        """Bytes asked for and freed before a model is loaded; only a quantised one is loaded onto the card."""
+        return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
 
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """The traced micro-step (cached by everything but the batch size)."""

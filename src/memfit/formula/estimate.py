@@ -82,7 +82,9 @@ def played(account: Account, memory: Memory) -> Iterator[Phase]:
     """Play the run's own allocations on `memory`: load, first step, later step; yields each at its end."""
     s, r = account.static, account.recipe
     passes = 1 if account.released else r.accumulation
-    schedule = Schedule(s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, passes)
+    schedule = Schedule(
+        s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, account.warmup, passes
+    )
     return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, memory)
 
 

@@ -47,9 +47,10 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
         adapter32 = adapter32 or recipe.precision == "fp16-mixed" or recipe.shard == "parameters"
     adapter32 = adapter32 and not (recipe.zero and half)
+    narrowed = quantised and trainer.autocast and not trainer.qlora_adapter_fp32  # TRL's are bf16 whatever else is fp32
     other = 4 if quantised and trainer.kbit_prepare else weight
     return Numerics(
-        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or weight == 4 else 2,
+        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or (weight == 4 and not narrowed) else 2,
         master=4 if master else 0, gradient=weight, state=4 if master else weight,
         quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip

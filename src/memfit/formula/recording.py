@@ -11,10 +11,12 @@ from memfit.formula.account import Account
 from memfit.formula.estimate import replayable, tape_of
 from memfit.formula.numerics import adapted, adapter_weights
 from memfit.formula.run import MicroStep, Step
+from memfit.formula.static import arrival
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Role, Tape
 
 Name = tuple[Role, str]
 BATCH: Name = ("temporaries", "batch of token ids")
+WARMUP: Name = ("temporaries", "cache warmed for the weights")
 WORKSPACE: Name = ("workspace", "cuBLAS workspace")
 
 
@@ -70,7 +72,10 @@ def _names(account: Account) -> Iterator[Name | str]:
 
 
 def _load(account: Account) -> Iterator[Name]:
-    weights = _weights(account.architecture)
+    if account.warmup:
+        yield WARMUP
+    names = _weights(account.architecture)
+    weights = [names[at] for at in arrival(account.architecture, account.recipe.method)]
     trained = _trained(account)
     copies = [f"{name} (master)" for name in trained]
     owners = (
@@ -83,6 +88,7 @@ def _load(account: Account) -> Iterator[Name]:
         if item.passing > 0:
             yield "temporaries", f"{owner} on its way"
         yield from (("parameters", owner) for size in item.stays if size > 0)
+    yield from (("parameters", owner) for owner, item in zip(owners, account.static.stored, strict=False) if item.widened)
 
 
 def _pass(account: Account, micro: MicroStep, workspace: bool) -> Iterator[Name | str]:

@@ -18,6 +18,7 @@ class Stored:
 
     stays: tuple[int, ...]
     passing: int = 0
+    widened: int = 0  # bytes of the copy that takes its place when everything is loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,8 @@ def static_bytes(
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
-    for w in architecture.weights:
+    weights = architecture.weights
+    for w in (weights[at] for at in arrival(architecture, method)):
         largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
             stored.append(
@@ -71,7 +73,7 @@ def static_bytes(
             quantised += w.numel
         else:
             width = n.other if row is not None else n.weight
-            stored.append(Stored((w.numel * width,), w.numel * n.weight if width != n.weight else 0))
+            stored.append(Stored((w.numel * n.weight,), 0, w.numel * width if width != n.weight else 0))
             base += w.numel * n.weight
             upcast += w.numel * (width - n.weight)
     stored += [Stored((size,)) for size in architecture.buffers]
@@ -89,9 +91,25 @@ def static_bytes(
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
         largest_adapted=_largest_adapted(architecture, method, targets),
-        stored=tuple(stored), passing=max((s.passing for s in stored), default=0),
+        stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
+
+
+def arrival(architecture: Architecture, method: str) -> list[int]:
+    """The stored weights by number, as they reach the card: those of a quantised model by name, layers by their number."""
+    if method != "qlora":
+        return list(range(len(architecture.weights)))
+    parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
+    parts += [(f"{stem}.{number}.", layer.weights) for number, layer in enumerate(architecture.layers)]
+    parts.append(("", (*architecture.final, *architecture.head, *architecture.tower)))
+    names = [_pieces(prefix + w.name) for prefix, weights in parts for w in weights]
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
+def _pieces(name: str) -> list[tuple[int, int, str]]:
+    """transformers' dot_natural_key: "layers.10.mlp" after "layers.9.mlp"."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def trained_weights(

@@ -22,12 +22,14 @@ class Schedule:
     step_groups: Sequence[tuple[int, ...]]  # temporaries of one optimizer step, see Optimizer.step_temporaries
     workspace: int
     batch: int  # bytes of one tensor of token ids
+    warmup: int = 0  # bytes asked for and freed before the first weight arrives
     accumulation: int = 1
     steps: int = 2
 
 
 def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter, memory: Memory) -> Iterator[Phase]:
     """Play load, first step and later step on `memory`, yielding each at its end. `later` adds to existing gradients."""
+    memory.free(memory.malloc(schedule.warmup))
     load(schedule.stored, memory)
     yield "load"
     batch: list[Any] = []
@@ -52,12 +54,17 @@ def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter, m
 
 
 def load(stored: Sequence[Stored], memory: Memory) -> None:
-    """Weights arrive one by one; what a conversion needs is gone after it."""
+    """Weights arrive one by one; what a conversion needs is gone after it. Then some are replaced by wider copies."""
+    narrow: list[tuple[Any, int]] = []
     for item in stored:
         passing = memory.malloc(item.passing)
-        for size in item.stays:
-            memory.malloc(size)
+        blocks = [memory.malloc(size) for size in item.stays]
         memory.free(passing)
+        if item.widened:
+            narrow.append((blocks[0], item.widened))
+    for block, size in narrow:
+        memory.malloc(size)
+        memory.free(block)
 
 
 def optimizer_step(groups: Sequence[tuple[int, ...]], memory: Memory) -> None:
