@@ -8,6 +8,7 @@ from typing import Any
 
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
+from memfit.formula.afterwards import loaded_again, merging, taken_apart
 from memfit.formula.codes import CODES
 from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, gathered, numerics
@@ -220,22 +221,46 @@ class Account:
         lines = self.resident(states=True, gradients=False)
         if self.recipe.shard == "parameters":
             lines = (*lines, ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight))
+        elif apart := taken_apart(self.architecture, self.recipe, self.numerics):
+            lines = (*lines, ("temporaries", "experts one by one for the checkpoint", apart))
         return Instant("save", "saving a checkpoint", sum(line[2] for line in lines), lines)
+
+    @property
+    def resumes(self) -> bool:
+        """A trainer of transformers' loads its checkpoint into a model that is on the card already."""
+        return self.trainer.code == "transformers" and self.trainer.name != "torch" and self.recipe.num_gpus == 1
+
+    @property
+    def again(self) -> Static:
+        """What lies on the card after resuming."""
+        if not self.resumes:
+            return self.static
+        return loaded_again(self.architecture, self.recipe, self.numerics, self.optimizer, self.trainer)
 
     def resume(self) -> Instant:
         """transformers loads optimizer states to the host on one GPU, but straight onto each of several."""
         lines = self.resident(states=True, gradients=False)
         if self.recipe.num_gpus > 1 and self.share.states:
             lines = (*lines, ("optimizer_states", "states as loaded, beside the live ones", self.share.states))
+        again = self.again
+        if wider := again.adapter - self.static.adapter:
+            lines = (*lines, ("parameters", "adapters loaded in fp32", wider))
+        if (more := again.states - self.static.states) and self.recipe.offload == "none":
+            lines = (*lines, ("optimizer_states", "states as they are loaded", more))
+        if self.resumes and (beside := again.adapter * (self.recipe.method != "full") - again.states) > 0:
+            lines = (*lines, ("temporaries", "adapters of the file, before the states", beside))
         return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
 
+    @property
+    def merging(self) -> tuple[int, ...]:
+        """Bytes of the tensors of one merge, after resuming."""
+        wide = 4 if self.resumes else self.numerics.adapter
+        return merging(self.static, self.recipe, self.numerics, wide)
+
     def merge(self) -> Instant:
-        """Adapters folded into the base, one matrix at a time: the delta and the new weight beside the old one."""
-        lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] == "parameters")
-        delta = self.static.largest_adapted * (self.numerics.adapter + self.numerics.weight)
-        if self.recipe.method == "qlora":
-            delta += self.static.largest_adapted * self.numerics.weight
-        lines = (*lines, ("temporaries", "delta and merged weight", delta))
+        """Adapters folded into the base, one matrix at a time, by the process that trained them."""
+        lines = self.resume().static
+        lines = (*lines, ("temporaries", "delta and merged weight", sum(self.merging)))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 
     def instants(self) -> list[Instant]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 from memfit.alloc_conf import parse_alloc_conf
 from memfit.allocator import allocator_for
@@ -12,7 +14,7 @@ from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
 from memfit.formula.sharding import BUCKET_ELEMENTS
 from memfit.formula.timeline import Schedule, play
-from memfit.formula.unroll import Memory, Tape
+from memfit.formula.unroll import Memory, Pass, Tape
 from memfit.gpu import Gpu
 from memfit.job import Recipe
 from memfit.tape import Phase, Role
@@ -42,11 +44,11 @@ def estimate(
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
     real = max(i.requested for i in instants) < MOST_REPLAYED
-    exact = _replayed(account) if replay and real and replayable(recipe) else {}
     worst: dict[Phase, Instant] = {}
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
             worst[instant.phase] = instant
+    exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
         if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
@@ -97,17 +99,36 @@ def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
     return sections
 
 
-def _replayed(account: Account) -> dict[Phase, Levels]:
+def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
     """Levels by phase from the allocator; device is left equal to reserved, requested is not needed."""
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
     levels: dict[Phase, Levels] = {}
-    for phase in played(account, allocator):
+    for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
         allocated, reserved = allocator.allocated_peak, allocator.reserved_peak
         levels[phase] = Levels(0, allocated, reserved, reserved)
         if phase == "load" and account.recipe.method == "qlora" and account.trainer.kbit_prepare:
             allocator.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
         allocator.reset_peak_stats()
     return levels
+
+
+def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
+    """Evaluating where it needs more than training did; then, with an empty cache, resuming and merging."""
+    if worst["eval"].requested > worst["step"].requested:
+        Pass(allocator, account.meter, account.micro(train=False)).run(0)
+        yield "eval"
+    if not account.resumes:
+        return
+    again, before = account.again, account.static
+    allocator.empty_cache()
+    allocator.reset_peak_stats()
+    allocator.malloc(again.adapter - before.adapter + again.states - before.states)
+    yield "resume"
+    if account.recipe.method != "full":
+        blocks = [allocator.malloc(size) for size in account.merging]
+        yield "merge"
+        for block in blocks:
+            allocator.free(block)
 
 
 def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:

@@ -242,23 +242,27 @@ def _scan(
     """The loop over the chunks: each keeps its new values and the state that enters it. Returns the last state too."""
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
     per_state = 4 * state["B"]
-    first = last = 0  # what these chunks keep less: the zeros need no gradient, and nobody the state at the end
+    less_first = less_last = (
+        0  # what these chunks keep less: the zeros need no gradient, and nobody the state at the end
+    )
     if rec.autocast:  # products keep casts of both operands instead
         per_token = rec.autocast * a.heads * (3 * a.head_dim + 2 * a.value_dim + CHUNK)
         per_state += 2 * rec.autocast * state["B"]
-        first = rec.autocast * a.heads * 2 * a.head_dim * CHUNK
-        last = rec.autocast * a.heads * (a.head_dim + a.value_dim) * CHUNK
+        less_first = rec.autocast * a.heads * 2 * a.head_dim * CHUNK
+        less_last = rec.autocast * a.heads * (a.head_dim + a.value_dim) * CHUNK
     one_chunk = CHUNK * per_token + per_state
     back = _ScanBackward(rec, a, *(x.blueprint() for x in (core, seen, q, k, intra)))
     slices = [] if rec.autocast else [q, seen, intra]
 
     entering = rec.new(state, 4, "state of the last chunk")
-    earlier = rec.buffer({"T64": per_token + per_state // CHUNK, "B": -one_chunk - first}, "kept for the chunks before")
+    earlier = rec.buffer(
+        {"T64": per_token + per_state // CHUNK, "B": -one_chunk - less_first}, "kept for the chunks before"
+    )
     outputs = [core.view(), entering]
     kept_before = [earlier, *slices, *([] if rec.autocast else [k])]
     rec.record_all(outputs, [new_values, seen, q, k, intra], kept_before, back.before_last)
     del earlier, kept_before
-    kept = rec.buffer({"B": one_chunk - last - 4 * state["B"]}, "kept for the last chunk")
+    kept = rec.buffer({"B": one_chunk - less_last - 4 * state["B"]}, "kept for the last chunk")
     part = rec.new(back.values, 4, "values read")
     out = rec.new(back.values, 4, "output of a chunk")
     inputs, written, entering = [new_values, seen, q, intra, outputs[1]], outputs[0], outputs[1]

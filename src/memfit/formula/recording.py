@@ -88,7 +88,9 @@ def _load(account: Account) -> Iterator[Name]:
         if item.passing > 0:
             yield "temporaries", f"{owner} on its way"
         yield from (("parameters", owner) for size in item.stays if size > 0)
-    yield from (("parameters", owner) for owner, item in zip(owners, account.static.stored, strict=False) if item.widened)
+    yield from (
+        ("parameters", owner) for owner, item in zip(owners, account.static.stored, strict=False) if item.widened
+    )
 
 
 def _pass(account: Account, micro: MicroStep, workspace: bool) -> Iterator[Name | str]:

@@ -235,8 +235,16 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     ),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
+    "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),
+    "adapters loaded in fp32": _said("PEFT widens 16-bit adapters when it loads them again"),
+    "adapters of the file, before the states": _said("adapters read from the checkpoint, beside the live ones"),
+    "experts one by one for the checkpoint": _said(
+        "gate and up projections of all experts, copied out of joint tensors"
+    ),
     "inputs kept by the graph of the step before": _said("a loop that keeps `loss` keeps what its graph still holds"),
-    "delta and merged weight": _said("the adapter multiplied out, and the weight it is added to"),
+    "delta and merged weight": _said(
+        "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight"
+    ),
 }
 
 

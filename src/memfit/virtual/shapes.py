@@ -46,7 +46,7 @@ def _depthwise(
     return torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0, 0], x.shape[1])
 
 
-def _wider(*args: Any, **_: Any) -> Tensor:
+def _wider(*args: Any, **words: Any) -> Tensor:
     """`mm`, `bmm`, `addmm` and `baddbmm` with the dtype of the result as last argument."""
     (*_, a, b), dtype = (x for x in args if isinstance(x, Tensor)), next(x for x in args if isinstance(x, torch.dtype))
     return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)

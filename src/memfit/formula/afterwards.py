@@ -1,0 +1,49 @@
+"""What comes after the steps of a run: a checkpoint saved and loaded again, adapters merged into their base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.architecture import Architecture
+from memfit.formula.numerics import Numerics
+from memfit.formula.static import Static, static_of
+from memfit.job import Recipe
+from memfit.optimizers import Optimizer
+from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.trainers import Trainer
+
+# stacked experts that are stored as they are; all others transformers stores expert by expert (conversion_mapping.py)
+STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})
+
+
+def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
+    """Bytes that saving a whole model needs: the joint gate and up projections of all experts, copied apart."""
+    if r.method != "full" or a.model_type in STORED_STACKED:
+        return 0
+    weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
+    return sum(w.numel for w in weights) * n.weight
+
+
+def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
+    """What lies on the card after resuming: PEFT loads 16-bit adapters in fp32, bitsandbytes paged states to the card."""
+    wide = n if r.method == "full" else replace(n, adapter=4)
+    return static_of(a, r, wide, replace(o, paged=False), t.embeddings_32bit)
+
+
+def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[int, ...]:
+    """Bytes of the tensors that are there at once while one adapter goes into the largest weight, in their order.
+
+    adapter: itemsize of its factors, in which the product is made, and made again when it is scaled. A quantised weight
+    is restored, added to in the wider dtype, and its sum sent to the host and back to be quantised. Source: PEFT 0.21,
+    tuners/lora/layer.py and bnb.py.
+    """
+    numel = s.largest_adapted
+    delta = numel * adapter
+    if r.method != "qlora":
+        return (delta, delta)
+    row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
+    stored = (row.payload(numel), row.scales(numel, 0))
+    if r.quantization == "int8":  # restored in fp32, sent back in fp16
+        return (4 * numel, delta, 4 * numel, 2 * numel, *stored)
+    total = numel * max(n.weight, adapter)
+    return (numel * n.weight, delta, total, total, *stored)
