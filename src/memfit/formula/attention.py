@@ -140,15 +140,17 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
 
 
 def _eager_with_sinks(block: Block, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
-    """gpt-oss: one more score per row and head, shifted by its maximum; no fp32."""
+    """gpt-oss: one more score per row and head, shifted by its maximum; in fp32 where the sinks are."""
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
-    combined = ops.extended(rec, weights, one_more, "scores and sinks")
+    wide = max(weights.itemsize, block.style.weight)  # cat promotes
+    combined = ops.extended(rec, ops.cast(rec, weights, wide, "scores as wide as the sinks"), one_more, "scores and sinks")
     combined = ops.minus_maximum(rec, combined, {"T": a.heads})
     probabilities = ops.softmax(rec, combined, combined.itemsize)
     scores = ops.slice(rec, probabilities, {"TS": a.heads})
     weights = ops.dropout(rec, scores, a.dropout if block.style.dropout else 0.0)
+    weights = ops.cast(rec, weights, values.itemsize, "probabilities")
     del probabilities, scores
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
     out = ops.tokens_first(rec, out, "contiguous output")

@@ -32,7 +32,11 @@ def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     held = [logits] if h.holds_logits or not style.grad else []
     if h.holds_logits and logits.storage:
         rec.lingering.add(logits.storage.id)
-    return _loss_function(rec, h, logits), held
+    loss = _loss_function(rec, h, logits)
+    if h.returns_fp32 and logits.itemsize != 4:  # else the loss has made a copy as wide already, and let go of it
+        copied = rec.like(logits, "fp32 copy of the returned logits", 4)
+        del copied
+    return loss, held
 
 
 def _shifted(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:

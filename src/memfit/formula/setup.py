@@ -162,6 +162,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
+        returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
         cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
     )  # fmt: skip
     return embedding, head
