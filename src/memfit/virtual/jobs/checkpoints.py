@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from transformers import TrainerCallback, modeling_utils
+from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.virtual.files import Saves
 from memfit.virtual.observer import Observer
@@ -51,6 +51,7 @@ def without_files() -> Iterator[None]:
             (torch, {"save": saves.save, "load": load}),
             (safetensors.torch, {"save_file": saves.save, "load_file": load_file}),
             (modeling_utils, {"safe_save_file": saves.save}),
+            (trainer_utils, {"safe_load_file": load_file}),  # of checkpoints in several files
             (peft.peft_model, {"safe_save_file": saves.save}),
             (peft.utils.save_and_load, {"safe_load_file": load_file}),
         ):

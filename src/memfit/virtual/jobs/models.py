@@ -43,6 +43,11 @@ def class_of(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
 
 
+def predicts_masked(setup: Setup) -> bool:
+    """Whether the model is an encoder that is trained to fill in masked tokens."""
+    return setup.config.get("model_type") in _MASKED
+
+
 def load(setup: Setup) -> Any:
     """The model as the job first has it: on the host, or on the card when it is read or built there."""
     config, dtype = config_of(setup), DTYPES[setup.dtype]

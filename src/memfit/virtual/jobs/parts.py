@@ -22,9 +22,12 @@ def lora_config(setup: Setup) -> Any:
     """PEFT's description of the adapters."""
     from peft import LoraConfig
 
+    from memfit.virtual.jobs.models import predicts_masked
+
     targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    task = None if predicts_masked(setup) else "CAUSAL_LM"  # PEFT has no task for masked tokens
     return LoraConfig(
-        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type="CAUSAL_LM"
+        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
     )
 
 
