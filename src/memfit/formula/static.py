@@ -65,9 +65,9 @@ def static_bytes(
     for w in (weights[at] for at in arrival(architecture, method)):
         largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
-            stored.append(
-                Stored(row.tensors(w.numel, w.shape[0]), 0 if quantization in CHECKPOINTS else w.numel * n.weight)
-            )
+            arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
+            passing = 0 if quantization in CHECKPOINTS else w.numel * arriving
+            stored.append(Stored(row.tensors(w.numel, w.shape[0]), passing))
             base += row.payload(w.numel)
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel

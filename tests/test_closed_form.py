@@ -1,0 +1,110 @@
+"""The closed form against the trace, phase by phase: mechanisms that only one of them knew at first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import closed_form
+from memfit import Recipe, estimate, find_gpu
+from memfit.cautions import cautions
+from memfit.families import architecture
+from memfit.footprint import Footprint
+from memfit.hub import resolve_config
+from memfit.replay import replay
+from memfit.traced import footprint_of
+from memfit.virtual.tracing import trace_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEGMENTS = 3 * (20 << 20)  # bytes: a few of the segments small tensors come in, which is much for models this small
+FOUR = {"num_hidden_layers": 4}
+TIED = Recipe(trainer="transformers", sequence_length=256, accumulation=2, optimizer="sgd-momentum")
+INT8 = Recipe(
+    method="qlora", quantization="int8", loss="fused", sequence_length=512, micro_batch=2, checkpointing="full"
+)
+NF4 = INT8.but(quantization="nf4")
+MIXED = Recipe(trainer="transformers", sequence_length=512, precision="bf16-mixed")
+LORA = Recipe(method="lora", loss="fused", sequence_length=512, checkpointing="full")
+SMALL_GPT_OSS = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+HYBRID = {**FOUR, "layer_types": 3 * ["linear_attention"] + ["full_attention"]}
+
+CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
+    ("gemma-3-1b", TIED, "l4", {**FOUR, "layer_types": 4 * ["full_attention"]}),  # the head's gradient waits to the end
+    ("smollm2-135m", INT8, "a100-80gb", FOUR),  # 8-bit layers keep their inputs under checkpointing
+    ("smollm2-135m", INT8.but(checkpointing="none", trainer="transformers", loss="full"), "a100-80gb", FOUR),
+    ("llama-3.2-1b", NF4, "a100-80gb", FOUR),  # loaded by name after the cache was warmed; fp32 adapters after resuming
+    ("llama-3.2-1b", NF4.but(trainer="transformers", loss="full"), "a100-80gb", FOUR),
+    ("llama-3.2-1b", LORA.but(checkpointing="selective"), "a100-80gb", FOUR),  # which does not reach adapters
+    ("smollm2-135m", MIXED, "a100-80gb", FOUR),  # evaluation caches the casts of weights too
+    ("smollm2-135m", MIXED.but(optimizer="paged-adamw-8bit"), "a100-80gb", FOUR),  # paged states are resumed on the card
+    ("qwen3.5-0.8b", LORA, "a100-80gb", HYBRID),  # a convolution saves its input though its weight is frozen
+    ("deepseek-v2-lite", LORA.but(precision="fp32", lora_targets=("attention",)), "v100-32gb", {"num_hidden_layers": 2}),
+    ("deepseek-v2-lite", LORA.but(precision="fp32", lora_targets=("attention",)), "h100", {"num_hidden_layers": 2}),
+    ("qwen1.5-moe-a2.7b", Recipe(sequence_length=128, loss="fused"), "h100", {"num_hidden_layers": 1}),  # experts apart
+    ("gpt-oss-20b", LORA.but(precision="bf16-mixed", attention="eager"), "h100", SMALL_GPT_OSS),  # scores as wide as sinks
+    ("bert-base-cased", Recipe(trainer="transformers", sequence_length=512), "a100-80gb", {"num_hidden_layers": 2}),
+)  # fmt: skip
+
+
+def both(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> tuple[Footprint, Footprint]:
+    gpu, config = find_gpu(card), {**resolve_config(model), **changes}
+    tape, _ = trace_recipe(recipe, config, gpu)
+    traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
+    return estimate(architecture(config, model), recipe, gpu), traced
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "card", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else getattr(v, "method", "")
+)
+def test_every_phase_needs_what_the_trace_says(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> None:
+    formula, traced = both(model, recipe, card, changes)
+    needs = {p.phase: p.levels for p in traced.phases}
+    compared = {p.phase: p.levels for p in formula.phases if p.phase in needs}
+    assert compared.keys() == needs.keys()
+    for phase, levels in compared.items():
+        off = levels.requested / needs[phase].requested - 1
+        assert -0.01 <= off <= 0.03, f"{phase}: requested {off:+.2%}"
+        if phase in ("first_step", "step", "resume", "merge"):
+            off = levels.reserved - needs[phase].reserved
+            assert abs(off) <= 0.06 * needs[phase].reserved + SEGMENTS, f"{phase}: reserved {off:+,}"
+
+
+@pytest.mark.parametrize("attention", ["all-linear", "attention"])
+def test_eight_bits_keep_more_than_four_whatever_is_checkpointed(attention: str) -> None:
+    model, gpu = architecture(resolve_config("llama-3.2-1b"), "llama-3.2-1b"), find_gpu("a100-80gb")
+    eight, four = (estimate(model, r.but(lora_targets=(attention,)), gpu) for r in (INT8, NF4))
+    tokens, layers = INT8.tokens, len(model.layers)
+    assert eight.peak.by_role["activations"] - four.peak.by_role["activations"] > 2 * tokens * layers * model.width
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word"),
+    [
+        (LORA.but(checkpointing="selective"), "selective checkpointing is plain"),
+        (INT8, "8-bit layers keep their inputs"),
+    ],
+)
+def test_what_checkpointing_cannot_do_is_said(recipe: Recipe, word: str) -> None:
+    model, gpu = architecture(resolve_config("llama-3.2-1b"), "llama-3.2-1b"), find_gpu("a100-80gb")
+    assert any(word in said for said in cautions(model, recipe, gpu))
+    assert not any(word in said for said in cautions(model, recipe.but(checkpointing="none"), gpu))
+
+
+def test_a_checkpoint_in_several_files_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.PreTrainedModel.save_pretrained
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "save_pretrained",
+        lambda self, *args, **words: saved(self, *args, **{**words, "max_shard_size": "20MB"}),
+    )
+    formula, traced = both("smollm2-135m", closed_form.FULL.but(sequence_length=64), "l4", {"num_hidden_layers": 2})
+    found = [next(p for p in f.phases if p.phase == "resume").levels.requested for f in (formula, traced)]
+    assert found[0] == pytest.approx(found[1], rel=0.01)
