@@ -23,7 +23,7 @@ from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEGMENTS = 3 * (20 << 20)  # bytes: a few of the segments small tensors come in, which is much for models this small
+SEGMENTS = 6 * (20 << 20)  # bytes: a few of the segments tensors come in, which is much for models this small
 FOUR = {"num_hidden_layers": 4}
 TIED = Recipe(trainer="transformers", sequence_length=256, accumulation=2, optimizer="sgd-momentum")
 INT8 = Recipe(

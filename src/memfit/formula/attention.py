@@ -145,7 +145,9 @@ def _eager_with_sinks(block: Block, q: Tensor, keys: Tensor, values: Tensor, a: 
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
     wide = max(weights.itemsize, block.style.weight)  # cat promotes
-    combined = ops.extended(rec, ops.cast(rec, weights, wide, "scores as wide as the sinks"), one_more, "scores and sinks")
+    combined = ops.extended(
+        rec, ops.cast(rec, weights, wide, "scores as wide as the sinks"), one_more, "scores and sinks"
+    )
     combined = ops.minus_maximum(rec, combined, {"T": a.heads})
     probabilities = ops.softmax(rec, combined, combined.itemsize)
     scores = ops.slice(rec, probabilities, {"TS": a.heads})
