@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, restore
+from memfit.allocator import Allocator, Block, GrowingAllocator, OutOfMemory, PlainAllocator, restore
+from memfit.allocator.quick import QuickAllocator
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
 
 DEFAULTS = AllocSettings()
+EXPANDABLE = AllocSettings(expandable_segments=True)
 ONE_STREAM: Mapping[int, int] = {}
 NOBODY = -1  # the allocation in `streams` of a tape on whose stream 0 others only use what is there
 EMPTY_CACHE = -(1 << 62)  # among the integers that `run` takes: empty_cache(), which frees no allocation
@@ -280,16 +282,15 @@ def run(
     EMPTY_CACHE stands for empty_cache(), `use` for record_stream.
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
-    if settings == DEFAULTS and torch == LATEST_TORCH and not streams:
-        return _run_plain(ops, capacity)
+    if settings in (DEFAULTS, EXPANDABLE) and torch == LATEST_TORCH and not streams:
+        return _run_quick(ops, GrowingAllocator(capacity) if settings.expandable_segments else PlainAllocator(capacity))
     allocator = Allocator(capacity, settings, torch)
     play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:
-    """`run` on the allocator that has no settings and one stream, and counts no requests."""
-    allocator = PlainAllocator(capacity)
+def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
+    """`run` on an allocator that counts no requests and would not notice a second free."""
     malloc, free = allocator.malloc, allocator.free
     blocks: list[int | None] = []
     sizes: list[int] = []
@@ -313,8 +314,11 @@ def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:
     return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:
-    """What `run` does; `blocks` are those of the first allocations, which are there already. Raises OutOfMemory."""
+def play(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
+    """What `run` does on any allocator (a quick one has no streams); adds to `blocks`, those of the first allocations.
+
+    Raises OutOfMemory.
+    """
     malloc, free = allocator.malloc, allocator.free
     born = blocks.append
     if not streams:
