@@ -67,7 +67,7 @@ def test_each_mark_begins_a_span_with_its_own_peaks() -> None:
 
 def test_the_worst_span_and_the_phases() -> None:
     timeline = replay(TAPE)
-    assert timeline.worst is timeline.spans[2]
+    assert timeline.worst_of("first_step") is timeline.spans[2]
     assert timeline.by_phase() == {
         "load": timeline.spans[0].peak,
         "first_step": timeline.spans[2].peak,
@@ -90,7 +90,7 @@ def test_context_counts_only_towards_the_device() -> None:
 
 def test_an_empty_tape_has_no_spans() -> None:
     timeline = replay([])
-    assert (timeline.spans, timeline.peak, timeline.worst) == ((), levels(0, 0, 0), None)
+    assert (timeline.spans, timeline.peak) == ((), levels(0, 0, 0))
     assert smallest_capacity([]) == 0
 
 

@@ -8,14 +8,12 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import Allocator, Block, GrowingAllocator, OutOfMemory, PlainAllocator, restore
-from memfit.allocator.quick import QuickAllocator
+from memfit.allocator import QUICK, Allocator, Block, OutOfMemory, QuickAllocator, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
 
 DEFAULTS = AllocSettings()
-EXPANDABLE = AllocSettings(expandable_segments=True)
 ONE_STREAM: Mapping[int, int] = {}
 NOBODY = -1  # the allocation in `streams` of a tape on whose stream 0 others only use what is there
 EMPTY_CACHE = -(1 << 62)  # among the integers that `run` takes: empty_cache(), which frees no allocation
@@ -66,17 +64,12 @@ class Timeline:
         return replace(self, spans=spans, peak=reduce(_higher, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
     @property
-    def worst(self) -> Span | None:
-        """The span that reserves most, of equals the one that allocates most; None for an empty tape."""
-        return max(self.spans, key=lambda span: (span.peak.reserved, span.peak.allocated), default=None)
-
-    @property
     def oom_span(self) -> Span | None:
         """Where memory ran out."""
         return self.spans[-1] if self.oom is not None and self.spans else None
 
     def worst_of(self, phase: Phase) -> Span:
-        """The same within one phase that there is."""
+        """The span of a phase (which there must be) that reserves most, of equals the one that allocates most."""
         spans = (span for span in self.spans if span.phase == phase)
         return max(spans, key=lambda span: (span.peak.reserved, span.peak.allocated))
 
@@ -282,8 +275,8 @@ def run(
     EMPTY_CACHE stands for empty_cache(), `use` for record_stream.
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
-    if settings in (DEFAULTS, EXPANDABLE) and torch == LATEST_TORCH and not streams:
-        return _run_quick(ops, GrowingAllocator(capacity) if settings.expandable_segments else PlainAllocator(capacity))
+    if settings in QUICK and torch == LATEST_TORCH and not streams:
+        return _run_quick(ops, QUICK[settings](capacity))
     allocator = Allocator(capacity, settings, torch)
     play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)

@@ -7,12 +7,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import UNLIMITED, Allocator, OutOfMemory
+from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
 from memfit.allocator.beginning import Beginning, Undecided
 from memfit.errors import BadInput
-from memfit.replay import DEFAULTS, EMPTY_CACHE, EXPANDABLE, ONE_STREAM, begun, play, to_ops
+from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
 from memfit.tape import Event, Segment
 from memfit.units import MIB
+
+
+class NoCapacity(BadInput):
+    """The tape runs on no card, however large."""
 
 
 class Attempt(NamedTuple):
@@ -47,12 +51,12 @@ def smallest_capacity_of(
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
+    """`smallest_capacity` of what `run` takes. Raises NoCapacity if none suffices.
 
     A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
     """
-    if settings in (DEFAULTS, EXPANDABLE) and torch == LATEST_TORCH and not streams and not start:
+    if settings in QUICK and torch == LATEST_TORCH and not streams and not start:
         attempt: Try = SharedBeginning(ops, expandable_segments=settings.expandable_segments)
     else:
         attempt = from_the_start(ops, streams, settings, torch, start)
@@ -77,7 +81,9 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
     """The search itself, over multiples of `granularity` bytes; only_compared: see there."""
     unlimited = attempt(None, 0)
     if not unlimited.fits:
-        raise BadInput("no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape")
+        raise NoCapacity(
+            "no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape"
+        )
     low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
     high = -(-unlimited.reserved // granularity) * granularity
     while not only_compared and not attempt(high, low).fits:
