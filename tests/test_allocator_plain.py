@@ -75,7 +75,7 @@ def test_every_operation_leaves_the_same_levels(
         elif action == "empty":
             full.empty_cache()
             quick.empty_cache()
-        elif action == "reset" and isinstance(quick, PlainAllocator):
+        elif action == "reset":
             full.reset_peak_stats()
             quick.reset_peak_stats()
         assert levels(full) == levels(quick)
@@ -105,6 +105,7 @@ def test_a_whole_run_leaves_the_same_levels() -> None:
     assert full.reserved_peak > full.allocated_peak > 0
 
 
-def test_only_the_default_settings_take_the_plain_one() -> None:
+def test_other_settings_take_the_full_one() -> None:
     assert isinstance(allocator_for(AllocSettings()), PlainAllocator)
-    assert isinstance(allocator_for(parse_alloc_conf("expandable_segments:True")), Allocator)
+    assert isinstance(allocator_for(parse_alloc_conf("expandable_segments:True")), GrowingAllocator)
+    assert isinstance(allocator_for(parse_alloc_conf("max_split_size_mb:32")), Allocator)

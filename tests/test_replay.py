@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,13 +22,13 @@ from memfit.smallest import (
     SharedBeginning,
     bisect,
     from_the_start,
-    growing,
     smallest_capacity,
     smallest_capacity_of,
 )
 from memfit.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
+DATA = Path(__file__).parent / "data"
 TAPE: tuple[Event, ...] = (
     Mark("load", "weights"),
     Alloc(1, 40 * MIB, "parameters"),
@@ -64,7 +67,7 @@ def test_each_mark_begins_a_span_with_its_own_peaks() -> None:
 
 def test_the_worst_span_and_the_phases() -> None:
     timeline = replay(TAPE)
-    assert timeline.worst is timeline.spans[2]
+    assert timeline.worst_of("first_step") is timeline.spans[2]
     assert timeline.by_phase() == {
         "load": timeline.spans[0].peak,
         "first_step": timeline.spans[2].peak,
@@ -87,7 +90,7 @@ def test_context_counts_only_towards_the_device() -> None:
 
 def test_an_empty_tape_has_no_spans() -> None:
     timeline = replay([])
-    assert (timeline.spans, timeline.peak, timeline.worst) == ((), levels(0, 0, 0), None)
+    assert (timeline.spans, timeline.peak) == ((), levels(0, 0, 0))
     assert smallest_capacity([]) == 0
 
 
@@ -147,12 +150,14 @@ def test_run_heeds_streams() -> None:
     assert run(ops, streams={1: 3}).reserved == 40 * MIB
 
 
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("capacity", [None, 90 * MIB], ids=["plain", "limited"])
-def test_run_refuses_a_second_free(capacity: int | None) -> None:
-    assert run([20 * MIB, ~0, EMPTY_CACHE, 10 * MIB], capacity=capacity).reserved == 20 * MIB
+def test_run_refuses_a_second_free(capacity: int | None, conf: str) -> None:
+    settings = parse_alloc_conf(conf)
+    assert run([20 * MIB, ~0, EMPTY_CACHE, 10 * MIB], capacity=capacity, settings=settings).reserved == 20 * MIB
     for ops, error in (([20 * MIB, ~0, ~0], ValueError), ([20 * MIB, ~1], IndexError)):
         with pytest.raises(error):
-            run(ops, capacity=capacity)
+            run(ops, capacity=capacity, settings=settings)
 
 
 def test_run_raises_out_of_memory() -> None:
@@ -228,25 +233,60 @@ def test_the_smallest_capacity_is_between_the_requests_and_what_is_reserved_with
     assert peaks.requested <= smallest_capacity_of(ops, streams) <= peaks.reserved
 
 
+def compared(ops: list[int], granularity: int = 2 * MIB, *, expandable: bool) -> int:
+    """The smallest capacity, by attempts that share their beginning; each ends as one that begins at the start."""
+    settings = AllocSettings(expandable_segments=expandable)
+    shared = SharedBeginning(ops, expandable_segments=expandable)
+    full = from_the_start(ops, {}, settings, LATEST_TORCH, ())
+
+    def both(capacity: int | None, low: int) -> Attempt:
+        one, other = shared(capacity, low), full(capacity, low)
+        assert (one.fits, one.reserved) == (other.fits, other.reserved)
+        assert capacity is not None or one.requested == other.requested
+        assert expandable or one.refused == other.refused
+        return other
+
+    return bisect(both, granularity, only_compared=not expandable)
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 @given(events=tapes(), granularity=st.sampled_from([2 * MIB, 7 * MIB]))
-def test_quick_attempts_end_as_those_of_the_full_allocator(
+def test_attempts_on_random_tapes_share_their_beginning(
     expandable: bool, events: list[Event], granularity: int
 ) -> None:
     ops, _ = to_ops([replace(event, stream=0) if isinstance(event, Alloc) else event for event in events])
     born = sum(op >= 0 for op in ops)
     ops = [*ops, EMPTY_CACHE, *(op - born if op < 0 else op for op in ops)]  # what it did, a second time
     settings = AllocSettings(expandable_segments=expandable)
-    quick = growing(ops) if expandable else SharedBeginning(ops)
-    full = from_the_start(ops, {}, settings, LATEST_TORCH, ())
+    found = smallest_capacity_of(ops, settings=settings, granularity=granularity)
+    assert compared(ops, granularity, expandable=expandable) == found
 
-    def both(capacity: int | None, low: int) -> Attempt:
-        one, other = quick(capacity, low), full(capacity, low)
-        assert (one.fits, one.reserved, one.refused) == (other.fits, other.reserved, other.refused)
-        return other
 
-    found = bisect(both, granularity, only_compared=not expandable)
-    assert found == smallest_capacity_of(ops, settings=settings, granularity=granularity)
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("path", sorted((DATA / "tapes").glob("*.tape.json.gz")), ids=lambda path: path.name[:-13])
+def test_attempts_on_recorded_tapes_share_their_beginning(path: Path, expandable: bool) -> None:
+    tape = json.loads(gzip.decompress(path.read_bytes()))
+    ops, born, live = list[int](), 0, dict[int, int]()
+    for op, size, address in zip(tape["op"], tape["size"], tape["addr"], strict=True):
+        if op == "A":
+            ops.append(size)
+            live[address], born = born, born + 1
+        elif op == "f":
+            ops.append(~live.pop(address))
+    settings = AllocSettings(expandable_segments=expandable)
+    assert compared(ops, expandable=expandable) == smallest_capacity_of(ops, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [60, 20, 2, ~2, ~0, 2, 30, 39],  # how far the last block can grow decides which one is taken
+        [180, 2, ~0, EMPTY_CACHE, 190],  # a hole at the beginning: the end comes before the card is full
+    ],
+)
+def test_attempts_part_where_the_length_of_an_expandable_segment_matters(ops: list[int]) -> None:
+    ops = [op * MIB if op > 0 else op for op in ops]
+    assert compared(ops, expandable=True) == smallest_capacity_of(ops, settings=AllocSettings(expandable_segments=True))
 
 
 @given(st.lists(st.tuples(st.sampled_from("afru"), st.integers(0, 40 << 20), st.integers(0, 2)), max_size=60))

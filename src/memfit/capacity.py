@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.errors import BadInput
 from memfit.gpu import Gpu
 from memfit.plan import Judgement, Verdict
-from memfit.replay import Timeline, replay
+from memfit.replay import Timeline, replay, to_ops
 from memfit.retrace import retrace
-from memfit.smallest import only_compared, smallest_capacity
+from memfit.smallest import NoCapacity, only_compared, smallest_capacity_of
 from memfit.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 from memfit.verdicts import BAND_SHARE
@@ -64,28 +63,27 @@ def capacity(
 
     Raises BadInput for a tape that is damaged.
     """
+    ops, streams = to_ops(tape.events, tape.start)
+
+    def smallest_of(settings: AllocSettings) -> int:
+        """0 where no card is large enough, because a memory fraction of nothing is nothing."""
+        try:
+            return smallest_capacity_of(ops, streams, settings, torch=torch, start=tape.start)
+        except NoCapacity:
+            return 0
+
     progress("replaying", 0.1)
     free = free or replay(tape.events, settings=settings, torch=torch, start=tape.start)
     timeline, judgement = free, None
     if gpu is not None:
         timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
-    smallest = _smallest(tape, settings, torch)
+    smallest = smallest_of(settings)
     progress("the same with the other kind of segments", 0.6)
-    other = _smallest(tape, replace(settings, expandable_segments=not settings.expandable_segments), torch)
+    other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
         free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch)
     )
-
-
-def _smallest(tape: Tape, settings: AllocSettings, torch: Torch) -> int:
-    """0 where no card is large enough, because a memory fraction of nothing is nothing."""
-    try:
-        return smallest_capacity(tape.events, settings, torch=torch, start=tape.start)
-    except BadInput as error:
-        if "no card is large enough" in error.message:
-            return 0
-        raise
 
 
 def _on_card(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, restore
+from memfit.allocator import QUICK, Allocator, Block, OutOfMemory, QuickAllocator, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
@@ -64,17 +64,12 @@ class Timeline:
         return replace(self, spans=spans, peak=reduce(_higher, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
     @property
-    def worst(self) -> Span | None:
-        """The span that reserves most, of equals the one that allocates most; None for an empty tape."""
-        return max(self.spans, key=lambda span: (span.peak.reserved, span.peak.allocated), default=None)
-
-    @property
     def oom_span(self) -> Span | None:
         """Where memory ran out."""
         return self.spans[-1] if self.oom is not None and self.spans else None
 
     def worst_of(self, phase: Phase) -> Span:
-        """The same within one phase that there is."""
+        """The span of a phase (which there must be) that reserves most, of equals the one that allocates most."""
         spans = (span for span in self.spans if span.phase == phase)
         return max(spans, key=lambda span: (span.peak.reserved, span.peak.allocated))
 
@@ -280,16 +275,15 @@ def run(
     EMPTY_CACHE stands for empty_cache(), `use` for record_stream.
     Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
     """
-    if settings == DEFAULTS and torch == LATEST_TORCH and not streams:
-        return _run_plain(ops, capacity)
+    if settings in QUICK and torch == LATEST_TORCH and not streams:
+        return _run_quick(ops, QUICK[settings](capacity))
     allocator = Allocator(capacity, settings, torch)
     play(allocator, ops, streams, [])
     return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:
-    """`run` on the allocator that has no settings and one stream, and counts no requests."""
-    allocator = PlainAllocator(capacity)
+def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
+    """`run` on an allocator that counts no requests and would not notice a second free."""
     malloc, free = allocator.malloc, allocator.free
     blocks: list[int | None] = []
     sizes: list[int] = []
@@ -313,8 +307,11 @@ def _run_plain(ops: Sequence[int], capacity: int | None) -> Peaks:
     return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
-def play(allocator: Allocator, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Block | None]) -> None:
-    """What `run` does; `blocks` are those of the first allocations, which are there already. Raises OutOfMemory."""
+def play(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
+    """What `run` does on any allocator (a quick one has no streams); adds to `blocks`, those of the first allocations.
+
+    Raises OutOfMemory.
+    """
     malloc, free = allocator.malloc, allocator.free
     born = blocks.append
     if not streams:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import UNLIMITED, Allocator, GrowingAllocator, OutOfMemory, PlainAllocator
+from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
+from memfit.allocator.beginning import Beginning, Undecided
 from memfit.errors import BadInput
-from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, run, to_ops
+from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
 from memfit.tape import Event, Segment
 from memfit.units import MIB
 
-EXPANDABLE = AllocSettings(expandable_segments=True)
+
+class NoCapacity(BadInput):
+    """The tape runs on no card, however large."""
 
 
 class Attempt(NamedTuple):
@@ -47,19 +51,16 @@ def smallest_capacity_of(
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """`smallest_capacity` of what `run` takes. Raises BadInput if no capacity suffices.
+    """`smallest_capacity` of what `run` takes. Raises NoCapacity if none suffices.
 
     A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
     """
-    if torch == LATEST_TORCH and not streams and not start:
-        if settings == DEFAULTS:
-            return bisect(SharedBeginning(ops), granularity, only_compared=True)
-        if settings == EXPANDABLE:
-            return bisect(growing(ops), granularity, only_compared=False)
-    return bisect(
-        from_the_start(ops, streams, settings, torch, start), granularity, only_compared=only_compared(settings)
-    )
+    if settings in QUICK and torch == LATEST_TORCH and not streams and not start:
+        attempt: Try = SharedBeginning(ops, expandable_segments=settings.expandable_segments)
+    else:
+        attempt = from_the_start(ops, streams, settings, torch, start)
+    return bisect(attempt, granularity, only_compared=only_compared(settings))
 
 
 def only_compared(settings: AllocSettings) -> bool:
@@ -80,7 +81,9 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
     """The search itself, over multiples of `granularity` bytes; only_compared: see there."""
     unlimited = attempt(None, 0)
     if not unlimited.fits:
-        raise BadInput("no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape")
+        raise NoCapacity(
+            "no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape"
+        )
     low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
     high = -(-unlimited.reserved // granularity) * granularity
     while not only_compared and not attempt(high, low).fits:
@@ -112,77 +115,44 @@ def from_the_start(
     return attempt
 
 
-def growing(ops: Sequence[int]) -> Try:
-    """Every attempt from the start, on the quick allocator of expandable segments."""
-    requested = run(ops).requested
-
-    def attempt(capacity: int | None, _: int) -> Attempt:
-        allocator, fits = GrowingAllocator(capacity), True
-        try:
-            _play(allocator, ops, [])
-        except OutOfMemory:
-            fits = False
-        return Attempt(fits, requested, allocator.reserved_peak, UNLIMITED)
-
-    return attempt
-
-
-def _play(allocator: PlainAllocator | GrowingAllocator, ops: Sequence[int], blocks: list[int]) -> None:
-    """`blocks` are those of the allocations before `ops`."""
-    malloc, free, born = allocator.malloc, allocator.free, blocks.append
-    for op in ops:
-        if op >= 0:
-            born(malloc(op))
-        elif op != EMPTY_CACHE:
-            free(blocks[~op])
-        else:
-            allocator.empty_cache()
-
-
-class _Refused(Exception):
-    """The first segment that a card cannot give."""
-
-
-class _Short(PlainAllocator):
-    """Stops there, as it was before."""
-
-    def _has(self, size: int) -> bool:
-        if self.reserved + size > self.capacity:
-            raise _Refused
-        return True
-
-
 class SharedBeginning:
-    """Attempts on the plain allocator, which share their beginning.
+    """Attempts on the quick allocators, which share their beginning.
 
-    On every card above one that is known to fail a run does the same until it asks for the first segment that this one
-    has no room for: it is played once up to there, and each attempt goes on from a copy.
+    On every card above one that is known to fail a run does the same until it asks for the first memory that this one
+    has not got: it is played once up to there, and each attempt goes on from a copy.
     """
 
-    def __init__(self, ops: Sequence[int]) -> None:
+    def __init__(self, ops: Sequence[int], *, expandable_segments: bool) -> None:
         self._ops = ops
         self._births = [position for position, op in enumerate(ops) if op >= 0]
-        self._shared = _Short()
+        self._shared = Beginning(expandable_segments=expandable_segments)
         self._blocks: list[int] = []
         self._at = 0  # operations that have been played on `_shared`
 
     def __call__(self, capacity: int | None, low: int) -> Attempt:
         """Try a capacity above `low`, which never falls from one call to the next."""
+        requested = 0
         if capacity is None:
-            peaks = run(self._ops)
-            return Attempt(True, peaks.requested, peaks.reserved, UNLIMITED)
+            requested = requested_peak(self._ops)
+            capacity, low = UNLIMITED, requested - 1
         self._advance(low)
         allocator, fits = self._shared.copy(capacity), True
         try:
-            _play(allocator, self._ops[self._at :], self._blocks.copy())
+            play(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
         except OutOfMemory:
             fits = False
-        return Attempt(fits, 0, allocator.reserved_peak, allocator.least_refused)
+        return Attempt(fits, requested, allocator.reserved_peak, allocator.least_refused)
 
     def _advance(self, low: int) -> None:
-        self._shared.capacity = low
+        self._shared.above(low)
         try:
-            _play(self._shared, self._ops[self._at :], self._blocks)
+            play(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
             self._at = len(self._ops)
-        except _Refused:
+        except Undecided:
             self._at = self._births[len(self._blocks)]
+
+
+def requested_peak(ops: Sequence[int]) -> int:
+    """The highest sum of the sizes of what is allocated."""
+    sizes = [op for op in ops if op >= 0]
+    return max(accumulate(op if op >= 0 else -sizes[~op] for op in ops if op != EMPTY_CACHE), default=0)

@@ -32,27 +32,38 @@ by the next malloc. Statistics are those over both pools; what changed between t
 of the settings is not known to matter and not looked at.
 """
 
+from collections.abc import Mapping
+
 from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import Block
 from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
 from memfit.allocator.plain import PlainAllocator
+from memfit.allocator.quick import QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
 from memfit.allocator.start import restore
 
 __all__ = [
+    "QUICK",
     "UNLIMITED",
     "Allocator",
     "Block",
     "GrowingAllocator",
     "OutOfMemory",
     "PlainAllocator",
+    "QuickAllocator",
     "Stats",
     "allocator_for",
     "restore",
 ]
 
 
-def allocator_for(settings: AllocSettings) -> Allocator | PlainAllocator:
+QUICK: Mapping[AllocSettings, type[PlainAllocator | GrowingAllocator]] = {
+    AllocSettings(): PlainAllocator,
+    AllocSettings(expandable_segments=True): GrowingAllocator,
+}
+
+
+def allocator_for(settings: AllocSettings) -> Allocator | QuickAllocator:
     """The quickest allocator on a card without a limit, for one stream, that follows these settings."""
-    return PlainAllocator() if settings == AllocSettings() else Allocator(None, settings)
+    return QUICK[settings]() if settings in QUICK else Allocator(None, settings)

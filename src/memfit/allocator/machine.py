@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
 from memfit.allocator.blocks import (
     ALLOCATED,
     FREE,
@@ -31,20 +30,6 @@ class Allocator(Reserve):
     `capacity` is what the driver can hand out in bytes (None: as much as is asked for), `total_memory` what a memory
     fraction refers to (default: the capacity), `torch` the version whose rules hold.
     """
-
-    def __init__(
-        self,
-        capacity: int | None = None,
-        settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
-        torch: Torch = LATEST_TORCH,
-        *,
-        total_memory: int | None = None,
-    ) -> None:
-        super().__init__(capacity, settings, torch, total_memory=total_memory)
-        self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
-        self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
-        self._stream_uses: dict[Block, list[int]] = {}  # blocks that record_stream was called for
-        self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
         """A block for `size` bytes used on `stream`; None for 0 bytes, as torch. Raises OutOfMemory."""
@@ -78,8 +63,11 @@ class Allocator(Reserve):
 
     def free_blocks(self, stream: int = 0, *, small: bool) -> list[Block]:
         """The free blocks of a pool, smallest first."""
-        pools = self._pools.get(stream) or self._new_pools(stream)
-        return pools[0 if small else 1].in_order()
+        return self.pools_of(stream)[not small].in_order()
+
+    def pools_of(self, stream: int) -> tuple[Pool, Pool]:
+        """The small pool and the large one of a stream."""
+        return self._pools.get(stream) or self._new_pools(stream)
 
     def free_pools(self) -> Iterator[Pool]:
         """The free blocks of every stream, small and large."""
@@ -89,7 +77,7 @@ class Allocator(Reserve):
     def is_cached(self, size: int, stream: int = 0) -> bool:
         """Would malloc serve this without asking the driver? Changes nothing."""
         rounded = round_size(size, self.settings.roundup_power2_divisions)
-        pool = (self._pools.get(stream) or self._new_pools(stream))[rounded > K_SMALL_SIZE]
+        pool = self.pools_of(stream)[rounded > K_SMALL_SIZE]
         age = self._age
         found = self._find(pool, rounded) < len(pool.keys)
         self._age = age

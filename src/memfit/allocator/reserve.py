@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator.blocks import (
-    Block,
-    Pool,
-)
+from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
+from memfit.allocator.blocks import Block, Pool
 from memfit.errors import EXIT_MISFIT, MemfitError, Unsupported
 from memfit.tape import SegmentAlloc, SegmentFree
 from memfit.units import human
@@ -124,6 +121,10 @@ class Reserve:
         self._by_order = torch == (2, 12)  # BlockComparatorRegistrationCounter; older and newer order by address
         self._collects = self.allowed is not None and settings.garbage_collection_threshold > 0.0
         self._age = 0  # get_free_blocks_call_count of the large pool
+        self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
+        self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
+        self._stream_uses: dict[Block, list[int]] = {}  # blocks that record_stream was called for
+        self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def _allowed_memory_maximum(self) -> int | None:
         """setMemoryFraction: up to 2.9 any fraction arms the limit, from 2.10 on only one below 1."""

@@ -17,8 +17,7 @@ def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Bloc
     """
     held: dict[int, Block] = {}
     for segment in segments:
-        kind = 0 if segment.small else 1
-        pool = (allocator._pools.get(segment.stream) or allocator._new_pools(segment.stream))[kind]
+        pool = allocator.pools_of(segment.stream)[not segment.small]
         sizes = sum(piece.size for piece in segment.pieces)
         whole = sizes
         if segment.expandable:  # its addresses go on behind what is mapped

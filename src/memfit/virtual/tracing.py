@@ -43,9 +43,11 @@ def trace_recipe(
         from memfit.virtual import flash_attn, virtual_gpu
         from memfit.virtual.host import no_random_weights
         from memfit.virtual.jobs import import_libraries, run
+        from memfit.virtual.lean import lean_imports
         from memfit.virtual.observer import Observer
 
         with (
+            lean_imports() if lean else contextlib.nullcontext(),
             as_in_a_run(setup, lean),
             virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
             flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
