@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import IO
 
+from memfit import launch
 from memfit.job import Recipe
 from memfit.run.environment import environment
 from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run
@@ -46,7 +47,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
 def command(run: Run, recipe: Recipe) -> list[str]:
     """The line that starts an attempt."""
     worker = ["-m", "memfit.run.worker", str(run.path)]
-    if recipe.num_gpus == 1:
+    if launch.backend(recipe) == "plain":
         return [sys.executable, *worker]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.num_gpus)]
     return [sys.executable, *torchrun, *worker]
