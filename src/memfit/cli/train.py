@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,7 @@ RUN: tuple[Flag, ...] = (
 RANGES: dict[str, tuple[float, float]] = {
     "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
 }  # fmt: skip
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
 OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
@@ -179,7 +181,9 @@ def _check_data(data: str) -> None:
     from memfit.data.files import READERS
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
-        return  # a dataset on the Hub
+        if not ON_HUB.fullmatch(data):
+            raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
+        return
     for broken in read_dataset(data).examples:
         if broken.reason.startswith(UNREADABLE):
             raise BadInput(
@@ -287,12 +291,32 @@ def _check(plan: Plan, flags: dict[str, Any], settings: Settings) -> None:
     """Refuse what could not run, before anything is written."""
     for data in filter(None, (plan.job.dataset, settings.eval_data)):
         _check_data(data)
-    if settings.cpu and (plan.recipe.shard != "none" or plan.recipe.offload != "none"):
-        raise BadInput("on a CPU accelerate neither shards nor offloads", hint="--shard none --offload none")
+    _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",
             hint="--force tries it; memfit plan says what would",
+        )
+
+
+def _check_packages(plan: Plan) -> None:
+    """Raises BadInput where train.py could not import what its recipe needs."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from memfit import launch
+    from memfit.export.requirements import packages
+    from memfit.run.folder import target_of
+
+    missing = []
+    for name in packages(plan.recipe, target_of(plan), launch.backend(plan.recipe)):
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise BadInput(
+            f"this recipe needs packages that are not installed: {', '.join(missing)}",
+            hint=f"pip install {' '.join(missing)}",
         )
 
 

@@ -68,7 +68,9 @@ class Keeper(TrainerCallback):
             raise AllTrained
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             scheduler_of(self.resumed.path, self.trainer)
-        if self.rehearsed and not self.trainer.is_deepspeed_enabled:  # its backward takes the step: no rehearsal undoes that
+        if (
+            self.rehearsed and not self.trainer.is_deepspeed_enabled
+        ):  # its backward takes the step: no rehearsal undoes that
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
