@@ -15,6 +15,7 @@ from unittest import mock
 from safetensors.torch import load_file
 
 import memfit.run.attempt
+from memfit import recipe_file
 from memfit.cards import custom_gpu
 from memfit.formula.estimate import estimate
 from memfit.hub import resolve_model
@@ -61,6 +62,12 @@ def make_run(place: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, **se
     folder.prepare(place, force=False)
     told = Settings(**{"cpu": True, "max_steps": STEPS, "save_steps": 2, "learning_rate": 5e-3} | settings)
     return folder.create(place, plan_for(*made, recipe), told)
+
+
+def recipe_of(path: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE) -> Path:
+    """The recipe.toml of a run, as a plan leaves it."""
+    path.write_text(recipe_file.dumps(recipe_file.RecipeFile(model=str(made[0]), recipe=recipe, data=str(made[1]))))
+    return path
 
 
 def silent(event: Event) -> None:

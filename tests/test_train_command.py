@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
+import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
 from runs import lines  # noqa: E402
@@ -50,6 +53,8 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--resume", "--max-steps", "3"), "cannot change"),
         (("qwen2.5-0.5b", "--data", "x.jsonl"), "no GPU in this machine"),
         (("--resume",), "there is no run"),
+        (("--cpu", "--eval-data", "nothere"), "there is no file nothere"),
+        (("run.toml", "--cpu", "--eval-data", "gone.jsonl"), "gone.jsonl"),
         (("qwen2.5-0.5b", "--resume"), "--resume continues"),
         (("qwen2.5-0.5b", "--cpu"), "no data"),
         (("missing.toml", "--cpu"), "there is no file"),
@@ -63,6 +68,29 @@ def test_bad_input_is_refused_with_a_hint(
     code, out, err = ran("train", *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [({"shard": "gradients", "num_gpus": 2}, "deepspeed"), ({"optimizer": "adamw-8bit"}, "bitsandbytes")],
+)
+def test_what_the_recipe_needs_is_looked_for_first(
+    ran: Ran,
+    made: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    missing: str,
+) -> None:
+    def distribution(name: str) -> None:
+        if name == missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    written = runs.recipe_of(tmp_path / "recipe.toml", made, runs.RECIPE.but(**change))
+    code, out, err = ran("train", written, "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run")
+    assert (code, out) == (2, "") and f"not installed: {missing}" in err and f"pip install {missing}" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(ran: Ran, tmp_path: Path) -> None:

@@ -138,10 +138,15 @@ def test_memory_errors_are_known_wherever_they_are_wrapped() -> None:
         assert exhausted(error)
 
 
-@pytest.mark.parametrize("seed", [1, 6])
-def test_recovery_from_random_limits(seed: int, tmp_path: Path) -> None:
-    """A handful of `python benchmarks/recovery.py`, one of each kind of fault."""
+@pytest.fixture(scope="module")
+def bench(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     import recovery
 
-    result = recovery.Bench(tmp_path).one(seed)
-    assert result.exact and result.status in ("done", "oom")
+    return recovery.Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(32, "shrunk"), (69, "spike"), (91, "save")])
+def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
+    """A handful of `python benchmarks/recovery.py`, of one recipe, so that they share the run nobody disturbs."""
+    result = bench.one(seed)
+    assert result.fault.kind == kind and result.falls and result.exact and result.status in ("done", "oom")

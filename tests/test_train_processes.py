@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.job import Recipe  # noqa: E402
+from memfit.run.children import command  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
 from memfit.run.keeper import Keeper  # noqa: E402
 from memfit.run.nouns import Outcome  # noqa: E402
@@ -111,20 +112,17 @@ def test_deepspeed_stops_resumes_and_saves_whole(
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     recipe = SHARDED.but(shard=shard, precision="bf16-master" if shard == "parameters" else "fp32")
-    run = runs.make_run(tmp_path / "run", made, recipe, max_steps=4)
+    run = runs.make_run(tmp_path / "run", made, recipe)
     done = supervise(run, first(lambda rank, keepers: exhausting(keepers, "forward and backward", 3)), silent)
     assert (done.status, [fall.resumed_at for fall in run.falls]) == ("done", [2]), done.error
-    assert dealt(run)[:4] == dealt(whole[0])[:4]
-    assert losses(run)[:4] == pytest.approx(losses(whole[0])[:4], rel=1e-3)
+    assert dealt(run)[:EPOCH] == dealt(whole[0])[:EPOCH]
+    assert losses(run)[:EPOCH] == pytest.approx(losses(whole[0])[:EPOCH], rel=1e-3)
     assert {n: t.shape for n, t in weights(run).items()} == {n: t.shape for n, t in weights(whole[0]).items()}
 
 
 def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, tmp_path: Path) -> None:
     """SIGTERM to `memfit train` alone: every process finishes the step, it is saved once, and the run goes on from there."""
-    from memfit import recipe_file
-
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(recipe_file.dumps(recipe_file.RecipeFile(model=str(made[0]), recipe=SHARDED, data=str(made[1]))))
+    recipe = runs.recipe_of(tmp_path / "recipe.toml", made, SHARDED)
     words = [
         "train",
         str(recipe),
@@ -153,6 +151,20 @@ def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, t
     assert said["step"] >= 1 and [c.step for c in run.checkpoints()] == [said["step"]]
     assert len(dealt(run)) == said["step"] and sum(samples for samples, _ in dealt(run)) == said["samples"]
     assert dealt(run)[: min(said["step"], EPOCH)] == dealt(sharded[0])[: min(said["step"], EPOCH)]
+
+
+@pytest.mark.parametrize(
+    ("change", "by"),
+    [
+        ({}, "memfit.run.worker"),
+        ({"num_gpus": 2}, "torch.distributed.run"),
+        ({"offload": "optimizer"}, "torch.distributed.run"),
+    ],
+    ids=["one", "two", "deepspeed on one"],
+)
+def test_torchrun_starts_what_needs_a_process_group(change: dict[str, Any], by: str) -> None:
+    words = command(Run(Path("run")), runs.RECIPE.but(**change))
+    assert words[words.index("-m") + 1] == by and words[-2:] == ["memfit.run.worker", "run"]
 
 
 # ---- what they share

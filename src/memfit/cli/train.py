@@ -145,7 +145,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             plan, notes = _planned(_embedded(folder, flags), flags, settings)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
-            _check(plan, flags, settings)
+            _check(plan, flags)
             prepare(folder, flags["force"])
         found = create(folder, _from_anywhere(plan), settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -201,6 +201,8 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
         raise BadInput(
             "there is no GPU in this machine", hint="--cpu trains on the CPU; memfit launch writes a job for others"
         )
+    if flags["eval_data"]:
+        _check_data(flags["eval_data"])
     own = what is None
     said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
@@ -287,10 +289,9 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     return plan_of(file, card)
 
 
-def _check(plan: Plan, flags: dict[str, Any], settings: Settings) -> None:
+def _check(plan: Plan, flags: dict[str, Any]) -> None:
     """Refuse what could not run, before anything is written."""
-    for data in filter(None, (plan.job.dataset, settings.eval_data)):
-        _check_data(data)
+    _check_data(plan.job.dataset)
     _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
