@@ -13,6 +13,8 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
+from memfit.job import Recipe  # noqa: E402
+from memfit.planner.descend import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
 from memfit.run.folder import Run, fallen  # noqa: E402
 from memfit.run.nouns import Outcome, Shortage, Stage  # noqa: E402
@@ -90,6 +92,37 @@ def test_every_stage_has_its_own_way_down(made: tuple[Path, Path], tmp_path: Pat
         assert recipes == [runs.RECIPE] * (stage == "save")
     else:
         assert recipes[0] != runs.RECIPE
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512),
+        Recipe(method="lora", micro_batch=4, sequence_length=512),
+        Recipe(method="qlora", quantization="nf4-double", micro_batch=4, sequence_length=512),
+        Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512, num_gpus=2, shard="parameters"),
+        Recipe(precision="bf16-master", micro_batch=4, sequence_length=512, num_gpus=2, shard="gradients"),
+    ],
+    ids=["full", "lora", "qlora", "fsdp2", "zero2"],
+)
+def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, trained: bool
+) -> None:
+    """On a card, down to where nothing needs less: LoRA stays LoRA, and what is stored stays once there is a checkpoint."""
+    monkeypatch.setattr(Run, "last_good", lambda run: object() if trained else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # DeepSpeed and bitsandbytes are installed
+    run = runs.make_run(tmp_path / "run", made, recipe, cpu=False)
+    fixed = (*LEARNED, *(STORED if trained else ()), *(("optimizer",) if trained and recipe.zero else ()))
+    for falls in range(20):
+        below = lower(run, Shortage(stage="forward and backward", step=falls, text="", asked=1 << 20))
+        if below is None:
+            break
+        now = below.plan.recipe
+        assert now != run.plan.recipe and now.effective_batch == recipe.effective_batch
+        assert {name: getattr(now, name) for name in fixed} == {name: getattr(recipe, name) for name in fixed}
+        run.write_plan(below.plan)
+    assert 0 < falls < 20
 
 
 def test_saving_that_ran_out_is_tried_again_with_the_same_recipe(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 
 @contextlib.contextmanager
@@ -25,5 +24,8 @@ def sharding() -> Iterator[None]:
         if state.distributed_type is DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU
 
-    with mock.patch.object(PartialState, "__init__", init):
+    PartialState.__init__ = init
+    try:
         yield
+    finally:
+        PartialState.__init__ = made
