@@ -105,6 +105,21 @@ def test_memory_that_runs_out_in_one_process_makes_all_fall(
         assert {min(t.shape) for t in adapters.values()} == {4} and all(bool(t.any()) for t in adapters.values())
 
 
+def test_the_process_that_failed_says_why(made: Made, tmp_path: Path) -> None:
+    """The others fail because it is gone, and the first of them must not speak for it."""
+    run = runs.make_run(tmp_path / "run", made, SHARDED)
+
+    def spoil(rank: int, keepers: list[Keeper]) -> Any:
+        def before(meter: Any, size: int) -> None:
+            if keepers[0].trainer and keepers[0].trainer.state.global_step == 2:
+                raise OSError("No space left on device")
+
+        return before if rank else None
+
+    failed = supervise(run, forked(spoil), silent)
+    assert (failed.status, failed.error) == ("failed", "OSError: No space left on device")
+
+
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_deepspeed_stops_resumes_and_saves_whole(
     whole: Whole, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: Any

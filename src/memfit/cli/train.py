@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
-from memfit.errors import EXIT_MISFIT, BadInput, MemfitError, MissingExtra, Refused
+from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -51,8 +51,7 @@ ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
 OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
-EXIT_FAILED, EXIT_RESUMABLE, EXIT_INTERRUPTED = 1, 75, 130  # 75: EX_TEMPFAIL, worth trying again
-EXIT_OF = {"done": 0, "stopped": EXIT_RESUMABLE, "oom": EXIT_MISFIT, "failed": EXIT_FAILED}
+EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells count it
 
 
 @takes(*CARD, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
@@ -64,6 +63,7 @@ def run(what: str | None = None, **flags: Any) -> int:
     """
     from memfit.cli.train_shown import Shown
     from memfit.run.children import in_child
+    from memfit.run.nouns import EXIT_OF
     from memfit.run.supervise import supervise
 
     need_libraries()

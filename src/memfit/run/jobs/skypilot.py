@@ -35,7 +35,7 @@ def write(spec: Spec) -> dict[str, str]:
         **({"envs": spec.environment} if spec.environment else {}),
         "setup": "pip install -r requirements.txt\n",
         "run": 'head_node=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-        + spec.torchrun('"$SKYPILOT_NUM_NODES"', "$head_node", spec.name).replace(' "$@"', "")
+        + spec.torchrun('"$SKYPILOT_NUM_NODES"', "$head_node", spec.name)
         + "\n",
     }
     return {FILE: yaml_text(task, head=[f"# {spec.head}", f"# sky launch {FILE}"])}

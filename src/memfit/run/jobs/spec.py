@@ -63,7 +63,7 @@ class Spec:
         """The line every node runs. The arguments are shell text."""
         return (
             f"torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-id {identity} --rdzv-backend c10d "
-            f'--rdzv-endpoint "{rendezvous}:{PORT}" train.py "$@"'
+            f'--rdzv-endpoint "{rendezvous}:{PORT}" train.py'
         )
 
 
