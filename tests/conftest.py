@@ -1,8 +1,11 @@
-"""What tests of several commands share: memfit run as a script meets it."""
+"""What tests of several commands share: memfit run as a script meets it, and real runs that others are held against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +26,40 @@ def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return code, out, err
 
     return run
+
+
+# ---- runs of memfit train
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Beside other tests two threads wait for each other; what the libraries made at import need not be collected each time."""
+    import torch
+    import trl.trainer.sft_trainer  # noqa: F401
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model's folder and its data."""
+    import runs
+
+    return runs.assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def whole(one_thread: None, made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(Run, Outcome) of a run that nothing disturbed."""
+    import runs
+    from memfit.run.attempt import attempt
+    from memfit.run.supervise import supervise
+
+    run = runs.make_run(tmp_path_factory.mktemp("whole") / "run", made)
+    return run, supervise(run, attempt, runs.silent)

@@ -1,17 +1,32 @@
-"""A run of seconds for tests: a model of two layers, a few distinct samples of unequal length, on the CPU."""
+"""Runs of a second for tests: a model of two layers, a few distinct samples, on the CPU; disturbed on purpose, or in processes."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from safetensors.torch import load_file
+
+import memfit.run.attempt
+from memfit import recipe_file
 from memfit.cards import custom_gpu
 from memfit.formula.estimate import estimate
 from memfit.hub import resolve_model
 from memfit.job import Job, Recipe
 from memfit.plan import Plan
-from memfit.run import embedded, folder
-from memfit.run.nouns import Settings
+from memfit.run import embedded, folder, worker
+from memfit.run.environment import environment
+from memfit.run.keeper import Keeper
+from memfit.run.limit import CountingMeter
+from memfit.run.nouns import Event, Outcome, Settings
+from memfit.run.samples import Ledger
 from memfit.units import GIB
 from memfit.verdicts import judge
 
@@ -47,3 +62,146 @@ def make_run(place: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, **se
     folder.prepare(place, force=False)
     told = Settings(**{"cpu": True, "max_steps": STEPS, "save_steps": 2, "learning_rate": 5e-3} | settings)
     return folder.create(place, plan_for(*made, recipe), told)
+
+
+def recipe_of(path: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE) -> Path:
+    """The recipe.toml of a run, as a plan leaves it."""
+    path.write_text(recipe_file.dumps(recipe_file.RecipeFile(model=str(made[0]), recipe=recipe, data=str(made[1]))))
+    return path
+
+
+def silent(event: Event) -> None:
+    """Nobody listens."""
+
+
+# ---- what a run left behind
+
+
+def weights(run: folder.Run, name: str = "model.safetensors") -> dict[str, Any]:
+    """The tensors of the model, or of its adapters."""
+    return load_file(run.output / name)
+
+
+def lines(run: folder.Run, name: str = folder.SAMPLES_FILE) -> list[dict[str, Any]]:
+    """What every step trained."""
+    return Ledger(run.path / name).lines()
+
+
+def history(run: folder.Run) -> list[dict[str, Any]]:
+    """What the trainer logged, up to the last checkpoint."""
+    found: list[dict[str, Any]] = json.loads((run.last_good().path / "trainer_state.json").read_text())["log_history"]  # type: ignore[union-attr]
+    return found
+
+
+# ---- starts for `supervise` that disturb
+
+Start = Callable[[folder.Run, Callable[[Event], None]], Outcome]
+Spoil = Callable[[Keeper], None]  # done to a run in the middle of a step
+Before = Callable[[CountingMeter, int], None]
+
+
+def stopping_at(step: int) -> Start:
+    """Is told to stop in the middle of a step."""
+
+    def start(run: folder.Run, tell: Any) -> Outcome:
+        keepers: list[Keeper] = []
+
+        def watch(event: Event) -> None:
+            if event["event"] == "step" and event["step"] == step - 1:
+                keepers[0].stop = True
+
+        return memfit.run.attempt.attempt(run, watch, keep=keepers.append)
+
+    return start
+
+
+def failing(stage: str, step: int, times: int = 1) -> Start:
+    """Its memory is gone in one stage of one step, at the first allocation that follows; `times` over."""
+    left = [times]
+
+    def start(run: folder.Run, tell: Any) -> Outcome:
+        keepers: list[Keeper] = []
+        left[0] -= 1
+        before = exhausting(keepers, stage, step) if left[0] >= 0 else None
+        return memfit.run.attempt.attempt(run, tell, keep=keepers.append, before=before)
+
+    return start
+
+
+def exhausting(keepers: list[Keeper], stage: str, step: int) -> Before:
+    """Leaves no memory in one stage of one step, once."""
+    struck: list[int] = []
+
+    def before(meter: CountingMeter, size: int) -> None:
+        state = keepers[0].trainer.state.global_step if keepers[0].trainer else 0
+        here = not struck and keepers[0].stage == stage and state == step
+        meter.limit = max(meter.live, 1) if here else 0
+        if here:
+            struck.append(state)
+
+    return before
+
+
+# ---- several processes
+
+WAIT = 120  # seconds: longer than any attempt of these runs takes on a loaded machine
+
+
+def forked(
+    spoil: Callable[[int, list[Keeper]], Before | None] = lambda rank, keepers: None, processes: int = 2
+) -> Start:
+    """What torchrun starts, without its imports: forks of this process that run the worker. `spoil` says what befalls each.
+
+    It is called in the process, once, with its rank and the list that its Keeper will be in; what it returns is asked before
+    every allocation. Their output goes to log.txt.
+    """
+
+    def start(run: folder.Run, tell: Any) -> Outcome:
+        (run.path / folder.OUTCOME_FILE).unlink(missing_ok=True)
+        context, port = multiprocessing.get_context("fork"), free_port()
+        ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=(run, rank, processes, port, spoil)) for rank in range(processes)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(WAIT)
+        late = [process for process in ranks if process.is_alive()]
+        for process in late:
+            process.kill()
+        assert not late and run.outcome is not None, (run.path / folder.LOG_FILE).read_text()[-4000:]
+        return run.outcome
+
+    return start
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _rank(run: folder.Run, rank: int, processes: int, port: int, spoil: Callable[..., Before | None]) -> None:
+    """One process as torchrun starts it."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    os.environ.update(environment(run.plan.recipe, run.path))
+    with (run.path / folder.LOG_FILE).open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    keepers: list[Keeper] = []
+    real, before = memfit.run.attempt.attempt, spoil(rank, keepers)
+
+    def attempt(run: folder.Run, tell: Any, keep: Spoil) -> Outcome:
+        return real(run, tell, keep=lambda keeper: (keepers.append(keeper), keep(keeper))[1], before=before)
+
+    with mock.patch.object(memfit.run.attempt, "attempt", attempt):
+        code = worker.main(str(run.path))
+    os._exit(code)  # nothing of the tests' own is closed here

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import Ran
 from memfit import errors, units
+from memfit.run import embedded
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,16 @@ def test_an_unknown_name_says_what_is_near() -> None:
 
 def test_a_missing_extra_says_what_to_install() -> None:
     assert "pip install 'memfit[data]'" in errors.MissingExtra("reading a tokenizer", "data").hint
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("plan", ("--effective-batch", 1)), ("techniques", ("--effective-batch", 1)), ("estimate", ())],
+)
+def test_small_runs_are_told_in_mib(ran: Ran, tmp_path: Path, command: str, words: tuple[object, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(embedded.config()))
+    _, out, _ = ran(command, tmp_path, "--gpu", "rtx-4090", "--sequence-length", 256, *words)
+    sizes = re.findall(r"([\d,.]+) ([GM]iB)", out)
+    assert {unit for _, unit in sizes} == {"GiB", "MiB"}  # of the card, and of the run
+    assert "0.0" not in [size for size, unit in sizes if unit == "GiB"]
+    assert re.search("(peak|reserved) MiB", out)  # the heads of tables

@@ -25,6 +25,16 @@ def gib(size: int, digits: int = 1) -> str:
     return f"{size / GIB:.{digits}f}"
 
 
+def rough(size: int) -> str:
+    """Bytes in a line of text: '4.5 GiB', and what would be '0.0 GiB' in the unit that shows it: '12.3 MiB'."""
+    return human(size) if 0 < abs(size) < GIB // 10 else f"{gib(size)} GiB"
+
+
+def cell(size: int, unit: str, digits: int = 1) -> str:
+    """Bytes as a bare number of GiB with `digits`, or of a smaller unit, for tables of few figures."""
+    return gib(size, digits) if unit == "GiB" else in_unit(size, unit)
+
+
 def shared_unit(largest: int) -> str:
     """The unit of a table whose largest number is `largest` bytes: GiB, or MiB for small runs."""
     return "GiB" if largest >= GIB else "MiB"

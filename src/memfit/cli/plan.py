@@ -112,7 +112,10 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     if plan.judgement.verdict == "misfit":
         return [shlex.join(cheat), shlex.join(why)]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), "--out", "run/", "--target", "trl"]
-    return [shlex.join(words) for words in (*([] if flags.get("out") else [files]), why, cheat)]
+    if flags.get("out"):
+        data = [] if plan.job.dataset else ["--data", "train.jsonl"]
+        files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
+    return [shlex.join(words) for words in (files, why, cheat)]
 
 
 def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:

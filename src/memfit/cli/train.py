@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
-from memfit.errors import EXIT_MISFIT, BadInput, MemfitError, MissingExtra, Refused
+from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -46,11 +47,11 @@ RUN: tuple[Flag, ...] = (
 RANGES: dict[str, tuple[float, float]] = {
     "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
 }  # fmt: skip
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
 OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
-EXIT_FAILED, EXIT_RESUMABLE, EXIT_INTERRUPTED = 1, 75, 130  # 75: EX_TEMPFAIL, worth trying again
-EXIT_OF = {"done": 0, "stopped": EXIT_RESUMABLE, "oom": EXIT_MISFIT, "failed": EXIT_FAILED}
+EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells count it
 
 
 @takes(*CARD, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
@@ -62,6 +63,7 @@ def run(what: str | None = None, **flags: Any) -> int:
     """
     from memfit.cli.train_shown import Shown
     from memfit.run.children import in_child
+    from memfit.run.nouns import EXIT_OF
     from memfit.run.supervise import supervise
 
     need_libraries()
@@ -143,7 +145,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             plan, notes = _planned(_embedded(folder, flags), flags, settings)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
-            _check(plan, flags, settings)
+            _check(plan, flags)
             prepare(folder, flags["force"])
         found = create(folder, _from_anywhere(plan), settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -179,7 +181,9 @@ def _check_data(data: str) -> None:
     from memfit.data.files import READERS
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
-        return  # a dataset on the Hub
+        if not ON_HUB.fullmatch(data):
+            raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
+        return
     for broken in read_dataset(data).examples:
         if broken.reason.startswith(UNREADABLE):
             raise BadInput(
@@ -197,6 +201,8 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
         raise BadInput(
             "there is no GPU in this machine", hint="--cpu trains on the CPU; memfit launch writes a job for others"
         )
+    if flags["eval_data"]:
+        _check_data(flags["eval_data"])
     own = what is None
     said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
@@ -283,16 +289,35 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     return plan_of(file, card)
 
 
-def _check(plan: Plan, flags: dict[str, Any], settings: Settings) -> None:
+def _check(plan: Plan, flags: dict[str, Any]) -> None:
     """Refuse what could not run, before anything is written."""
-    for data in filter(None, (plan.job.dataset, settings.eval_data)):
-        _check_data(data)
-    if settings.cpu and (plan.recipe.shard != "none" or plan.recipe.offload != "none"):
-        raise BadInput("on a CPU accelerate neither shards nor offloads", hint="--shard none --offload none")
+    _check_data(plan.job.dataset)
+    _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",
             hint="--force tries it; memfit plan says what would",
+        )
+
+
+def _check_packages(plan: Plan) -> None:
+    """Raises BadInput where train.py could not import what its recipe needs."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from memfit import launch
+    from memfit.export.requirements import packages
+    from memfit.run.folder import target_of
+
+    missing = []
+    for name in packages(plan.recipe, target_of(plan), launch.backend(plan.recipe)):
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise BadInput(
+            f"this recipe needs packages that are not installed: {', '.join(missing)}",
+            hint=f"pip install {' '.join(missing)}",
         )
 
 

@@ -25,6 +25,11 @@ PINS = {
 
 def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
     """The text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
+    return "".join(f"{PINS[name]}\n" for name in packages(recipe, framework, kind))
+
+
+def packages(recipe: Recipe, framework: str, kind: launch.Backend) -> list[str]:
+    """The distributions that script needs."""
     needed = ["torch", "transformers", "accelerate", "datasets"]
     needed += ["trl"] if framework == "trl" else []
     needed += ["peft"] if recipe.method != "full" else []
@@ -33,5 +38,4 @@ def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
     needed += ["kernels"] if recipe.attention == "flash" else []
     needed += ["liger-kernel"] if framework == "transformers" and recipe.loss == "fused" else []
     package = names.row(recipe).package
-    needed += [package] if package in PINS and package not in needed else []
-    return "".join(f"{PINS[name]}\n" for name in needed)
+    return needed + ([package] if package in PINS and package not in needed else [])

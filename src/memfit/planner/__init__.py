@@ -15,7 +15,7 @@ from memfit.planner.engine import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.trainers import trainer
-from memfit.units import gib
+from memfit.units import rough
 
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
@@ -224,10 +224,10 @@ def _relative(seconds: float, reference: float) -> float:
 
 def _why(judgement: Judgement) -> str:
     if judgement.verdict == "misfit":
-        return f"{gib(-judgement.headroom)} GiB over"
+        return f"{rough(-judgement.headroom)} over"
     if judgement.verdict == "tight":
         return "too tight to promise"
-    return f"fits, {gib(judgement.headroom)} GiB headroom"
+    return f"fits, {rough(judgement.headroom)} headroom"
 
 
 def _search(job: Job, reached: Rung, estimator: Estimator) -> tuple[Recipe, tuple[Refusal, ...]]:
@@ -275,7 +275,7 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
     if job.method != "auto" or reached.recipe.method == "full":
         return ()
     full = next((r for r in reversed(rungs) if r.recipe.method == "full"), None)
-    over = f" (closest: {gib(-full.judgement.headroom)} GiB over)" if full else ""
+    over = f" (closest: {rough(-full.judgement.headroom)} over)" if full else ""
     what = {"lora": "LoRA trains adapters beside frozen weights", "qlora": "QLoRA trains adapters on a 4-bit base"}
     return (
         f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
@@ -292,7 +292,7 @@ def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
 def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
     """What offloading asks of the host, in pinned memory over all processes."""
     need = estimator.host_bytes(recipe)
-    return (f"host RAM: about {gib(need)} GiB for what is offloaded",) if need else ()
+    return (f"host RAM: about {rough(need)} for what is offloaded",) if need else ()
 
 
 def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tuple[str, ...]) -> Plan:
@@ -301,5 +301,5 @@ def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tupl
     return Plan(
         job, closest.recipe, _said(job, closest.footprint), closest.judgement, tuple(rungs),
         seconds_per_step=estimator.seconds(closest.recipe), step_time=closest.step_time,
-        notes=(f"nothing fits: the closest recipe is {gib(-closest.judgement.headroom)} GiB over", *notes),
+        notes=(f"nothing fits: the closest recipe is {rough(-closest.judgement.headroom)} over", *notes),
     )  # fmt: skip

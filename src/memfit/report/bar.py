@@ -11,7 +11,7 @@ from rich.text import Text
 from memfit.footprint import PhasePeak
 from memfit.plan import Judgement
 from memfit.report.words import ROLE_WORDS, Word
-from memfit.units import gib
+from memfit.units import cell, gib, shared_unit
 
 NCCL = Word("NCCL buffers", "nccl", "grey50")
 
@@ -57,6 +57,10 @@ class StackedBar:
     def need(self) -> int:
         return sum(part.bytes for part in self.parts)
 
+    @property
+    def unit(self) -> str:
+        return shared_unit(self.need)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.parts:
             return
@@ -65,14 +69,15 @@ class StackedBar:
             yield self._legend(options.max_width, options.ascii_only)
         elif self.rows_in_pipes:
             for part in self.parts:
-                yield Text(f"{part.word.title:<17} {gib(part.bytes):>7} GiB {part.bytes / self.need:>4.0%}")
+                size = cell(part.bytes, self.unit)
+                yield Text(f"{part.word.title:<17} {size:>7} {self.unit} {part.bytes / self.need:>4.0%}")
             title = "reserved + NCCL" if any(p.word is NCCL for p in self.parts) else "reserved peak"
-            yield Text(f"{title:<17} {gib(self.need):>7} GiB of {gib(self.usable)} GiB usable")
+            yield Text(f"{title:<17} {cell(self.need, self.unit):>7} {self.unit} of {gib(self.usable)} GiB usable")
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""
         wall, line = ("|", "!") if ascii_only else ("│", "╎")
-        label = f" {gib(self.usable)}"
+        label = f" {gib(self.usable)}{'' if self.unit == 'GiB' else ' GiB'}"
         inner = max(width - 2 - len(label), 8)
         scale = max(self.need, self.usable)
         filled = max(round(inner * self.need / scale), 1)
@@ -80,7 +85,7 @@ class StackedBar:
         for part, columns in zip(self.parts, cells([p.bytes for p in self.parts], filled), strict=True):
             if columns:
                 drawn.append(wall)
-                drawn.append(_inside(part, columns - 1), f"black on {part.word.colour}")
+                drawn.append(_inside(part, self.unit, columns - 1), f"black on {part.word.colour}")
         drawn.append(wall)
         drawn.append(" " * (inner + 1 - drawn.cell_len))
         limit = round(inner * self.usable / scale)
@@ -94,18 +99,21 @@ class StackedBar:
         """Every part that rounds to something; a name and its number stay on one line."""
         mark, lines = "#" if ascii_only else "■", [Text()]
         for part in self.parts:
-            if gib(part.bytes) == gib(0):
+            size = cell(part.bytes, self.unit)
+            if size == cell(0, self.unit):
                 continue
-            item = Text.assemble((mark, part.word.colour), f" {part.word.title} {gib(part.bytes)}")
+            item = Text.assemble(
+                (mark, part.word.colour), f" {part.word.title} {size}{'' if self.unit == 'GiB' else f' {self.unit}'}"
+            )
             if lines[-1] and lines[-1].cell_len + 2 + item.cell_len > width:
                 lines.append(Text())
             lines[-1] = Text("  ").join([lines[-1], item]) if lines[-1] else item
         return Text("\n").join(lines)
 
 
-def _inside(part: Share, width: int) -> str:
+def _inside(part: Share, unit: str, width: int) -> str:
     """The longest of name and number, number, nothing that fits inside."""
-    number = gib(part.bytes)
+    number = cell(part.bytes, unit)
     for label in (f"{part.word.title} {number}", f"{part.word.short} {number}", number):
         if len(label) <= width:
             return label.center(width)

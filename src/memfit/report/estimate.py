@@ -26,7 +26,7 @@ from memfit.report.words import (
     recipe_facts,
     room,
 )
-from memfit.units import billions, gib
+from memfit.units import billions, cell, rough, shared_unit
 
 
 def estimate_view(
@@ -53,7 +53,7 @@ def estimate_view(
 
 def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]:
     """What the numbers take for granted, and what nobody can know from here."""
-    unknowns = (*footprint.unknowns, f"prediction ±{gib(judgement.band)} GiB")
+    unknowns = (*footprint.unknowns, f"prediction ±{rough(judgement.band)}")
     return [
         ("source:", footprint.source),
         ("assumed:", DOT.join(footprint.assumptions)),
@@ -64,19 +64,22 @@ def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]
 def _lines(footprint: Footprint) -> RenderableType:
     """Every named share of the peak; the rows add up to what nvidia-smi shows."""
     peak = footprint.peak
-    made = table("at the worst instant", "", ">GiB", ">share")
+    unit = shared_unit(peak.levels.device)
+    made = table("at the worst instant", "", f">{unit}", ">share")
     order = list(ROLE_WORDS)
     for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes)):
         word = ROLE_WORDS[line.role]
         share = f"{line.bytes / peak.levels.device:.1%}"
-        made.add_row(Text(word.title, word.colour), text(line.label), gib(line.bytes, 2), share)
-    made.add_row(Text("device", "bold"), "what nvidia-smi shows", gib(peak.levels.device, 2), "")
+        made.add_row(Text(word.title, word.colour), text(line.label), cell(line.bytes, unit, 2), share)
+    made.add_row(Text("device", "bold"), "what nvidia-smi shows", cell(peak.levels.device, unit, 2), "")
     return made
 
 
 def _phases(footprint: Footprint) -> RenderableType:
-    made = table("phase", "worst instant", ">requested", ">allocated", ">reserved")
+    unit = shared_unit(footprint.peak.levels.reserved)
+    levels = ("requested", "allocated", "reserved")
+    made = table("phase", "worst instant", *(f">{level}{'' if unit == 'GiB' else f' {unit}'}" for level in levels))
     for p in footprint.phases:
-        levels = (gib(x) for x in (p.levels.requested, p.levels.allocated, p.levels.reserved))
-        made.add_row(phase_title(p.phase), text(p.instant), *levels, style="bold" if p is footprint.peak else "")
+        sizes = (cell(getattr(p.levels, level), unit) for level in levels)
+        made.add_row(phase_title(p.phase), text(p.instant), *sizes, style="bold" if p is footprint.peak else "")
     return made

@@ -11,7 +11,7 @@ from memfit.job import Recipe
 from memfit.plan import Judgement, Plan, Rung
 from memfit.report.layout import table, text
 from memfit.report.words import VERDICT_WORDS, changes
-from memfit.units import gib
+from memfit.units import cell, rough, shared_unit
 
 ARROW, ARROW_ASCII = "▶", ">"
 
@@ -33,7 +33,8 @@ class Ladder:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.plan.ladder:
             return
-        heads = ("", "rung", ">peak\nGiB", ">buys\nGiB", ">step\ntime", "why (not)")
+        unit = shared_unit(self.plan.judgement.need)
+        heads = ("", "rung", f">peak\n{unit}", f">buys\n{unit}", ">step\ntime", "why (not)")
         if not options.is_terminal:
             heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
         style = VERDICT_WORDS[self.plan.judgement.verdict][1]
@@ -43,7 +44,7 @@ class Ladder:
         tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
         for i, rung in enumerate(self.plan.ladder):
             here = i == chosen and not tuned
-            rows.add_row(arrow if here else "", *row(rung, first=i == 0), style="bold" if here else "")
+            rows.add_row(arrow if here else "", *row(rung, unit, first=i == 0), style="bold" if here else "")
         if tuned and chosen is not None:
             rung = self.plan.ladder[chosen]
             title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
@@ -51,8 +52,8 @@ class Ladder:
             rows.add_row(
                 arrow,
                 text(title),
-                gib(self.plan.judgement.need),
-                gib(better),
+                cell(self.plan.judgement.need, unit),
+                cell(better, unit),
                 f"{self.plan.step_time:.2f}x",
                 f"{why(self.plan.judgement)}, {speed(rung.step_time, self.plan.step_time)}",
                 style="bold",
@@ -60,12 +61,12 @@ class Ladder:
         yield rows
 
 
-def row(rung: Rung, first: bool) -> tuple[Text | str, ...]:
+def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
     """The cells of one rung: title, peak, buys, step time, why."""
-    buys = "-" if first else gib(rung.saved)
+    buys = "-" if first else cell(rung.saved, unit)
     return (
         text(rung.title),
-        gib(rung.judgement.need),
+        cell(rung.judgement.need, unit),
         buys,
         f"{rung.step_time:.2f}x",
         text(rung.why or why(rung.judgement)),
@@ -83,10 +84,10 @@ def speed(before: float, after: float) -> str:
 def why(judgement: Judgement) -> str:
     """The verdict in a few words, with the bytes that decide it."""
     if judgement.verdict == "misfit":
-        return f"{gib(-judgement.headroom)} GiB over"
+        return f"{rough(-judgement.headroom)} over"
     if judgement.verdict == "tight":
-        return f"tight, {gib(judgement.headroom)} GiB headroom"
-    return f"fits, {gib(judgement.headroom)} GiB headroom"
+        return f"tight, {rough(judgement.headroom)} headroom"
+    return f"fits, {rough(judgement.headroom)} headroom"
 
 
 def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from memfit.report.words import (
     short_recipe,
     tokens,
 )
-from memfit.units import gib
+from memfit.units import gib, rough
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -99,7 +99,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.footprint.source != "formula":
         found.append(("source:", plan.footprint.source))
     found.append(("assumed:", DOT.join(plan.footprint.assumptions)))
-    found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{gib(plan.judgement.band)} GiB"))))
+    found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{rough(plan.judgement.band)}"))))
     return found
 
 

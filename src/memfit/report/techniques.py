@@ -11,7 +11,7 @@ from memfit.job import Job
 from memfit.plan import Rung, Verdict
 from memfit.report.layout import Ends, hanging, paragraphs, table, text
 from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, room, tokens, visible
-from memfit.units import gib
+from memfit.units import cell, rough, shared_unit
 
 _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
 
@@ -41,17 +41,20 @@ def _verdict(rungs: Sequence[Rung]) -> RenderableType:
             first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
             said = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
             return hanging(
-                Text(words, style), (f"{said}{DOT}peak {gib(first.judgement.need)} GiB{DOT}{room(first.judgement)}",)
+                Text(words, style), (f"{said}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
             )
     return Text("no technique applies")
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:
-    made = table("technique", ">saves GiB", ">peak GiB", ">time", "")
+    unit = shared_unit(min((rung.judgement.need for rung in rungs), default=0))
+    made = table("technique", f">saves {unit}", f">peak {unit}", ">time", "")
     for i, rung in enumerate(rungs):
         word, style = _SHORT[rung.judgement.verdict], VERDICT_WORDS[rung.judgement.verdict][1].removeprefix("bold ")
-        saves = "-" if i == 0 else gib(rung.saved)
-        made.add_row(text(rung.title), saves, gib(rung.judgement.need), f"{rung.step_time:.2f}x", Text(word, style))
+        saves = "-" if i == 0 else cell(rung.saved, unit)
+        made.add_row(
+            text(rung.title), saves, cell(rung.judgement.need, unit), f"{rung.step_time:.2f}x", Text(word, style)
+        )
     return made
 
 

@@ -12,7 +12,7 @@ from memfit.job import Recipe
 from memfit.optimizers import optimizer
 from memfit.plan import Judgement, Verdict
 from memfit.tape import Role
-from memfit.units import GB, gib
+from memfit.units import GB, cell, gib, rough, shared_unit
 
 DOT = " · "
 
@@ -112,17 +112,15 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 def room(judgement: Judgement) -> str:
     """'8.5 GiB headroom' or '3.2 GiB over'."""
-    return (
-        f"{gib(judgement.headroom)} GiB headroom" if judgement.headroom >= 0 else f"{gib(-judgement.headroom)} GiB over"
-    )
+    return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
     """'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'."""
-    nccl = judgement.need - peak.levels.reserved
-    if nccl <= 0:
-        return f"peak {gib(judgement.need)} GiB reserved"
-    return f"peak {gib(judgement.need)} GiB: {gib(peak.levels.reserved)} reserved + {gib(nccl)} NCCL buffers"
+    unit = shared_unit(judgement.need)
+    reserved, nccl = peak.levels.reserved, judgement.need - peak.levels.reserved
+    parts = f": {cell(reserved, unit)} reserved + {cell(nccl, unit)} NCCL buffers" if nccl > 0 else " reserved"
+    return f"peak {cell(judgement.need, unit)} {unit}{parts}"
 
 
 def short_recipe(recipe: Recipe) -> str:

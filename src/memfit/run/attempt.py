@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from memfit.launch import backend
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
-from memfit.run.keeper import Keeper, Tell
+from memfit.run.gloo import sharding
+from memfit.run.keeper import AllTrained, Keeper, Tell
 from memfit.run.limit import CountingMeter, Meter, metered
 from memfit.run.nouns import Outcome, Settings, Shortage
 from memfit.run.relief import eval_batch
@@ -33,6 +35,10 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes"
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
 LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
 BETWEEN_STEPS = ("forward and backward", "eval")  # stages in which weights and states are those of a whole step
+STATES = (
+    "optimizer.pt",
+    "optimizer.bin",
+)  # of a checkpoint, where they lie in a file of their own; the second is FSDP's
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes))")
 _HELD = re.compile(r"Of the allocated memory ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes)) is allocated")
@@ -47,7 +53,7 @@ def attempt(
     Out of memory is an Outcome; other errors of the trainer are raised as they are.
     """
     settings, started = run.settings, time.monotonic()
-    with metered(settings.cpu, settings.memory_limit, before) as meter:
+    with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run):
         ledger = Ledger(rank_file(run.path / SAMPLES_FILE))
         keeper = Keeper(meter, ledger, tell, run.plan.recipe.optimizer, settings)
         keeper.watcher = watcher(run, tell)
@@ -81,6 +87,11 @@ def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outc
         if trainer is not None:
             _save_what_is_good(run, trainer, keeper)
         return _result("oom", keeper, trainer, run, shortage=shortage)
+
+
+def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:
+    """What the recipe's backend needs to run on a CPU as it does on cards."""
+    return sharding() if run.settings.cpu and backend(run.plan.recipe) == "fsdp" else contextlib.nullcontext()
 
 
 def load(run: Run, settings: Settings) -> Any:
@@ -117,17 +128,13 @@ def _module(path: Path) -> ModuleType:
 
 def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
     """Train, evaluate at the end, save."""
-    last = _resumable(run, keeper)
+    with trainer.args.main_process_first(local=False):  # one clears away, the others look afterwards
+        last = _resumable(run, keeper)
     keeper.resumed = last
     with counted(trainer, keeper.ledger), _quiet_progress(trainer):
-        if last and _finished(last, trainer):
+        if last:
             keeper.enter("resume")
-            trainer._load_from_checkpoint(str(last.path))
-            trainer.state = trainer.state.load_from_json(str(last.path / "trainer_state.json"))
-            keeper.ledger.begin(last.step)
-        else:
-            if last:
-                keeper.enter("resume")
+        with contextlib.suppress(AllTrained):
             trainer.train(resume_from_checkpoint=str(last.path) if last else None)
         if trainer.state.global_step < trainer.state.max_steps:
             return _result("stopped", keeper, trainer, run)
@@ -151,14 +158,11 @@ def _resumable(run: Run, keeper: Keeper) -> Checkpoint | None:
     """The last good checkpoint, the others cleared away; states of another optimizer are put aside."""
     run.drop_broken()
     last = run.last_good()
-    if last and last.optimizer != keeper.optimizer_name and (last.path / "optimizer.pt").exists():
-        (last.path / "optimizer.pt").replace(last.path / f"optimizer.{last.optimizer}.pt")
+    if last and last.optimizer != keeper.optimizer_name:
+        for states in (last.path / name for name in STATES):
+            if states.exists():
+                states.replace(states.with_stem(f"{states.stem}.{last.optimizer}"))
     return last
-
-
-def _finished(last: Checkpoint, trainer: Any) -> bool:
-    state = trainer.state.load_from_json(str(last.path / "trainer_state.json"))
-    return bool(state.global_step >= state.max_steps)
 
 
 @contextlib.contextmanager
@@ -225,10 +229,14 @@ def _snapshot(run: Run) -> str:
 
 
 def _save_what_is_good(run: Run, trainer: Any, keeper: Keeper) -> None:
-    """Weights and states of the last whole step, where the failure did not touch them and one process has all of them."""
+    """Weights and states of the last whole step, where the failure did not touch them and one process has all of them.
+
+    DeepSpeed takes its step within backward, so nobody knows whether it had begun.
+    """
     step, last = trainer.state.global_step, run.last_good()
     keeper.ledger.drop()
-    if keeper.stage not in BETWEEN_STEPS or trainer.args.world_size > 1 or step <= (last.step if last else 0):
+    untouched = keeper.stage in BETWEEN_STEPS and not trainer.is_deepspeed_enabled
+    if not untouched or trainer.args.world_size > 1 or step <= (last.step if last else 0):
         return
     failed_in = keeper.stage
     trainer.model.zero_grad(set_to_none=True)

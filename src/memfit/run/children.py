@@ -14,13 +14,15 @@ from dataclasses import replace
 from types import FrameType
 from typing import IO
 
+from memfit import launch
 from memfit.job import Recipe
 from memfit.run.environment import environment
 from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run
 from memfit.run.nouns import EVENT, Event, Outcome
 
-# threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long
-PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long.
+# DeepSpeed takes a card where it finds one
+ON_CPU = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
 
 
 def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
@@ -34,7 +36,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
-            env={**(PATIENT if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, run.path)}, start_new_session=True,
+            env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, run.path)}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
         with _stopping(child, tell) as asked:
@@ -46,7 +48,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
 def command(run: Run, recipe: Recipe) -> list[str]:
     """The line that starts an attempt."""
     worker = ["-m", "memfit.run.worker", str(run.path)]
-    if recipe.num_gpus == 1:
+    if launch.backend(recipe) == "plain":
         return [sys.executable, *worker]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.num_gpus)]
     return [sys.executable, *torchrun, *worker]

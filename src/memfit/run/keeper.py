@@ -18,6 +18,10 @@ from memfit.watcher.transformers import MemfitCallback
 Tell = Callable[[Event], None]
 
 
+class AllTrained(Exception):
+    """The checkpoint that was loaded holds the last step: there is nothing left to train."""
+
+
 class Keeper(TrainerCallback):
     """Watches one attempt. `stop` may be set at any time: the step under way is finished and saved."""
 
@@ -59,9 +63,14 @@ class Keeper(TrainerCallback):
     # ---- what the Trainer calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step >= state.max_steps:
+            self.ledger.begin(state.global_step)
+            raise AllTrained
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             scheduler_of(self.resumed.path, self.trainer)
-        if self.rehearsed:
+        if (
+            self.rehearsed and not self.trainer.is_deepspeed_enabled
+        ):  # its backward takes the step: no rehearsal undoes that
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})

@@ -83,6 +83,7 @@ class CountingMeter(Meter):
     def see(self, values: list[Any], new: bool = False) -> None:
         """Count the storages among `values` that were not known. Raises OutOfMemoryError for a new one past the limit."""
         for value in values:
+            value = getattr(value, "_local_tensor", value)  # this process's part of a DTensor
             if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.device.type == "cpu":
                 self._count(value.untyped_storage(), new)
 

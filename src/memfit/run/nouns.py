@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from memfit.errors import EXIT_MISFIT
+
 Status = Literal["done", "stopped", "oom", "failed"]
 Stage = Literal["load", "rehearsal", "resume", "forward and backward", "optimizer step", "eval", "save", "merge"]
 FALLS = 5
+# exit codes of an attempt and of `memfit train`; 75: EX_TEMPFAIL, worth trying again
+EXIT_OF: dict[Status, int] = {"done": 0, "failed": 1, "oom": EXIT_MISFIT, "stopped": 75}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib import util
 
 from memfit.job import Recipe
+from memfit.launch import backend
 from memfit.plan import Plan
 from memfit.planner.descend import STORED, down
 from memfit.run.folder import Run
@@ -45,8 +46,9 @@ def lean_save(run: Run, shortage: Shortage) -> Rung | None:
 def smaller_recipe(run: Run, shortage: Shortage) -> Rung | None:
     """The plan one rung down: first what keeps the optimizer's states, then what starts them again."""
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
+    runs = _on_cpu(plan.recipe) if cpu else _anywhere
     for fixed in _tiers(plan.recipe, trained, cpu):
-        found = down(plan, shortage.short << _in_vain(run, shortage), fixed, _on_cpu if cpu else _anywhere)
+        found = down(plan, shortage.short << _in_vain(run, shortage), fixed, runs)
         if found is not None:
             return Rung(found, run.settings)
     return None
@@ -75,25 +77,26 @@ def _in_vain(run: Run, shortage: Shortage) -> int:
 
 
 def _anywhere(recipe: Recipe) -> bool:
-    return True
+    """ZeRO and offloading are DeepSpeed's."""
+    return backend(recipe) != "deepspeed" or util.find_spec("deepspeed") is not None
 
 
-def _on_cpu(recipe: Recipe) -> bool:
+def _on_cpu(now: Recipe) -> Callable[[Recipe], bool]:
     """Pinned memory needs a device; so does a place to offload from."""
-    return recipe.checkpointing != "offload" and recipe.offload == "none"
+    return lambda r: _anywhere(r) and r.checkpointing != "offload" and r.offload in ("none", now.offload)
 
 
 def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
     """Recipe fields to keep, the most careful choice first.
 
-    Sharding, offloading and precision decide what a checkpoint looks like: they change only before there is one.
+    Sharding, offloading and precision decide what a checkpoint looks like: they change only before there is one. Nor can an
+    optimizer begin beside a checkpoint of DeepSpeed's, whose states lie in one file with the weights.
     """
     tiers: list[tuple[str, ...]] = [("optimizer", *STORED)]
-    if recipe.optimizer.startswith("adamw") and util.find_spec("bitsandbytes"):
+    restarts = not trained or backend(recipe) != "deepspeed"
+    if restarts and recipe.optimizer.startswith("adamw") and util.find_spec("bitsandbytes"):
         tiers.append(STORED)
-    if not trained and not cpu:
-        tiers.append(() if util.find_spec("deepspeed") else ("offload",))
-    return tiers
+    return tiers if trained or cpu else [*tiers, ()]  # a CPU gains nothing by them
 
 
 def changes(run: Run, below: Rung) -> tuple[str, ...]:

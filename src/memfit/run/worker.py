@@ -11,11 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from memfit.errors import MemfitError
-from memfit.run.folder import Run, opened
-from memfit.run.nouns import EVENT, Event, Outcome
-
-EXIT_DONE, EXIT_FAILED, EXIT_OOM, EXIT_STOPPED = 0, 1, 75, 76  # 75: EX_TEMPFAIL, worth trying again
-CODES = {"done": EXIT_DONE, "failed": EXIT_FAILED, "oom": EXIT_OOM, "stopped": EXIT_STOPPED}
+from memfit.run.folder import opened
+from memfit.run.nouns import EVENT, EXIT_OF, Event, Outcome
 
 
 def main(folder: str) -> int:
@@ -38,15 +35,11 @@ def main(folder: str) -> int:
         import traceback
 
         traceback.print_exc()
-    if outcome.status == "oom" or (first and not _ran_out(run)):  # the process that ran out need not be the first
+    # one process runs out of memory or fails, and the others, the first among them, fail because it is gone
+    if outcome.status == "oom" or (run.outcome is None and (first or outcome.status == "failed")):
         run.write_outcome(outcome)
     tell({"event": "outcome", **asdict(outcome)})
-    return CODES[outcome.status]
-
-
-def _ran_out(run: Run) -> bool:
-    """Another process of this attempt has said that its memory ran out."""
-    return run.outcome is not None and run.outcome.status == "oom"
+    return EXIT_OF[outcome.status]
 
 
 def _stop_on_signal(keeper: object) -> None:

@@ -23,6 +23,6 @@ def write(spec: Spec) -> dict[str, str]:
         'cd "$SLURM_SUBMIT_DIR"',
         *spec.exports(),
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"'),
+        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"') + ' "$@"',
     ]
     return {FILE: "\n".join(lines) + "\n"}

@@ -11,15 +11,20 @@ from memfit import launch
 from memfit.errors import BadInput
 from memfit.export.text import comment, summary
 from memfit.formula.account import Account
+from memfit.formula.static import Static
 from memfit.gpu import Gpu
+from memfit.job import Recipe
 from memfit.plan import Plan
 from memfit.planner.engine import Estimator
 from memfit.run.environment import environment
-from memfit.units import GIB
+from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default
-# resident memory of a process with PyTorch's CUDA libraries, the tokenised data and its loader, in bytes. Assumed: 2 to 4 GiB
-PROCESS = 4 * GIB
+# bytes that are resident in a process once torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets are imported. Measured
+IMPORTED = 834 * MIB
+# bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
+DRIVER = 3 * GIB
+PROCESS = IMPORTED + DRIVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,7 @@ class Spec:
         """The line every node runs. The arguments are shell text."""
         return (
             f"torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-id {identity} --rdzv-backend c10d "
-            f'--rdzv-endpoint "{rendezvous}:{PORT}" train.py "$@"'
+            f'--rdzv-endpoint "{rendezvous}:{PORT}" train.py'
         )
 
 
@@ -86,15 +91,21 @@ def name_of(plan: Plan) -> str:
 
 
 def host_bytes(plan: Plan, nodes: int) -> int:
-    """Host memory of one node: its processes, the weights each reads before they go to the card, and what is offloaded.
-
-    Under FSDP2 accelerate reads them in one process only (cpu_ram_efficient_loading), unless they are quantised.
-    """
-    recipe = plan.recipe
+    """Host memory of one node: torchrun and its processes, what they read or gather at one time, and what is offloaded."""
+    recipe, job = plan.recipe, plan.job
     processes = recipe.num_gpus // nodes
-    stored = Account(plan.job.architecture, recipe.but(shard="none", offload="none", num_gpus=1), plan.job.gpu).static
+    whole = Account(job.architecture, recipe.but(shard="none", offload="none", num_gpus=1), job.gpu).static
+    passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
+    return IMPORTED + processes * PROCESS + passing + Estimator(job).host_bytes(recipe) // nodes
+
+
+def _read(recipe: Recipe, whole: Static, processes: int) -> int:
+    """Weights on their way to the cards: FSDP2's are read by one process (cpu_ram_efficient_loading) unless quantised."""
     once = launch.backend(recipe) == "fsdp" and recipe.quantization == "none"
-    readers = 1 if once else processes
-    return (
-        processes * PROCESS + readers * (stored.base + stored.adapter) + Estimator(plan.job).host_bytes(recipe) // nodes
-    )
+    return (1 if once else processes) * (whole.base + whole.adapter)
+
+
+def _gathered(recipe: Recipe, whole: Static) -> int:
+    """What the first process holds to save: the weights that are written; under FSDP2 then all states (FULL_STATE_DICT)."""
+    weights = whole.base if recipe.method == "full" else whole.adapter
+    return max(weights, whole.states + whole.master) if launch.backend(recipe) == "fsdp" else weights

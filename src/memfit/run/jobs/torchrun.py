@@ -18,6 +18,6 @@ def write(spec: Spec) -> dict[str, str]:
         "set -euo pipefail",
         'cd "$(dirname "$0")"',
         *spec.exports(),
-        spec.torchrun(str(spec.nodes), where, spec.name),
+        spec.torchrun(str(spec.nodes), where, spec.name) + ' "$@"',  # what train.py takes
     ]
     return {FILE: "\n".join(lines) + "\n"}

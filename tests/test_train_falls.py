@@ -1,0 +1,185 @@
+"""Memory that runs out: the run falls a rung and loses nothing, or stops with everything saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
+
+import runs  # noqa: E402
+from memfit.job import Recipe  # noqa: E402
+from memfit.planner.descend import LEARNED, STORED  # noqa: E402
+from memfit.run.attempt import attempt  # noqa: E402
+from memfit.run.folder import Run, fallen  # noqa: E402
+from memfit.run.nouns import Outcome, Shortage, Stage  # noqa: E402
+from memfit.run.relief import changes, lower  # noqa: E402
+from memfit.run.supervise import fall_of, supervise  # noqa: E402
+from runs import failing, history, lines, silent, weights  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "good"),
+    [("load", 0, 0), ("rehearsal", 0, 0), ("forward and backward", 3, 3), ("optimizer step", 3, 2)],
+)
+def test_a_fall_loses_nothing(
+    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path, stage: str, step: int, good: int
+) -> None:
+    # the fused step makes nothing but its states; this one has temporaries in every step
+    recipe = runs.RECIPE.but(optimizer="adamw-foreach") if stage == "optimizer step" else runs.RECIPE
+    run = runs.make_run(tmp_path / "run", made, recipe)
+    outcome = supervise(run, failing(stage, step), silent)
+    assert (outcome.status, outcome.step) == ("done", runs.STEPS)
+    (fall,) = run.falls
+    assert (fall.shortage.stage, fall.shortage.step, fall.resumed_at) == (stage, step, good)
+    assert fall.changed and run.plan.recipe.effective_batch == runs.RECIPE.effective_batch
+    assert lines(run) == lines(whole[0])  # the same samples in every step
+    assert (run.path / "falls" / "1" / "recipe.toml").is_file() and "out of memory" in (
+        run.path / "falls/1/error.txt"
+    ).read_text()
+    rates, planned = (
+        {log["step"]: log["learning_rate"] for log in history(r) if "loss" in log} for r in (run, whole[0])
+    )
+    assert rates == {step: planned[step] for step in rates}
+    assert len(rates) >= runs.STEPS - 1  # memory may run out while a loss is logged
+    # other micro-batches sum in another order
+    assert all(torch.allclose(t, weights(whole[0])[n], rtol=1e-2, atol=1e-3) for n, t in weights(run).items())
+
+
+def test_after_as_many_falls_as_allowed_it_stops_resumable(
+    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = runs.make_run(tmp_path / "run", made, falls=1)
+    stopped = supervise(run, failing("forward and backward", 3, times=2), silent)
+    assert (stopped.status, stopped.step, stopped.samples, len(run.falls)) == ("oom", 3, 12, 1)
+    assert "--falls" in stopped.error
+    done = supervise(run, attempt, silent)
+    assert done.status == "done" and lines(run) == lines(whole[0])
+
+
+def test_where_nothing_needs_less_it_stops(made: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe = runs.RECIPE.but(micro_batch=1, accumulation=4, checkpointing="full")
+    run = runs.make_run(tmp_path / "run", made, recipe, memory_limit=1 << 16, falls=20)
+    stopped = supervise(run, attempt, silent)
+    assert stopped.status == "oom" and "nothing that learns the same needs less memory in" in stopped.error
+    assert run.plan.recipe.micro_batch == 1
+    needs = [fall.shortage.limit for fall in run.falls]
+    assert needs and set(needs) == {1 << 16}
+
+
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_every_stage_has_its_own_way_down(made: tuple[Path, Path], tmp_path: Path, stage: Stage) -> None:
+    """Evaluation shrinks first where evaluation failed; saving and merging never touch the training recipe."""
+    run = runs.make_run(tmp_path / "run", made)
+    shortage = Shortage(stage=stage, step=2, text="out of memory", asked=1 << 20)
+    recipes, changed = [], []
+    while (below := lower(run, shortage)) is not None and len(recipes) < 4:
+        recipes.append(below.plan.recipe)
+        changed.append(changes(run, below))
+        fallen(run, fall_of(run, shortage, below), below.plan, below.settings)
+    assert all(changed) and all(recipe.effective_batch == 4 for recipe in recipes)
+    if stage == "eval":
+        assert changed[:2] == [("evaluation batch 4 -> 2",), ("evaluation batch 2 -> 1",)]
+        assert recipes[:2] == [runs.RECIPE] * 2 and recipes[2] != runs.RECIPE
+    elif stage in ("save", "merge"):
+        assert recipes == [runs.RECIPE] * (stage == "save")
+    else:
+        assert recipes[0] != runs.RECIPE
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512),
+        Recipe(method="lora", micro_batch=4, sequence_length=512),
+        Recipe(method="qlora", quantization="nf4-double", micro_batch=4, sequence_length=512),
+        Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512, num_gpus=2, shard="parameters"),
+        Recipe(precision="bf16-master", micro_batch=4, sequence_length=512, num_gpus=2, shard="gradients"),
+    ],
+    ids=["full", "lora", "qlora", "fsdp2", "zero2"],
+)
+def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, trained: bool
+) -> None:
+    """On a card, down to where nothing needs less: LoRA stays LoRA, and what is stored stays once there is a checkpoint."""
+    monkeypatch.setattr(Run, "last_good", lambda run: object() if trained else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # DeepSpeed and bitsandbytes are installed
+    run = runs.make_run(tmp_path / "run", made, recipe, cpu=False)
+    fixed = (*LEARNED, *(STORED if trained else ()), *(("optimizer",) if trained and recipe.zero else ()))
+    for falls in range(20):
+        below = lower(run, Shortage(stage="forward and backward", step=falls, text="", asked=1 << 20))
+        if below is None:
+            break
+        now = below.plan.recipe
+        assert now != run.plan.recipe and now.effective_batch == recipe.effective_batch
+        assert {name: getattr(now, name) for name in fixed} == {name: getattr(recipe, name) for name in fixed}
+        run.write_plan(below.plan)
+    assert 0 < falls < 20
+
+
+def test_saving_that_ran_out_is_tried_again_with_the_same_recipe(
+    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real, struck = runs.make_run(tmp_path / "run", made), torch.save, []
+
+    def save(*args: Any, **named: Any) -> None:
+        if not struck and "checkpoint-4" in str(args[1]):
+            struck.append(Path(args[1]).write_bytes(b"half"))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        real(*args, **named)
+
+    monkeypatch.setattr(torch, "save", save)
+    assert supervise(run, attempt, silent).status == "done"
+    assert [(f.shortage.stage, f.resumed_at) for f in run.falls] == [("save", 2)]
+    assert run.settings.lean_save and run.plan.recipe == runs.RECIPE and lines(run) == lines(whole[0])
+    assert all(torch.equal(t, weights(whole[0])[name]) for name, t in weights(run).items())
+
+
+def test_counted_bytes_are_those_that_live() -> None:
+    from memfit.run.limit import metered
+
+    with metered(cpu=True, limit=1 << 20) as meter:
+        kept = torch.zeros(1000)
+        view = kept[:10]
+        assert meter.held == 4096 and view.shape == (10,)
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate 1\.91 MiB.*capacity of 1\.00 MiB"):
+            torch.ones(500_000)
+        assert meter.held == 4096
+        del kept, view
+        assert meter.held == 0 and meter.peaks["load"] == 4096
+
+
+def test_memory_errors_are_known_wherever_they_are_wrapped() -> None:
+    from memfit.run.attempt import exhausted
+
+    assert exhausted(torch.OutOfMemoryError("x")) and exhausted(RuntimeError("CUDA driver error: out of memory"))
+    assert not exhausted(ValueError("out of memory")) and not exhausted(RuntimeError("shape"))
+    try:
+        try:
+            raise torch.OutOfMemoryError("x")
+        except RuntimeError as error:
+            raise ValueError("wrapped") from error
+    except ValueError as error:
+        assert exhausted(error)
+
+
+@pytest.fixture(scope="module")
+def bench(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import recovery
+
+    return recovery.Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(32, "shrunk"), (69, "spike"), (91, "save")])
+def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
+    """A handful of `python benchmarks/recovery.py`, of one recipe, so that they share the run nobody disturbs."""
+    result = bench.one(seed)
+    assert result.fault.kind == kind and result.falls and result.exact and result.status in ("done", "oom")
