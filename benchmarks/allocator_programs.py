@@ -12,7 +12,6 @@ The first difference is named and the exit status is 1.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import sys
@@ -32,10 +31,9 @@ GIVES_BACK, TAKES = "FU", "SM"  # segment_free and segment_unmap, segment_alloc 
 def check_program(program: dict[str, Any]) -> str | None:
     """Run one program; None when all statistics agree, otherwise what differed first."""
     torch = _version(program["torch"])
-    settings = parse_alloc_conf(program["setting"], torch)
+    allocator = Allocator(program["total_memory"], parse_alloc_conf(program["setting"], torch), torch)
     if program["memory_fraction"] is not None:
-        settings = dataclasses.replace(settings, per_process_memory_fraction=program["memory_fraction"])
-    allocator = Allocator(program["total_memory"], settings, torch)
+        allocator.set_memory_fraction(program["memory_fraction"])
     live: dict[int, Block | None] = {}
     steps = zip(program["ops"], program["stats_after_each_op"], strict=True)
     for number, (operation, recorded) in enumerate(steps):
@@ -52,19 +50,21 @@ def check_program(program: dict[str, Any]) -> str | None:
 def _step(allocator: Allocator, live: dict[int, Block | None], operation: list[Any]) -> str:
     """Do one operation; the name of what happened, which is `oom` where memory ran out."""
     match operation:
-        case ["alloc" | "oom", ident, size]:
+        case ["alloc" | "oom", ident, size, *stream]:
             try:
-                live[ident] = allocator.malloc(size)
+                live[ident] = allocator.malloc(size, *stream)
             except OutOfMemory:
                 return "oom"
             return "alloc"
         case ["free", ident]:
             allocator.free(live.pop(ident))
-            return "free"
-        case ["empty_cache"]:
-            allocator.empty_cache()
-            return "empty_cache"
-    return "an operation unknown here"
+        case ["record_stream", ident, stream]:
+            allocator.record_stream(live[ident], stream)
+        case ["empty_cache" | "reset_peak_stats" | "set_memory_fraction" as method, *arguments]:
+            getattr(allocator, method)(*arguments)
+        case _:
+            return "an operation unknown here"
+    return str(operation[0])
 
 
 def check_tape(tape: dict[str, Any], record: dict[str, Any]) -> str | None:

@@ -139,7 +139,7 @@ class Allocator(Reserve):
                 after.prev = block
         if before is not None or after is not None:
             split += size
-        elif self._collects:
+        elif self._ages:
             block.age_base = self._age
         block.size = size
         pool.insert(block)
@@ -158,7 +158,7 @@ class Allocator(Reserve):
         """torch.cuda.set_per_process_memory_fraction: of the card's memory, from now on."""
         self.settings = replace(self.settings, per_process_memory_fraction=fraction)
         self.allowed = self._allowed_memory_maximum()
-        self._collects = self.allowed is not None and self.settings.garbage_collection_threshold > 0.0
+        self._collects = self.allowed is not None and self._ages
         self._plain = self._plain and not self._collects
 
     def empty_cache(self) -> None:
@@ -211,7 +211,7 @@ class Allocator(Reserve):
 
     def _find(self, pool: Pool, rounded: int) -> int:
         """get_free_block with every setting heard; the end of the list means none fits."""
-        if not pool.small:
+        if self._collects and not pool.small:
             self._age += 1
         position, end = pool.lower_bound(rounded), len(pool.keys)
         if position == end:
@@ -251,11 +251,9 @@ class Allocator(Reserve):
         """alloc_block: within the limits, a segment of `size` bytes or an expandable segment grown for `rounded`."""
         if self.allowed is not None and self.reserved + size > self.allowed:
             return None
-        if self.settings.throw_on_cudamalloc_oom:
-            fraction = self.settings.per_process_memory_fraction
-            if self.reserved + size > int((1.0 if fraction is None else fraction) * self.total_memory):
-                self.num_oom_rejections += 1
-                raise self.out_of_memory(size, requested)
+        if self._rejects_above is not None and self.reserved + size > self._rejects_above:
+            self.num_oom_rejections += 1
+            raise self.out_of_memory(size, requested)
         if self.settings.expandable_segments:
             return allocate_expandable(self, pool, rounded)
         return self._cuda_malloc(pool, size)
@@ -266,7 +264,7 @@ class Allocator(Reserve):
             requested=requested,
             tried=tried,
             device_total=self.total_memory,
-            device_free=self.capacity - self.reserved,
+            device_free=self.capacity - self.reserved - self.padding,
             allowed=self.allowed,
             allocated=self.allocated,
             reserved=self.reserved,

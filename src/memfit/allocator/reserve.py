@@ -9,8 +9,9 @@ from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
 from memfit.allocator.blocks import Block, Pool
 from memfit.errors import EXIT_MISFIT, MemfitError, Unsupported
 from memfit.tape import SegmentAlloc, SegmentFree
-from memfit.units import human
+from memfit.units import MIB, human
 
+DRIVER_PAGE = 2 * MIB  # cudaMalloc gives physical memory by the page of 2 MiB
 UNLIMITED = 1 << 44  # stands for the size of a card without a limit: above any card, below what addresses can hold
 
 
@@ -101,11 +102,13 @@ class Reserve:
         self.capacity = UNLIMITED if capacity is None else capacity
         self.total_memory = self.capacity if total_memory is None else total_memory
         self.allowed = self._allowed_memory_maximum()
+        self._rejects_above = self._rejection_limit()
 
         self.requested = self.requested_peak = 0
         self.allocated = self.allocated_peak = 0
         self.pending = self._active_at_reset = 0
         self.reserved = self.reserved_peak = 0
+        self.padding = 0  # what the driver's whole pages hold beyond `reserved`: an odd large_segment_size leaves some
         self.least_refused = UNLIMITED  # the smallest `reserved` that the driver refused to grow to
         self.inactive_split = self.inactive_split_peak = 0
         self.segments = self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
@@ -119,7 +122,8 @@ class Reserve:
         self._taken: dict[int, int] = {}  # address -> size of what the driver gave
         self._next_order = 0
         self._by_order = torch == (2, 12)  # BlockComparatorRegistrationCounter; older and newer order by address
-        self._collects = self.allowed is not None and settings.garbage_collection_threshold > 0.0
+        self._ages = settings.garbage_collection_threshold > 0.0
+        self._collects = self.allowed is not None and self._ages
         self._age = 0  # get_free_blocks_call_count of the large pool
         self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
         self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
@@ -132,6 +136,13 @@ class Reserve:
         if fraction is None or (fraction >= 1.0 and self.torch >= (2, 10)):
             return None
         return int(fraction * self.total_memory)
+
+    def _rejection_limit(self) -> int | None:
+        """throw_on_cudamalloc_oom: no segment beyond the fraction of the settings; a fraction set by a call is not read."""
+        if not self.settings.throw_on_cudamalloc_oom:
+            return None
+        fraction = self.settings.per_process_memory_fraction
+        return int((1.0 if fraction is None else fraction) * self.total_memory)
 
     @property
     def stats(self) -> Stats:
@@ -238,9 +249,11 @@ class Reserve:
 
     def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
         """A new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
-        if self.reserved + size > self.capacity:
-            self.least_refused = min(self.least_refused, self.reserved + size)
+        held = self.reserved + self.padding + size + -size % DRIVER_PAGE
+        if held > self.capacity:
+            self.least_refused = min(self.least_refused, held)
             return None
+        self.padding += -size % DRIVER_PAGE
         block = self.new_block(size, self.reserve_address(size), pool)
         self.segments += 1
         self.charge(block.addr, size)
@@ -251,6 +264,7 @@ class Reserve:
         block.pool.remove(block)
         self.forget_segment(block)
         self.segments -= 1
+        self.padding -= -block.size % DRIVER_PAGE
         self.discharge(block.addr, block.size)
 
     def _release_whole_segments(self, pool: Pool) -> None:
