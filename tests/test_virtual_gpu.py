@@ -192,6 +192,20 @@ def test_checkpointing_recomputes_and_keeps_less() -> None:
     assert new == pytest.approx(old, rel=0.01)
 
 
+def test_a_backward_within_a_backward_is_no_instant_of_its_own() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    with virtual_gpu("rtx-4090") as card:
+        observer = Observer(card)
+        with observer.watching():
+            model, x = _model(), torch.empty(64, 256, device="cuda", requires_grad=True)
+            for _ in range(3):
+                x = checkpoint(model, x, use_reentrant=True)
+            x.sum().backward()
+        tape = observer.tape({})
+    assert [s.instant for s in replay(tape.events).spans] == ["load", *["forward"] * 3, "backward", "after backward"]
+
+
 def test_deaths_are_reported_from_other_threads_in_full() -> None:
     with virtual_gpu("rtx-4090"):
         held = [torch.empty(512, device="cuda") for _ in range(2000)]
