@@ -49,9 +49,8 @@ def phase_of(label: str) -> str:
 def recorded(record: dict[str, Any]) -> Outcome:
     peaks: Peaks = {}
     for row in record["phases"]:
-        if row["phase"].startswith("oom:"):
-            continue
-        _raise(peaks, phase_of(row["phase"]), tuple(row[f"{level}_peak"] for level in LEVELS))
+        label = row["phase"].removeprefix("oom:")
+        _raise(peaks, phase_of(label), tuple(row[f"{level}_peak"] for level in LEVELS))
     oom = phase_of(record["error"]["phase"]) if record["outcome"] == "oom" else None
     return Outcome(peaks, oom, record["num_allocations"])
 

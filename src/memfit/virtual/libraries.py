@@ -92,11 +92,11 @@ def installed() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        _forget_overrides()
+        _forget()
 
 
-def _forget_overrides() -> None:
-    """bitsandbytes remembers by id() which parameters keep 32-bit states, for longer than they live."""
-    optim = sys.modules.get("bitsandbytes.optim")
-    if optim is not None:
-        optim.GlobalOptimManager._instance = None
+def _forget() -> None:
+    """What bitsandbytes keeps until the process ends: which parameters, by id(), have 32-bit states, and maps on the card."""
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
+        sys.modules["bitsandbytes.functional"].name2qmap.clear()

@@ -83,13 +83,12 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
 
 
 def _flash(card: Card, args: Call, kwargs: Words) -> Script:
-    """mha_fwd: accumulators of split keys; with dropout a second random state."""
+    """mha_fwd: accumulators of split keys come before the random state; with dropout there is a second one."""
     q, k = args[0], args[1]
     (batch, heads, queries, width), dropout = q.shape, args[3] if len(args) > 3 else 0.0
     if dropout:
         return (~0, ~1, ~6, ~7, 16)
-    parts = _split_keys(card, batch * heads, queries, k.shape[2], width)
-    return (~0, ~1, *parts) if parts else ()
+    return (~0, ~1, *_split_keys(card, batch * heads, queries, k.shape[2], width), ~6, ~7)
 
 
 def _split_keys(card: Card, rows: int, queries: int, keys: int, width: int) -> Script:
@@ -126,11 +125,10 @@ def _flash_gradients(q: Tensor, heads: int, rows: int, keys: int, splits: int = 
 
 
 def _package(card: Card, args: Call, kwargs: Words) -> Script:
-    """mha_fwd of the package: the random state comes last."""
+    """mha_fwd of the package: the random state comes last here too."""
     q, k, _, dropout = args
     batch, queries, heads, width = q.shape
-    parts = () if dropout else _split_keys(card, batch * heads, queries, k.shape[1], width)
-    return (~0, ~1, *parts) if parts else ()
+    return (~0, ~1, *(() if dropout else _split_keys(card, batch * heads, queries, k.shape[1], width)), ~2)
 
 
 def _package_backward(card: Card, args: Call, kwargs: Words) -> Script:
