@@ -1,6 +1,7 @@
 """Distil recorded runs into tests/data/recorded_runs.json: the case, its versions, and requested bytes of the second step.
 
-usage: python benchmarks/distil_records.py FOLDER... --models FOLDER   (record files as *.json; the configs they ran with)
+usage: python benchmarks/distil_records.py FOLDER... --models FOLDER [--keep]   (record files as *.json; the configs they ran
+with; --keep adds to the runs that are there already)
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--models", type=Path, required=True, help="the config.json files the runs were made with")
+    parser.add_argument("--keep", action="store_true", help="add to the runs that are there already")
     asked = parser.parse_args()
-    runs, configs = [], {}
+    there = json.loads(TARGET.read_text()) if asked.keep else {"configs": {}, "runs": []}
+    runs, configs = {run["id"]: run for run in there["runs"]}, there["configs"]
     for path in sorted(p for folder in asked.folders for p in folder.glob("*.json") if ".tape." not in p.name):
         record = json.loads(path.read_text())
         if record["outcome"] != "ok":
             continue
         name = record["case"]["model"]
         configs[name] = json.loads((asked.models / f"{name}.json").read_text())
-        runs.append(distilled(record))
+        runs[record["id"]] = distilled(record)
     TARGET.write_text(
-        json.dumps({"configs": configs, "runs": sorted(runs, key=lambda r: r["id"])}, separators=(",", ":")) + "\n"
+        json.dumps({"configs": configs, "runs": [runs[id] for id in sorted(runs)]}, separators=(",", ":")) + "\n"
     )
     print(f"{len(runs)} runs, {len(configs)} configs, {TARGET.stat().st_size} bytes")
 

@@ -45,7 +45,7 @@ def model_of(name: str) -> Architecture:
 def recipe_of(case: dict[str, Any], model: Architecture) -> Recipe:
     lora, qlora = case["tune"] != "full", case["tune"].startswith("qlora")
     default = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}.get(model.model_type, ("q_proj", "v_proj"))
-    prepared = case["kbit_prepare"] or case["method"] == "sft" or not qlora  # else checkpointing was not switched on
+    prepared = case["kbit_prepare"] or case["method"] != "torch" or not qlora  # else checkpointing was not switched on
     return Recipe(
         method="qlora" if qlora else "lora" if lora else "full",
         precision=PRECISIONS[case["weights"], case["autocast"]],  # type: ignore[arg-type]
