@@ -191,6 +191,13 @@ def test_sharding_more_needs_less(trainer: str, method: str) -> None:
     assert parameters < none
 
 
+def test_four_bit_weights_are_sharded() -> None:
+    words: dict[str, Any] = {"method": "qlora", "quantization": "nf4-double", "num_gpus": 8, "sequence_length": 64}
+    whole, sharded = (peaks(recipe("trl", shard=shard, **words)) for shard in ("none", "parameters"))
+    assert sharded["save"] < whole["save"] < whole["step"]
+    assert sharded["load"] >= whole["load"] * 0.9  # every rank reads all of them first
+
+
 def test_several_gpus_on_the_command_line(ran: Any, tmp_path: Path) -> None:
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY | {"architectures": ["LlamaForCausalLM"]}))

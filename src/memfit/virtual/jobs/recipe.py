@@ -41,7 +41,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     return Setup(
         config=config, trainer=name, method=recipe.method, dtype="fp16" if half else _DTYPES[numbers.weights],
         autocast="" if name == "torch" and not recipe.precision.endswith("mixed") else mixed,
-        quantization=names.four_bit(recipe), prepare_kbit=trainer(recipe.trainer).kbit_prepare, rank=recipe.lora_rank,
+        quantization=_quantization(recipe, numbers), prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
@@ -58,12 +58,10 @@ Refusal = tuple[bool, str, str]  # does it hold, what cannot be run, what to tak
 
 def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
     loop, plain = name == "torch", name == "transformers"
-    estimate = "memfit estimate knows it"
     return (
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
         (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
-        (recipe.shard == "parameters" and recipe.quantization != "none", "quantised weights that are sharded yet", f"--shard none; {estimate}"),
         (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
         (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
         (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),
@@ -104,6 +102,12 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
     if recipe.zero and launch.zero_stage(recipe) == 3:
         return "zero3"
     return "meta" if name == "torch" and recipe.shard != "none" else "host"
+
+
+def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
+    """FSDP2 shards 4-bit weights that are stored in the dtype of the others."""
+    given = names.four_bit(recipe)
+    return given | {"bnb_4bit_quant_storage": numbers.weights} if given and launch.backend(recipe) == "fsdp" else given
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
