@@ -195,7 +195,6 @@ def test_four_bit_weights_are_sharded() -> None:
     words: dict[str, Any] = {"method": "qlora", "quantization": "nf4-double", "num_gpus": 8, "sequence_length": 64}
     whole, sharded = (peaks(recipe("trl", shard=shard, **words)) for shard in ("none", "parameters"))
     assert sharded["save"] < whole["save"] < whole["step"]
-    assert sharded["load"] >= whole["load"] * 0.9  # every rank reads all of them first
 
 
 def test_several_gpus_on_the_command_line(ran: Any, tmp_path: Path) -> None:
