@@ -92,9 +92,9 @@ def test_what_stays_between_steps(run: dict[str, Any]) -> None:
     assert step == pytest.approx(run["step"], rel=1e-4)
 
 
-def test_one_whole_weight_passes_through_the_card_at_load_and_save() -> None:
+def test_one_whole_weight_passes_through_the_card_at_load_save_and_evaluation() -> None:
     """Traced: `memfit trace smollm2-135m --gpu 8xa100-80gb --shard parameters --precision bf16-mixed --sequence-length 256`."""
     recipe = Recipe(loss="fused", sequence_length=256, num_gpus=8, shard="parameters", precision="bf16-mixed")
     phases = {p.phase: p for p in estimate(resolve_model("smollm2-135m"), recipe, find_gpu("a100-80gb")).phases}
-    for phase, traced in (("load", 172.144), ("save", 316.682)):
+    for phase, traced in (("load", 172.144), ("save", 316.682), ("eval", 330.5)):
         assert phases[phase].levels.requested / 2**20 == pytest.approx(traced, rel=0.005)

@@ -184,11 +184,17 @@ def test_saving_needs_nothing_and_resuming_only_what_it_loads(trainer: str, knob
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_sharding_more_needs_less(trainer: str, method: str) -> None:
-    none, gradients, parameters = (
+    none, parameters = (
         peaks(recipe(trainer, method=method, shard=shard, num_gpus=8, sequence_length=64))["step"]
-        for shard in ("none", "gradients", "parameters")
+        for shard in ("none", "parameters")
     )
-    assert parameters < gradients < none
+    assert parameters < none
+
+
+def test_four_bit_weights_are_sharded() -> None:
+    words: dict[str, Any] = {"method": "qlora", "quantization": "nf4-double", "num_gpus": 8, "sequence_length": 64}
+    whole, sharded = (peaks(recipe("trl", shard=shard, **words)) for shard in ("none", "parameters"))
+    assert sharded["save"] < whole["save"] < whole["step"]
 
 
 def test_several_gpus_on_the_command_line(ran: Any, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from memfit.alloc_conf import Torch, torch_version
 from memfit.errors import BadInput
 
 OLDEST: Torch = (2, 10)  # the first that puts a device guard of no devices in CUDA's place when Python asks
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes")
-_OPTIONAL = "bitsandbytes"
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
+_OPTIONAL = ("bitsandbytes", "deepspeed")
 
 
 def versions() -> dict[str, str]:
@@ -47,7 +47,7 @@ def check_trace() -> None:
     """Raises BadInput where `check_host` does, and where a training library is missing."""
     there = versions()
     check_host(there.get("torch", ".".join(map(str, OLDEST))))
-    if missing := [name for name in PACKAGES if name not in there and name != _OPTIONAL]:
+    if missing := [name for name in PACKAGES if name not in there and name not in _OPTIONAL]:
         raise BadInput(
             "a trace needs the training libraries", hint=f"pip install 'memfit[trace]' (missing: {', '.join(missing)})"
         )

@@ -135,12 +135,13 @@ def beliefs(
     tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the trace took for granted, and what it cannot know. data: the file whose longest batch it is."""
-    packages = (f"{name} {tape.about[name]}" for name in ("torch", "transformers", "peft", "trl") if name in tape.about)
+    used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
+    packages = (f"{name} {tape.about[name]}" for name in used if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
     asked = f"{sum(answered.values())} reads of values nobody has yet: defaults" if answered else ""
     ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
-    kept = "--shard gradients as FSDP2 that keeps gathered parameters, not as DeepSpeed's ZeRO-2"
-    spread = (ranks, kept if recipe.shard == "gradients" else "")
+    hosted = "what is offloaded has room on the host" if recipe.offload != "none" else ""
+    spread = (ranks, hosted)
     kernels = "flash-attn 2.8 stood in for: its buffers, no kernels" if recipe.attention == "flash" else ""
     assumed = (", ".join(packages), kernels, _lengths(recipe, data), shown, *spread, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import memfit.export.deepspeed as deepspeed
+import memfit.deepspeed_file as deepspeed
 import memfit.framework_names as names
 import memfit.launch as launch
 from memfit.errors import Unsupported

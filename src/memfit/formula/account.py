@@ -174,7 +174,7 @@ class Account:
         whole, streams = self.share.gathered, self.share.streams
         assert whole is not None and streams is not None
         found, left = [], 0
-        for stretch, buffers, used in zip(micro.stages, astuple(whole), astuple(streams.gathered), strict=True):
+        for stretch, buffers, used in zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True):
             lines = self.resident(states=states, gradients=gradients, buffers=buffers)
             top = fold(stretch, self.meter)
             level = sum(line[2] for line in lines) + left + top.height
@@ -195,12 +195,17 @@ class Account:
         return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines)
 
     def evaluation(self) -> Instant:
-        """One forward without gradients; its logits and loss exist at once."""
+        """One forward without gradients; its logits and loss exist at once. Or the gathering that it begins with."""
         micro, whole = self.micro(train=False), self.share.gathered
         buffers = max(whole.forward, whole.loss) if whole else self.share.forward
         lines = self.resident(states=True, gradients=False, buffers=buffers)
         top = fold(micro.until_loss, self.meter)
-        return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
+        found = Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
+        if whole is None:
+            return found
+        lines = self.resident(states=True, gradients=False, buffers=whole.entry)
+        gathering = Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines)
+        return max(found, gathering, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
         """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
@@ -210,9 +215,14 @@ class Account:
         if self.static.passing:
             lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
         if self.recipe.shard == "parameters":
+            whole, largest = self.static.base + self.static.scales, self.static.largest * self.numerics.weight
+            # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
+            before = whole if self.recipe.method == "qlora" else largest
+            lines = (*lines, ("temporaries", "whole weights before they are sharded", before))
+        if self.recipe.zero and self.recipe.shard in ("optimizer", "gradients"):
             lines = (
                 *lines,
-                ("temporaries", "whole weight before it is sharded", self.static.largest * self.numerics.weight),
+                ("temporaries", "weights before they are flattened", max(self.share.weights - self.share.master, 0)),
             )
         return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
 

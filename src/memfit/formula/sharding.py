@@ -32,6 +32,7 @@ class Gathered:
     In the backward it dies at once, but the next group is prefetched and one reduce-scatter input is kept.
     """
 
+    entry: int  # the embedding's group whole, beside its all-gather output and this rank's share of it as it was sent
     forward: int  # a block: its weights, its all-gather output
     loss: int
     loss_backward: int
@@ -126,17 +127,17 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
     if a.tied:
         ends = head + embedding
         whole = Gathered(
-            ends + 2 * block, ends + block, ends, ends + 2 * block, ends + 2 * block + reduced,
+            2 * ends + ends // r.num_gpus + block, ends + 2 * block, ends + block, ends, ends + 2 * block, ends + 2 * block + reduced,
             ends + block + reduced, ends + reduced,
         )  # fmt: skip
-        outputs = Gathered(block, block, 0, block, block, 0, 0)
+        outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
         # the block's inputs are copied together while two outputs exist
         return whole, Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs)
     whole = Gathered(
-        2 * block, 2 * head, head, 2 * block + head * full, 2 * block + reduced, block + embedding + reduced,
+        2 * embedding + embedding // r.num_gpus + block, 2 * block, 2 * head, head, 2 * block + head * full, 2 * block + reduced, block + embedding + reduced,
         embedding + reduced,
     )  # fmt: skip
-    outputs = Gathered(block, head, 0, block, block, embedding, embedding)
+    outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
     largest = max(head, embedding)
     return whole, Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
-from memfit.virtual import api, dispatch, engine, guard, libraries, triton
+from memfit.virtual import api, deepspeed, dispatch, engine, guard, libraries, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
@@ -22,11 +22,13 @@ def virtual_gpu(
     alloc_conf: str = "",
     answers: Answers | None = None,
     world_size: int = 1,
+    launched: bool = False,
 ) -> Iterator[Card]:
     """While the context is open, `cuda` is the named card: its memory, its capability, no data.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own). world_size: cards of its kind
-    that torch.distributed finds, of which this one is rank 0's.
+    that torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
+    DeepSpeed asks for.
     """
     noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
     guard.install()
@@ -37,7 +39,8 @@ def virtual_gpu(
         _active(card),
         libraries.installed(),
         triton.launches_nothing(),
-        _world(world_size),
+        deepspeed.hosted(),
+        _world(world_size) if launched or world_size > 1 else nullcontext(),
     ):
         yield card
 
@@ -54,8 +57,6 @@ def _active(card: Card) -> Iterator[None]:
 
 
 def _world(size: int) -> AbstractContextManager[None]:
-    if size == 1:
-        return nullcontext()
     from memfit.virtual.world import world  # torch.distributed takes its time
 
     return world(size)

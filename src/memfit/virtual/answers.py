@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, arange, ones, zeros  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput, UnknownName
 from memfit.virtual.values import LARGEST, Values
@@ -82,7 +82,7 @@ class Answers:
     def nonzero(self, mask: Tensor) -> Tensor:
         """Every element counts as true."""
         self._ask("nonzero")
-        return torch.ones(mask.shape, dtype=torch.bool).nonzero()
+        return ones(mask.shape, dtype=torch.bool).nonzero()
 
     def stand_in(self, values: Values, x: Any) -> Any:
         """Arguments on the host: what is known as it is, unknown booleans true, other unknown data zero."""
@@ -91,7 +91,7 @@ class Answers:
             if known is not None:
                 return known
             self._ask("data-dependent shape")
-            filler = torch.ones if x.dtype == torch.bool else torch.zeros
+            filler = ones if x.dtype == torch.bool else zeros
             return filler(x.shape, dtype=x.dtype)
         return type(x)(self.stand_in(values, i) for i in x) if type(x) in (list, tuple) else x
 
@@ -107,8 +107,8 @@ class Answers:
 
     def _indices(self, t: Tensor, choices: int) -> Tensor:
         if not self.balanced:
-            return torch.zeros(t.shape, dtype=t.dtype)
-        return (torch.arange(t.numel()) % choices).reshape(t.shape)
+            return zeros(t.shape, dtype=t.dtype)
+        return (arange(t.numel()) % choices).reshape(t.shape)
 
     def _ask(self, what: str) -> None:
         self.asked[what] = self.asked.get(what, 0) + 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty, zeros  # by value: DeepSpeed puts its own in torch's place
 from torch._C import DispatchKey
 
 from memfit.virtual.ledger import UNNAMED
@@ -157,7 +157,7 @@ def _functional(name: str) -> Handler:
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         if on_host:
-            planned = [torch.empty(p[0], dtype=p[2]) if i in on_host else p for i, p in enumerate(planned)]
+            planned = [empty(p[0], dtype=p[2]) if i in on_host else p for i, p in enumerate(planned)]
         order = script(card, args, kwargs) if script else ()
         out = card.scripted(planned, order, label) if order else card.tensors(planned, label)
         if gemm:
@@ -239,7 +239,7 @@ def _know_written(
         if fresh:
             for t in written:
                 if card.values.of(t) is None:
-                    card.values.set(t, torch.zeros((), dtype=t.dtype).expand(t.shape))
+                    card.values.set(t, zeros((), dtype=t.dtype).expand(t.shape))
         if card.values.run(op, args, kwargs) is not None:
             return
     for t in written:

@@ -17,7 +17,7 @@ import torch
 from memfit.virtual.patching import patched
 
 
-class _Kernels:
+class Kernels:
     """A native library whose functions can be declared and called, and do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -28,7 +28,7 @@ class _Kernels:
 
 def _bitsandbytes(module: ModuleType) -> None:
     """Its own code for CUDA, above kernels that do nothing; paged states lie in memory shared with the host."""
-    with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": _Kernels()}):
+    with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
         importlib.import_module("bitsandbytes.backends.cuda.ops")
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _bitsandbytes(module: ModuleType) -> None:
         return out
 
     functional = importlib.import_module("bitsandbytes.functional")
-    functional.lib = _Kernels()  # type: ignore[attr-defined]
+    functional.lib = Kernels()  # type: ignore[attr-defined]
     functional.get_paged = get_paged  # type: ignore[attr-defined]
     functional.prefetch_tensor = lambda *_, **__: None  # type: ignore[attr-defined]
 

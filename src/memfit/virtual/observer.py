@@ -132,7 +132,8 @@ class Observer:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
-        self.mark(self.phase, "optimizer step")
+        if self._roots:
+            self.mark(self.phase, "optimizer step")
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         for p, state in optimizer.state.items():
@@ -140,6 +141,8 @@ class Observer:
             for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
                 for t in tensors(held):
                     self._tag(t, "optimizer_states", f"{key} of {name}")
+        if not self._roots:  # DeepSpeed steps once while it loads, to make the states
+            return
         self.mark(self.phase, "after the step")
         self.done += 1
         if self.steps is not None and self.done >= self.steps:

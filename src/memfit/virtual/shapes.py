@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput
 
@@ -49,7 +49,7 @@ def _depthwise(
 def _wider(*args: Any, **words: Any) -> Tensor:
     """`mm`, `bmm`, `addmm` and `baddbmm` with the dtype of the result as last argument."""
     (*_, a, b), dtype = (x for x in args if isinstance(x, Tensor)), next(x for x in args if isinstance(x, torch.dtype))
-    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)
+    return empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:

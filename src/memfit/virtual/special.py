@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty  # by value: DeepSpeed puts its own in torch's place
 from torch._C import DispatchKey
 
 from memfit.virtual.ledger import UNNAMED
@@ -32,7 +32,7 @@ def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     if layout is None or layout in (torch.contiguous_format, torch.preserve_format):
         stride = contiguous(shape)
     else:
-        stride = torch.empty(shape, device="meta", memory_format=layout).stride()
+        stride = empty(shape, device="meta", memory_format=layout).stride()
     return card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), UNNAMED)
 
 

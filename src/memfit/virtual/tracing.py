@@ -49,7 +49,13 @@ def trace_recipe(
         with (
             lean_imports() if lean else contextlib.nullcontext(),
             as_in_a_run(setup, lean),
-            virtual_gpu(gpu, capacity=None, alloc_conf=recipe.alloc_conf, world_size=recipe.num_gpus) as card,
+            virtual_gpu(
+                gpu,
+                capacity=None,
+                alloc_conf=recipe.alloc_conf,
+                world_size=recipe.num_gpus,
+                launched=bool(setup.deepspeed),
+            ) as card,
             flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
         ):
             observer = Observer(card)

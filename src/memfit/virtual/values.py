@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty  # by value: DeepSpeed puts its own in torch's place
 
 LARGEST = 1 << 22  # elements of an integer or boolean tensor whose values are kept
 SMALL = 64  # elements of a floating-point tensor whose values are kept
@@ -55,8 +55,8 @@ class Values:
             return t
         storage = self._known.get(base(t))
         if storage is None:
-            return torch.empty(t.shape, dtype=t.dtype) if t.numel() == 0 else None
-        return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+            return empty(t.shape, dtype=t.dtype) if t.numel() == 0 else None
+        return empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
 
     def set(self, t: Tensor, value: Tensor) -> None:
         """Tell what a tensor of the card holds; `value` is on the host."""

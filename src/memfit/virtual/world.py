@@ -147,10 +147,10 @@ def _all_gather_list(outputs: list[list[Tensor]], sources: list[Tensor], *_: Any
     return outputs, _done(outputs[0])
 
 
-def _all_reduce(results: list[Tensor], *_: Any) -> Any:
-    """NCCL's watchdog thread looks now and then for work that is done, and holds its result until then."""
+def _all_reduce(results: list[Tensor], _group: Any, _op: Any, _indices: Any, asynchronous: bool = True, *_: Any) -> Any:
+    """NCCL's watchdog thread looks now and then for work that is done, and holds the result of what nobody waited for."""
     card, backward = current(), torch._C._current_graph_task_id()
-    if backward >= 0 and card.answers.late_watchdog:
+    if asynchronous and backward >= 0 and card.answers.late_watchdog:
         held = card.unseen.get(backward, [])
         card.unseen = {backward: [*held, *results]}  # what earlier backward passes left is let go
     return results, _done(results)

@@ -54,13 +54,15 @@ def load(setup: Setup) -> Any:
     arguments: dict[str, Any] = {"dtype": dtype}
     if setup.attention != "sdpa":  # the default, which transformers replaces by eager where a model has none
         arguments["attn_implementation"] = setup.attention
-    if setup.load == "checkpoint":
+    if setup.load in ("checkpoint", "zero3"):
         if setup.quantization:
             given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
             arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
+        if setup.load == "checkpoint":
+            arguments["device_map"] = {"": 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
             checkpoint(config, dtype, Path(folder))
-            return class_of(config).from_pretrained(folder, device_map={"": 0}, local_files_only=True, **arguments)
+            return class_of(config).from_pretrained(folder, local_files_only=True, **arguments)
     with torch.device(_BUILT.get(setup.load, "cpu")), no_init_weights():
         model = class_of(config).from_config(config, **arguments)
     model.tie_weights()
@@ -69,7 +71,8 @@ def load(setup: Setup) -> Any:
 
 def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
     """A safetensors file of the right names, shapes and dtype whose data is a hole."""
-    with torch.device("meta"), no_init_weights():
+    whole = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
+    with torch.device("meta"), no_init_weights(), whole:
         model = class_of(config).from_config(config, dtype=dtype)
     model.tie_weights()  # a published checkpoint holds a tied matrix once
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

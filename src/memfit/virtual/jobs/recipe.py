@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
-from memfit import families, launch
+from memfit import deepspeed_file, families, launch
 from memfit import framework_names as names
 from memfit.errors import Unsupported
 from memfit.job import Recipe
@@ -34,23 +34,22 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
-    kind, sharded = launch.backend(recipe), recipe.shard in ("gradients", "parameters")
-    numbers = (
-        names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, "fsdp" if sharded else kind)
-    )
+    kind = launch.backend(recipe)
+    numbers = names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, kind)
     half = recipe.method != "full" and recipe.precision == "fp16-mixed"  # a frozen base needs no fp32 weights
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
         config=config, trainer=name, method=recipe.method, dtype="fp16" if half else _DTYPES[numbers.weights],
         autocast="" if name == "torch" and not recipe.precision.endswith("mixed") else mixed,
-        quantization=names.four_bit(recipe), prepare_kbit=trainer(recipe.trainer).kbit_prepare, rank=recipe.lora_rank,
+        quantization=_quantization(recipe, numbers), prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
         evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
-        merge=not sharded, load=_load(recipe, name), world_size=recipe.num_gpus,
-        shard="parameters" if sharded else "none", reshard=recipe.shard != "gradients", arguments=_arguments(recipe, name),
+        merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
+        shard="parameters" if kind == "fsdp" else "none", deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
+        arguments=_arguments(recipe, name),
     )  # fmt: skip
 
 
@@ -59,14 +58,10 @@ Refusal = tuple[bool, str, str]  # does it hold, what cannot be run, what to tak
 
 def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
     loop, plain = name == "torch", name == "transformers"
-    estimate = "memfit estimate knows it"
     return (
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
-        (recipe.shard == "optimizer", "--shard optimizer yet: ZeRO-1 is DeepSpeed's", f"--shard gradients, parameters or none; {estimate}"),
-        (recipe.shard != "none" and recipe.quantization != "none", "quantised weights that are sharded yet", f"--shard none; {estimate}"),
-        (recipe.offload != "none", f"--offload {recipe.offload} yet: it is DeepSpeed's", estimate),
-        (recipe.precision == "bf16-master", "--precision bf16-master yet: it is DeepSpeed's", estimate),
+        (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
         (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
         (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
         (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),
@@ -85,6 +80,7 @@ def _absent(recipe: Recipe, name: str) -> list[Refusal]:
     packages = [optimizer(recipe.optimizer).package]
     packages += ["bitsandbytes"] * (recipe.quantization != "none")
     packages += ["liger-kernel"] * (name == "transformers" and recipe.loss == "fused")
+    packages += ["deepspeed"] * recipe.zero
     for package in packages:
         hint = f"pip install {package}; memfit estimate answers without it"
         found.append((not installed_version(package), f"this without {package}, which is not installed", hint))
@@ -99,11 +95,19 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "meta", "host"]:
-    """A loop that shards builds the model nowhere at first; the Trainers shard what the host holds."""
+def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "host"]:
+    """A loop that shards builds the model nowhere at first; the Trainers shard what the host holds, ZeRO-3 what is read."""
     if recipe.quantization != "none":
         return "checkpoint"
+    if recipe.zero and launch.zero_stage(recipe) == 3:
+        return "zero3"
     return "meta" if name == "torch" and recipe.shard != "none" else "host"
+
+
+def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
+    """FSDP2 shards 4-bit weights that are stored in the dtype of the others."""
+    given = names.four_bit(recipe)
+    return given | {"bnb_4bit_quant_storage": numbers.weights} if given and launch.backend(recipe) == "fsdp" else given
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:

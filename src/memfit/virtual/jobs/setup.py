@@ -34,13 +34,18 @@ class Setup:
     evaluate: bool = False
     save: bool = False  # a trainer saves a checkpoint after the last step, and is resumed from it
     merge: bool = False  # put the adapters into the weights at the end
-    load: Literal["host", "checkpoint", "device", "meta"] = "host"  # built there, or read from a file to the card
+    load: Literal["host", "checkpoint", "zero3", "device", "meta"] = (
+        "host"  # built there, or read from a file to the card or its share
+    )
     world_size: int = 1  # cards; below, what several do
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
     reshard: bool = True  # FSDP2 frees a block's parameters after its forward
     offload: bool = False  # FSDP2 keeps the shards on the host
     sync_each: bool = False  # gradients are reduced after every micro-batch
     bucket_view: bool = False  # DDP's gradients lie in its buckets
+    deepspeed: dict[str, Any] = field(
+        default_factory=dict
+    )  # its ds_config.json; then it spreads the job, not DDP or FSDP2
     mask: Literal["ones", "none", "padded"] = "ones"
     labelled: float = 1.0  # share of positions with a label
     holds_outputs: bool = False  # the hand-written loop keeps `outputs` through backward

@@ -32,19 +32,16 @@ class _Same:
 
 def run(setup: Setup, observer: Observer) -> None:
     """Build the trainer as its documentation does, train, evaluate if asked."""
-    model = load(setup)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (_sft if setup.trainer == "trl" else _plain)(setup, model, folder)
-        del model
+        trainer = (_sft if setup.trainer == "trl" else _plain)(setup, folder)
         with without_files():
             trainer.add_callback(saving := Saving(observer))
             trainer.train()
             if setup.evaluate:
                 trainer.args.prediction_loss_only = True
                 trainer.evaluate()
-            if (
-                setup.save and setup.shard == "none"
-            ):  # FSDP2's loading copies into DTensors, which the fake group cannot
+            # FSDP2's loading copies into DTensors, which the fake group cannot
+            if setup.save and setup.shard == "none":
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
@@ -68,6 +65,8 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
             "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": setup.reshard,
             "cpu_offload": setup.offload, "cpu_ram_efficient_loading": False,
         }  # fmt: skip
+    if setup.deepspeed:
+        words["deepspeed"] = setup.deepspeed
     return words | setup.arguments
 
 
@@ -80,17 +79,18 @@ def _evaluated(setup: Setup) -> int:
     return setup.micro_batch * EVALUATED if setup.world_size == 1 else _count(setup)
 
 
-def _plain(setup: Setup, model: Any, folder: str) -> Any:
+def _plain(setup: Setup, folder: str) -> Any:
     from transformers import Trainer, TrainingArguments
 
+    one, arguments = sample(setup), TrainingArguments(**_arguments(setup, folder))
+    model = load(setup)  # after the arguments, so that ZeRO-3 shards it while loading
     if setup.method != "full":
         model = with_adapters(setup, model)
-    one, arguments = sample(setup), TrainingArguments(**_arguments(setup, folder))
     evaluated = _Same(one, _evaluated(setup)) if setup.evaluate else None
     return Trainer(model=model, args=arguments, train_dataset=_Same(one, _count(setup)), eval_dataset=evaluated)
 
 
-def _sft(setup: Setup, model: Any, folder: str) -> Any:
+def _sft(setup: Setup, folder: str) -> Any:
     import datasets
     from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
 
@@ -106,7 +106,7 @@ def _sft(setup: Setup, model: Any, folder: str) -> Any:
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
     made: Any = SFTTrainer(
-        model=model, args=SFTConfig(**words), train_dataset=data,
+        args=SFTConfig(**words), model=load(setup), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         processing_class=_tokenizer(), **adapters,
     )  # fmt: skip
