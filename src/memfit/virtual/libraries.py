@@ -92,11 +92,13 @@ def installed() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        _forget_overrides()
+        _forget()
 
 
-def _forget_overrides() -> None:
-    """bitsandbytes remembers by id() which parameters keep 32-bit states, for longer than they live."""
-    optim = sys.modules.get("bitsandbytes.optim")
+def _forget() -> None:
+    """bitsandbytes keeps by id() which parameters have 32-bit states, and a table of codes on the card, for longer than both live."""
+    optim, functional = (sys.modules.get(f"bitsandbytes.{name}") for name in ("optim", "functional"))
     if optim is not None:
         optim.GlobalOptimManager._instance = None
+    if functional is not None:
+        functional.name2qmap.clear()
