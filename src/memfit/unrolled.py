@@ -102,10 +102,12 @@ def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
             row.append(event)
             continue
         if row:
-            ordered += sorted(row, key=_number)
+            row.sort(key=_number)
+            ordered += row
             row = []
         ordered.append(event)
-    return (*ordered, *sorted(row, key=_number))
+    row.sort(key=_number)
+    return (*ordered, *row)
 
 
 def _number(event: Free) -> int:
