@@ -131,7 +131,7 @@ def _repeated(blocks: tuple[Block, ...]) -> tuple[int, tuple[int, int, int]] | N
         rest = len(blocks) - (same + period) // period * period
         least = rest + (2 if period == 1 else period)
         layers = (least, least + period, least + 2 * period)
-        if same >= period and sum(layers) <= WORTH * len(blocks):
+        if same >= period and layers[2] < len(blocks) and sum(layers) <= WORTH * len(blocks):
             found.append((sum(layers), start, layers))
     return min(found)[1:] if found else None
 
