@@ -185,7 +185,7 @@ def program(layers: int, sizes: list[int], kept: list[int], first: int = 0) -> T
 
     weights = [born(s, f"model.layers.{i}.w{k}") for i in range(layers) for k, s in enumerate(sizes)]
     hidden = born(64, "embedding")
-    for step in range(2):
+    for _ in range(2):
         events.append(Mark("step", "forward"))
         saved = []
         for i in range(layers):
@@ -245,7 +245,8 @@ def test_the_answer_says_what_was_traced_and_full_traces_all(tmp_path: Path, cap
         assert cli.main([*words, *more]) == 0
         said.append(json.loads(capsys.readouterr().out))
     depth = "2, 3 and 4 of 7 layers traced, the rest unrolled"
-    assert depth in said[0]["footprint"]["assumptions"] and depth not in said[1]["footprint"]["assumptions"]
-    assert said[0]["footprint"]["phases"] == said[1]["footprint"]["phases"]
+    unrolled, whole = (str(document) for document in said)
+    assert depth in unrolled and depth not in whole
+    assert unrolled.replace(f"'{depth}', ", "") == whole
     assert cli.main(["trace", "train.py", "--gpu", "l4", "--full"]) == 2
     assert "always traced whole" in capsys.readouterr().err
