@@ -81,6 +81,38 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
     )  # fmt: skip
 
 
+def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
+    """The same from a tape that was unrolled from shallow models; None where it cannot be."""
+    from memfit.alloc_conf import parse_alloc_conf
+    from memfit.cards import find_gpu
+    from memfit.tape import Alloc
+    from memfit.virtual import Answers, depths, virtual_gpu
+    from memfit.virtual.jobs import run
+    from memfit.virtual.observer import Observer
+
+    depths.WORTH = 100.0  # however few layers there are
+    case = record["case"]
+    capacity = int(case["total_gib"] * 2**30)
+    gpu = replace(
+        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
+    )
+    conf = "expandable_segments:True" if case["expandable"] else ""
+
+    def once(setup: Any) -> Any:
+        with virtual_gpu(gpu, capacity=None, alloc_conf=conf, answers=Answers(balanced=False)) as card:
+            observer = Observer(card)
+            with observer.watching():
+                run(setup, observer)
+            return observer.tape({}), dict(card.answers.asked)
+
+    plan = depths.depths(setup_of(case, models))
+    found = depths.unrolled(plan, once, gpu) if plan else None
+    if found is None:
+        return None
+    peaks, oom = peaks_of(found[0], capacity, parse_alloc_conf(conf))
+    return Outcome(peaks, oom, sum(isinstance(e, Alloc) for e in found[0].events))
+
+
 def traced(record: dict[str, Any], models: Path) -> Outcome:
     import torch
 
@@ -162,6 +194,7 @@ def main() -> int:
         "--models", type=Path, default=MODELS, help="folder of config.json files named after the models"
     )
     parser.add_argument("--only", default="", help="records whose name contains this")
+    parser.add_argument("--unrolled", action="store_true", help="compare tapes of shallow models, unrolled, instead")
     parser.add_argument("--write", action="store_true", help="keep the summary for docs/accuracy.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -171,15 +204,18 @@ def main() -> int:
     if not paths:
         print(f"no records in {options.folder}", file=sys.stderr)
         return 2
-    good = same = 0
+    good = same = whole = 0
     began = time.perf_counter()
     for path in paths:
         record = json.loads(path.read_text())
         real = recorded(record)
         try:
-            ours = traced(record, options.models)
+            ours = unrolled(record, options.models) if options.unrolled else traced(record, options.models)
         except Exception as error:  # a record that cannot be traced is a failure of ours, named and counted
             print(f"{record['id']}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if ours is None:
+            whole += 1
             continue
         wrong = compare(real, ours)
         for phase, level, a, b in wrong:
@@ -190,13 +226,15 @@ def main() -> int:
             good += 1
             same += real.peaks.get("s2.m1.backward") == ours.peaks.get("s2.m1.backward")
         gc.collect()
+    if whole:
+        print(f"{whole} records do not unroll")
     print(
-        f"{good} of {len(paths)} records within {', '.join(f'{k} {v:.1%}' for k, v in BOUNDS.items())}; "
+        f"{good} of {len(paths) - whole} records within {', '.join(f'{k} {v:.1%}' for k, v in BOUNDS.items())}; "
         f"{same} equal to the byte in the backward of the second step; {time.perf_counter() - began:.0f} s"
     )
     if options.write:
         SUMMARY.write_text(json.dumps({"records": len(paths), "within": good, "equal": same}) + "\n", encoding="utf-8")
-    return 0 if good == len(paths) else 1
+    return 0 if good == len(paths) - whole else 1
 
 
 if __name__ == "__main__":

@@ -31,12 +31,13 @@ WHAT = Argument(
 )
 STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
 ANSWER = Flag("answer", str, "What a script reads from data nobody has; see docs/trace.md.", "item=1,mask=true,...")
+FULL = Flag("full", bool, "Trace every block, where otherwise those that repeat are traced a few times.", default=False)
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, *DATA, FROM, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(*CARD, *DATA, FROM, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -72,7 +73,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
         name = model or (found.adopted.model if found.adopted else "") or ""
-        footprint, answer, tape, settings = traced(recipe, name, found, tell)
+        footprint, answer, tape, settings = traced(recipe, name, found, tell, full=flags["full"])
     for line in found.notes:
         terminal.note(line)
     _show(found, recipe, footprint, answer, settings, flags)
@@ -93,11 +94,11 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
 
 
 def traced(
-    recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True
+    recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True, full: bool = False
 ) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
     """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about.
 
-    lean: no other recipe is traced in this process.
+    lean: no other recipe is traced in this process. full: every block is traced, those that repeat too.
     """
     from memfit import hub
     from memfit.alloc_conf import parse_alloc_conf, torch_version
@@ -113,7 +114,7 @@ def traced(
     )  # read once by PyTorch: DDP's advice is not this program's output
     from memfit.virtual.tracing import trace_recipe
 
-    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean)
+    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean, full=full)
     torch, nccl = torch_version(tape.about["torch"]), NCCL_BYTES if recipe.num_gpus > 1 else 0
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
     whole, part = replay(tape.events, settings=settings, torch=torch), judged(tape)
@@ -143,7 +144,7 @@ def beliefs(
     hosted = "what is offloaded has room on the host" if recipe.offload != "none" else ""
     spread = (ranks, hosted)
     kernels = "flash-attn 2.8 stood in for: its buffers, no kernels" if recipe.attention == "flash" else ""
-    assumed = (", ".join(packages), kernels, _lengths(recipe, data), shown, *spread, asked)
+    assumed = (", ".join(packages), kernels, _lengths(recipe, data), shown, tape.about.get("depth", ""), *spread, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
 

@@ -82,6 +82,8 @@ def said(outcome: Outcome) -> list[str]:
 
 def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:
     """A script has its own recipe, and needs a card."""
+    if flags["full"]:
+        raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
     given = sorted(
         set(recipe_values(flags)) - {"alloc_conf"}
         | ({"from"} if flags["from_"] else set())

@@ -84,6 +84,7 @@ class _Default(Stream):
 
 def stream_functions(card: Card) -> dict[str, Any]:
     """Names in torch.cuda that make, choose and look at streams."""
+    Stream._count = 0  # the same program has the same streams on every card
     default = _Default()
     current = [default]
 

@@ -10,6 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, MemfitError, Unsupported
@@ -20,65 +22,93 @@ from memfit.tape import Tape
 from memfit.virtual.patching import environment, patched
 
 if TYPE_CHECKING:
+    from memfit.virtual.card import Card
     from memfit.virtual.jobs.setup import Setup
 
 Tell = Callable[[str, float], None]
 
 
 def trace_recipe(
-    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False
-) -> tuple[Tape, dict[str, int]]:
+    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False, full: bool = False,
+) -> tuple[Tape, dict[str, int]]:  # fmt: skip
     """The tape of the recipe's own trainer on a card like `gpu` without a limit, and what had to be answered.
 
     config: the model's config.json. lean: this process traces nothing else, so libraries the recipe has no use for may be
-    kept away from the others. Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a
-    recipe that has no job.
+    kept away from the others. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch or the trainer
+    is not installed, Unsupported for a recipe that has no job.
     """
     check_trace()
     from memfit.virtual.jobs.recipe import setup_of
 
     setup = setup_of(recipe, config)
     tell("importing the training libraries", 0.1)
-    with quiet():
-        from memfit.virtual import flash_attn, virtual_gpu
-        from memfit.virtual.host import no_random_weights
-        from memfit.virtual.jobs import import_libraries, run
-        from memfit.virtual.lean import lean_imports
-        from memfit.virtual.observer import Observer
+    about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
+    with quiet(), _lean(lean), as_in_a_run(setup, lean), _failures_told(str(config.get("model_type"))):
+        with _card(setup, gpu, recipe.alloc_conf):
+            from memfit.virtual.depths import depths, unrolled
+            from memfit.virtual.jobs import import_libraries
 
-        with (
-            lean_imports() if lean else contextlib.nullcontext(),
-            as_in_a_run(setup, lean),
-            virtual_gpu(
-                gpu,
-                capacity=None,
-                alloc_conf=recipe.alloc_conf,
-                world_size=recipe.num_gpus,
-                launched=bool(setup.deepspeed),
-            ) as card,
-            flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
-        ):
-            observer = Observer(card)
-            try:
-                import_libraries(setup)
-                tell("training on the virtual card", 0.4)
-                with collecting(), no_random_weights(), observer.watching():
-                    run(setup, observer)
-            except MemfitError:
-                raise
-            except Exception as error:
-                text = str(error).strip().splitlines() or [""]
-                if "Unrecognized model identifier" in text[0]:
-                    raise Unsupported(
-                        f"{config.get('model_type')} models bring their own code, which a trace does not have",
-                        hint="memfit estimate answers by formula",
-                    ) from error
-                raise BadInput(
-                    f"the trainer failed: {type(error).__name__}: {text[0][:200]}",
-                    hint="--debug shows where; memfit estimate answers by formula",
-                ) from error
-            about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name, **versions()}
-            return observer.tape(about), dict(card.answers.asked)
+            import_libraries(setup)
+            plan = None if full else depths(setup)
+        tell("training on the virtual card", 0.4)
+        once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
+        found = unrolled(plan, once, gpu) if plan else None
+        tape, asked = found or once(setup)
+        told = {"depth": str(plan)} if found else {}
+        return replace(tape, about={**about, **versions(), **told}), asked
+
+
+def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
+    from memfit.virtual.lean import lean_imports
+
+    return lean_imports() if lean else contextlib.nullcontext()
+
+
+def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> tuple[Tape, dict[str, int]]:
+    """One job on a card of its own."""
+    from memfit.virtual.host import no_random_weights
+    from memfit.virtual.jobs import run
+    from memfit.virtual.observer import Observer
+
+    with _card(setup, gpu, alloc_conf) as card:
+        observer = Observer(card)
+        with collecting(), no_random_weights(), observer.watching():
+            run(setup, observer)
+        return observer.tape({}), dict(card.answers.asked)
+
+
+@contextlib.contextmanager
+def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
+    """A card without a limit, with the stand-ins that the job needs."""
+    from memfit.virtual import flash_attn, virtual_gpu
+
+    with (
+        virtual_gpu(
+            gpu, capacity=None, alloc_conf=alloc_conf, world_size=setup.world_size, launched=bool(setup.deepspeed)
+        ) as card,
+        flash_attn.standing_in() if flash_attn.named_in(setup.attention) else contextlib.nullcontext(),
+    ):
+        yield card
+
+
+@contextlib.contextmanager
+def _failures_told(model_type: str) -> Iterator[None]:
+    """What a trainer raises, as an error of this program."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        if "Unrecognized model identifier" in text[0]:
+            raise Unsupported(
+                f"{model_type} models bring their own code, which a trace does not have",
+                hint="memfit estimate answers by formula",
+            ) from error
+        raise BadInput(
+            f"the trainer failed: {type(error).__name__}: {text[0][:200]}",
+            hint="--debug shows where; memfit estimate answers by formula",
+        ) from error
 
 
 @contextlib.contextmanager

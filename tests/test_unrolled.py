@@ -1,0 +1,252 @@
+"""Tapes of deep models unrolled from shallow ones: equal to the tape traced whole, or not made at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("trl")
+
+from memfit import Recipe, cli, find_gpu
+from memfit.alloc_conf import parse_alloc_conf
+from memfit.capacity import capacity
+from memfit.replay import replay
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
+from memfit.traced import footprint_of, judged
+from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
+from memfit.virtual import depths
+from memfit.virtual.jobs.recipe import setup_of
+from memfit.virtual.tracing import trace_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+A100 = find_gpu("a100-80gb")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 16, "num_hidden_layers": 7, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {**COMMON, "model_type": "llama"}
+SLIDING = 2 * ["sliding_attention"] + ["full_attention"]
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen2, tied": {**COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**COMMON, "model_type": "qwen3"},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_head": 4, "n_layer": 7, "n_positions": 512},
+    "gpt-neox": {**COMMON, "model_type": "gpt_neox"},
+    "gemma 2, every second attention full": {**COMMON, "model_type": "gemma2", "num_hidden_layers": 8, "sliding_window": 64},
+    "gemma 3, every third, and a rest": {
+        **COMMON, "model_type": "gemma3_text", "num_hidden_layers": 14, "layer_types": (5 * SLIDING)[:14], "sliding_window": 64,
+    },
+    "gemma 3 with eyes": {
+        "model_type": "gemma3",
+        "text_config": {**COMMON, "model_type": "gemma3_text", "num_hidden_layers": 12, "layer_types": 4 * SLIDING, "sliding_window": 64},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    },
+    "mixtral": {**COMMON, **EXPERTS, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3 moe": {**COMMON, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4},
+    "deepseek, whose first blocks are dense": {
+        **COMMON, **EXPERTS, "model_type": "deepseek_v2", "first_k_dense_replace": 2, "n_routed_experts": 4,
+        "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    },
+    "gemma 4, whose embeddings grow with the depth": {
+        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0, "sliding_window": 64,
+    },
+}  # fmt: skip
+TRL: dict[str, Any] = {"trainer": "trl", "loss": "fused"}
+QLORA = {"method": "qlora", "quantization": "nf4-double"}
+FSDP = {"shard": "parameters", "num_gpus": 8}
+RECIPES: tuple[dict[str, Any], ...] = (
+    TRL,
+    {**TRL, "method": "lora", "checkpointing": "full", "accumulation": 2},
+    {**TRL, "method": "lora", "micro_batch": 2, "padding": "packing"},
+    {**TRL, **QLORA, "checkpointing": "full"},
+    {"trainer": "transformers", "precision": "bf16-mixed", "checkpointing": "full"},
+    {"trainer": "transformers", "method": "lora", "precision": "fp16-mixed", "micro_batch": 2, "lora_dropout": 0.05},
+    {"trainer": "transformers", **QLORA, "optimizer": "paged-adamw-8bit"},
+    {"trainer": "transformers", "optimizer": "adamw-foreach", "alloc_conf": "expandable_segments:True"},
+    {"trainer": "transformers", "optimizer": "adafactor", "accumulation": 3},
+    {"trainer": "transformers", "attention": "flash", "micro_batch": 2},
+    {"trainer": "transformers", **FSDP, "precision": "bf16-mixed", "checkpointing": "full"},
+    {**TRL, **FSDP, "method": "lora"},
+    {"trainer": "torch", "optimizer": "adamw-8bit"},
+    {"trainer": "torch", "optimizer": "adamw-forloop", "accumulation": 2},
+    {"trainer": "torch", "optimizer": "muon", "checkpointing": "full"},
+    {"trainer": "torch", "optimizer": "sgd-momentum", "precision": "fp32", "attention": "eager"},
+    {"trainer": "torch", **FSDP, "shard": "gradients", "precision": "bf16-mixed", "accumulation": 2},
+)
+
+
+@pytest.fixture(autouse=True)
+def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep enough for a test is not deep enough to save time."""
+    monkeypatch.setattr(depths, "WORTH", 100.0)
+
+
+def equal(config: dict[str, Any], **words: Any) -> None:
+    """The unrolled tape is the whole one, and so is all that is read from it."""
+    recipe = Recipe(**{"sequence_length": 80, **words})
+    made, asked = trace_recipe(recipe, config, A100)
+    whole, answered = trace_recipe(recipe, config, A100, full=True)
+    assert "layers traced, the rest unrolled" in made.about["depth"] and "depth" not in whole.about
+    assert made.events == in_order_of_birth(whole.events)
+    assert asked == answered
+    conf = parse_alloc_conf(recipe.alloc_conf)
+    ours, theirs = (replay(t.events, settings=conf) for t in (made, whole))
+    assert ours.peak == theirs.peak and ours.by_phase() == theirs.by_phase()
+    assert footprint_of(made, ours, (), (), 0) == footprint_of(whole, theirs, (), (), 0)
+
+
+@pytest.mark.parametrize("words", RECIPES, ids=lambda w: "-".join(map(str, w.values())))
+def test_every_kind_of_recipe_unrolls_to_what_it_is_traced_whole(words: dict[str, Any]) -> None:
+    equal(LLAMA, **words)
+
+
+@pytest.mark.parametrize("name", list(MODELS)[1:])
+def test_every_kind_of_model_unrolls_to_what_it_is_traced_whole(name: str) -> None:
+    equal(MODELS[name], trainer="torch", method="lora", optimizer="adamw-foreach", checkpointing="full")
+
+
+def test_the_smallest_card_and_where_its_bytes_go_are_the_same() -> None:
+    recipe = Recipe(trainer="torch", sequence_length=80)
+    one, two = (capacity(judged(trace_recipe(recipe, LLAMA, A100, full=f)[0]), parse_alloc_conf("")) for f in (0, 1))
+    assert (one.smallest, one.other, one.slack) == (two.smallest, two.other, two.slack)
+
+
+# --- where nothing is unrolled ---
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**LLAMA, "num_hidden_layers": 4}, {}),  # nothing is saved
+        ({**COMMON, "model_type": "gemma3_text", "layer_types": [*SLIDING, *SLIDING[:1], *SLIDING[::-1]]}, {}),
+        (LLAMA, {"num_gpus": 4}),  # DDP's buckets end within blocks
+        (LLAMA, {"trainer": "transformers", "loss": "fused"}),  # Liger changes the classes of the process
+    ],
+    ids=["too few layers", "blocks in no order", "ddp", "liger"],
+)
+def test_what_does_not_repeat_is_traced_whole(config: dict[str, Any], words: dict[str, Any]) -> None:
+    recipe = replace(Recipe(trainer="torch", sequence_length=80), **words)
+    if words.get("loss"):
+        setup = replace(setup_of(Recipe(trainer="transformers"), config), arguments={"use_liger_kernel": True})
+    else:
+        setup = setup_of(recipe, config)
+    assert depths.depths(setup) is None
+
+
+def three(*tapes: Tape, whole: int = 9) -> Any:
+    """What `unrolled` makes of these tapes of models with two, three and four layers."""
+    setup = setup_of(Recipe(trainer="torch"), LLAMA)
+    plan = depths.Depths((setup, setup, setup), (2, 3, 4), whole, "layers")
+    runs = iter(tapes)
+    return depths.unrolled(plan, lambda _: (next(runs), {}), A100)
+
+
+def test_a_third_depth_that_says_otherwise_stops_it() -> None:
+    made = [program(n, [512, 1024], [0]) for n in (2, 3, 4, 9)]
+    found = three(*made[:3])
+    assert found is not None and found[0].events == in_order_of_birth(made[3].events)
+    odd = Tape((*made[0].events, EmptyCache()), "traced")
+    assert three(odd, *made[1:3]) is None
+
+
+def test_a_request_that_a_library_would_cut_at_the_card_stops_it() -> None:
+    grown = [Tape((Alloc(0, n * (10 << 30)), *program(n, [512], [0], 1).events), "traced") for n in (2, 3, 4)]
+    assert three(*grown, whole=6) is not None
+    assert three(*grown, whole=9) is None
+
+
+def test_a_run_that_fails_when_it_is_shallow_is_left_to_the_whole_one() -> None:
+    assert three() is None
+
+
+# --- programs of blocks ---
+
+
+def program(layers: int, sizes: list[int], kept: list[int], first: int = 0) -> Tape:
+    """Weights, two passes forward and back with an optimizer's lists, a stack of one number per block."""
+    events: list[Event] = [Mark("load", "load")]
+    number = first
+
+    def born(size: int, label: str, stream: int = 0) -> int:
+        nonlocal number
+        events.append(Alloc(number, size, "activations", label, stream))
+        number += 1
+        return number - 1
+
+    weights = [born(s, f"model.layers.{i}.w{k}") for i in range(layers) for k, s in enumerate(sizes)]
+    hidden = born(64, "embedding")
+    for _ in range(2):
+        events.append(Mark("step", "forward"))
+        saved = []
+        for i in range(layers):
+            before, hidden = hidden, born(64, f"model.layers.{i}: add")
+            here = [born(s + 8, f"model.layers.{i}: mm") for s in sizes]
+            events.append(RecordStream(here[0], 1))
+            saved.append([before, *(h for k, h in enumerate(here) if k in kept)])
+            events += [Free(h) for k, h in enumerate(here) if k not in kept]
+        events.append(Mark("step", "backward"))
+        gradients = []
+        for row in reversed(saved):
+            gradients += [born(s, "mm", 1) for s in sizes]
+            events += [Free(n) for n in row]
+        stacked = born(4 * layers + 4, "stack")
+        events += [Free(stacked), *(Free(n) for n in gradients), EmptyCache()]
+    events += [Free(hidden), *(Free(w) for w in weights)]
+    return Tape(tuple(events), "traced")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.sets(st.integers(0, 4)), st.integers(4, 12))
+def test_a_program_of_blocks_unrolls_to_itself_or_is_refused(sizes: list[int], kept: set[int], layers: int) -> None:
+    """Sizes that coincide may hide which storage is which; then it is refused, never wrong."""
+    sizes = [512 * s for s in sizes]
+    least, shallow, deep, whole = (program(n, sizes, sorted(kept)) for n in (2, 3, 4, layers))
+    try:
+        found = unroll(shallow, deep, (3, 4), "layers")
+        if found.tape(2).events != in_order_of_birth(least.events):
+            return
+        made = found.tape(layers)
+    except NotPeriodic:
+        return
+    assert made.events == in_order_of_birth(whole.events)
+
+
+def test_only_whole_periods_and_alike_tapes_unroll() -> None:
+    two, three_, four = (program(n, [512, 1024], [0]) for n in (2, 3, 4))
+    found = unroll(three_, four, (3, 4), "layers")
+    assert found.tape(4).events == in_order_of_birth(four.events)
+    with pytest.raises(NotPeriodic, match="1 layers are not 3"):
+        found.tape(1)
+    with pytest.raises(NotPeriodic):
+        unroll(three_, Tape((*four.events, Mark("eval", "forward")), "traced"), (3, 4), "layers")
+    with pytest.raises(NotPeriodic, match="sizes"):
+        unroll(two, program(3, [512, 2048, 4096], [0]), (2, 3), "layers")
+
+
+# --- the command ---
+
+
+def test_the_answer_says_what_was_traced_and_full_traces_all(tmp_path: Path, capsys: Any) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    words = ["trace", str(config), "--gpu", "l4", "--trainer", "torch", "--sequence-length", "80", "--json"]
+    said = []
+    for more in ([], ["--full"]):
+        assert cli.main([*words, *more]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    depth = "2, 3 and 4 of 7 layers traced, the rest unrolled"
+    unrolled, whole = (str(document) for document in said)
+    assert depth in unrolled and depth not in whole
+    assert unrolled.replace(f", '{depth}'", "") == whole
+    assert cli.main(["trace", "train.py", "--gpu", "l4", "--full"]) == 2
+    assert "always traced whole" in capsys.readouterr().err
