@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
     },
     "gemma 4, whose embeddings grow with the depth": {
-        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 16,
+        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 28,
         "vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0, "sliding_window": 64,
     },
 }  # fmt: skip
@@ -81,7 +81,6 @@ RECIPES: tuple[dict[str, Any], ...] = (
     {"trainer": "torch", "optimizer": "adamw-forloop", "accumulation": 2},
     {"trainer": "torch", "optimizer": "muon", "checkpointing": "full"},
     {"trainer": "torch", "optimizer": "sgd-momentum", "precision": "fp32", "attention": "eager"},
-    {"trainer": "torch", **FSDP, "shard": "gradients", "precision": "bf16-mixed", "accumulation": 2},
 )
 
 

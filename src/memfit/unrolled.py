@@ -116,7 +116,8 @@ def _number(event: Free) -> int:
 
 # --- tapes as steps ---
 
-Look = tuple[str, str | None, Role, int]  # of a storage: label before and after its layer, role, stream
+# Of a storage: label before and after its layer, role, stream; what was born last before it dies, if it names no layer.
+Look = tuple[str, str | None, Role, int, tuple[str, str | None] | None]
 Kinds = dict[tuple[Look, int], _Kind]  # with its bytes
 
 
@@ -124,10 +125,10 @@ def _sizes(shallow: Tape, deep: Tape, split: _Split) -> tuple[Kinds, Kinds]:
     """The kinds of either tape. Of what looks the same, sizes that one tape alone has are paired in their order."""
     seen: tuple[dict[Look, dict[int, None]], ...] = (defaultdict(dict), defaultdict(dict))
     for looks, tape in zip(seen, (shallow, deep), strict=True):
+        fates = _fates(tape, split)
         for event in tape.events:
             if isinstance(event, Alloc):
-                head, tail, _ = split(event.label)
-                looks[head, tail, event.role, event.stream][event.size] = None
+                looks[_look(event, split, fates)][event.size] = None
     kinds: tuple[Kinds, Kinds] = ({}, {})
     for look in seen[0] | seen[1]:
         mine, other = seen[0].get(look, {}), seen[1].get(look, {})
@@ -135,8 +136,25 @@ def _sizes(shallow: Tape, deep: Tape, split: _Split) -> tuple[Kinds, Kinds]:
         if len(less) != len(more):
             raise NotPeriodic(f"{look[0]} has {len(less)} sizes in one and {len(more)} in the other")
         for a, b in [*zip(less, more, strict=True), *((s, s) for s in mine if s in other)]:
-            kinds[0][look, a] = kinds[1][look, b] = _Kind(*look, a, b)
+            kinds[0][look, a] = kinds[1][look, b] = _Kind(*look[:4], a, b)
     return kinds
+
+
+def _fates(tape: Tape, split: _Split) -> dict[int, tuple[str, str | None]]:
+    """What was born last, in any block, before a storage dies: it tells apart storages alike that die elsewhere in a block."""
+    fates: dict[int, tuple[str, str | None]] = {}
+    last: tuple[str, str | None] = ("", None)
+    for event in tape.events:
+        if isinstance(event, Alloc):
+            last = split(event.label)[:2]
+        elif isinstance(event, Free):
+            fates[event.id] = last
+    return fates
+
+
+def _look(event: Alloc, split: _Split, fates: dict[int, tuple[str, str | None]]) -> Look:
+    head, tail, _ = split(event.label)
+    return head, tail, event.role, event.stream, fates.get(event.id) if tail is None else None
 
 
 class _Split:
@@ -160,14 +178,15 @@ def _steps(tape: Tape, layers: int, kinds: Kinds, split: _Split) -> Iterator[_St
     births: dict[int, tuple[_Kind, int]] = {}  # id -> its kind, and how many of it were born before
     living: dict[_Kind, list[int]] = defaultdict(list)
     born: dict[_Kind, int] = defaultdict(int)
+    fates = _fates(tape, split)
     for event in in_order_of_birth(tape.events):
         if isinstance(event, Alloc):
-            head, tail, layer = split(event.label)
-            kind = kinds[(head, tail, event.role, event.stream), event.size]
+            look = _look(event, split, fates)
+            kind, layer = kinds[look, event.size], split(event.label)[2]
             births[event.id] = kind, born[kind]
             born[kind] += 1
             living[kind].append(event.id)
-            if tail is None:
+            if kind.tail is None:
                 yield _Step("birth", kind)
                 continue
             yield _Step("birth", kind, (layer, layers - 1 - layer, layer - named))
