@@ -11,20 +11,8 @@ from memfit.explain.memory import Memory
 from memfit.explain.oom_text import Message, messages
 
 When = Literal[
-    "",
-    "load",
-    "prepare",
-    "forward",
-    "loss",
-    "backward",
-    "optimizer",
-    "eval",
-    "predict",
-    "save",
-    "merge",
-    "resume",
-    "init",
-]
+    "", "load", "prepare", "forward", "loss", "backward", "optimizer", "eval", "predict", "save", "merge", "resume", "init"
+]  # fmt: skip
 MOST_TEXT = 8 << 20  # characters read of a log: its end, where it failed
 NEAR = 12  # innermost frames that tell where it failed
 MOST_FRAMES = 4000
@@ -35,17 +23,14 @@ _FRAME = re.compile(
     r'(?:\n\s{2,}(?!File ")(?P<code>[^\n]{1,400}))?'
     r"|(?<![^\s\"\[│])(?P<path2>[^\s\"\[\]│:]{1,400}\.py)(?:\](?:\([^)\n]{0,200}\))?)?(?::(?P<line2>\d{1,7}))?,? in (?P<name2>\w[\w.<>]{0,200})"
 )
-LIBRARY = (
-    "site-packages",
-    "dist-packages",
-    "/lib/python",
-    "<frozen",
+INSTALLED = ("site-packages", "dist-packages", "/lib/python", "<frozen")  # where no user's own code lies
+CUT = (
     "/torch/",
     "/transformers/",
     "/runpy.py",
     "memfit/virtual/",
     "memfit/live/",
-)
+)  # the same in paths that a report has cut
 
 # (when, words of a frame's function or file, or of its code), innermost frame first; the first row that has one decides
 FRAMES: tuple[tuple[When, str], ...] = (
@@ -82,6 +67,11 @@ _AT = [(when, re.compile(words, re.IGNORECASE)) for when, words in FRAMES]
 _IN = [(when, re.compile(words, re.IGNORECASE)) for when, words in WORDS]
 
 
+def library(path: str) -> bool:
+    """Is this file installed, rather than the user's own?"""
+    return any(part in path.replace("\\", "/") for part in INSTALLED)
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One line of a traceback."""
@@ -94,7 +84,7 @@ class Frame:
     @property
     def library(self) -> bool:
         """It is not the user's own code."""
-        return any(part in self.path for part in LIBRARY)
+        return library(self.path) or any(part in self.path for part in CUT)
 
     @property
     def short(self) -> str:
