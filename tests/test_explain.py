@@ -286,6 +286,18 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert codec.dumps(codec.loads(out)) + "\n" == out
 
 
+def test_a_tape_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\x1f\x8b\x08rest")))
+    code, out, err = run(capsys, "-")
+    assert (code, out) == (2, "") and "through a pipe" in err and "memfit explain FILE" in err
+
+
+def test_json_with_a_message_in_it_is_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pod.json"
+    path.write_text(json.dumps({"level": "error", "text": NOW}))
+    assert run(capsys, str(path))[0] == 4
+
+
 def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(SNAPSHOT), "--json")
     found = json.loads(out)
@@ -295,7 +307,15 @@ def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "is empty"), (b"\x80\x04cos\nsystem\n.", "which memfit does not load"), (None, "cannot read")],
+    [
+        (b"", "is empty"),
+        (b"\x80\x04cos\nsystem\n.", "which memfit does not load"),
+        (None, "cannot read"),
+        (b'{\n  "schema": "memfit.plan/1", "phase": "resume"}', "memfit.plan/1, no log"),
+        (b'{"schema":"memfit.watched/1"}', ".jsonl"),
+        (b'schema = 1\n[job]\nmodel = "x"\n[recipe]\nmethod = "lora"\n', "is a recipe"),
+        (b'{"case": {"model": "x"}, "phases": ["resume"]}', "JSON without an out-of-memory"),
+    ],
 )
 def test_bad_input_is_one_line_and_a_hint(
     content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
