@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from memfit.explain.clue import FAINT, STRONG, SURE, WEAK
-from memfit.explain.evidence import When
+from memfit.explain.phases import When
 from memfit.finding import Cause
 
 
