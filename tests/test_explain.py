@@ -51,7 +51,7 @@ MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
             {"kind": "cuda", "tried": m(20), "total": g(8), "allocated": g(7.2), "free": 0, "reserved": g(7.3),
              "unallocated": g(7.3) - g(7.2), "advises_expandable": True}),
     "1.3": ("CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 11.91 GiB total capacity; 5.52 GiB already allocated; 2.06 MiB free; 184.00 KiB cached)",
-            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "reserved": 184 * 1024}),
+            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "unallocated": 184 * 1024, "reserved": g(5.52) + 184 * 1024}),
     "2.0 several": ("CUDA out of memory. Tried to allocate 64.00 MiB (GPU 2; 31.75 GiB total capacity; 28.28 GiB already allocated; 1.95 GiB free; 29.00 GiB reserved in total by PyTorch)",
                     {"tried": m(64), "total": g(31.75), "free": g(1.95), "allocated": g(28.28)}),
     "2.1 misspelt": ("CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacty of 14.75 GiB of which 3.78 GiB is free. Process 4711 has 10.96 GiB memory in use. Of the allocated memory 10.50 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.",

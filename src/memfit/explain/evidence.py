@@ -29,6 +29,12 @@ CUT = (
     "memfit/live/",
 )  # the same in paths that a report has cut
 
+_FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
+# what PyTorch adds to every message says nothing of this one
+_HINT = re.compile(
+    r"if reserved (?:but unallocated )?memory is (?:large|>> allocated memory),? try setting \S{1,60} to avoid fragmentation\.?"
+)
+
 
 def library(path: str) -> bool:
     """Is this file installed, rather than the user's own?"""
@@ -112,6 +118,6 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
-    flat = " ".join(text.split()).lower()
+    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", text).split()).lower())
     when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], text, flat)
     return Evidence(flat, messages(text), frames, when, memory, roots)

@@ -45,8 +45,9 @@ _FIELDS: dict[str, str] = {
     "allowed": rf"{_SIZE} allowed",
     "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
     "private": rf"with {_SIZE} allocated in private pools",
-    "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated",
-    "reserved": rf"{_SIZE} reserved in total|{_SIZE} cached",
+    # "cached" of 1.0 to 1.3 leaves allocated bytes out
+    "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated|{_SIZE} cached",
+    "reserved": rf"{_SIZE} reserved\b(?! ?(?:by pytorch )?(?:but|-))",
 }
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)

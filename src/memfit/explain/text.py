@@ -7,15 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.explain.clue import FAINT, STRONG, SURE, WEAK, Clue
+from memfit.explain.concepts import FOUR_BIT, FSDP, MANY, ZERO3
 from memfit.explain.evidence import Evidence
 from memfit.explain.oom_text import WSL, Message
 from memfit.explain.signs import SIGNS, Sign
-from memfit.finding import Proof
+from memfit.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
+SHARE_PIECES = 0.02  # of the card: more than lies in pieces of any full card, and more than its small requests ask for
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts of 0.1 to 0.6 GiB are known, and kernels besides
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what another rank's bare context takes; a run on the card takes more
+ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
+LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
 STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
 
 
@@ -54,8 +58,13 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
         f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(m.tried or 0)} were asked for",
         m.unallocated,
     )
-    if share >= SHARE_FRAGMENTED and (m.tried or 0) <= m.unallocated:
+    tried = m.tried or 0
+    if share >= SHARE_FRAGMENTED and tried <= m.unallocated:
         return Clue("fragmentation", 88, proof)
+    if (
+        share >= SHARE_PIECES and tried >= SHARE_PIECES * m.total
+    ):  # a large request that had room, though not in one piece
+        return Clue("fragmentation", 58, proof)
     return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
 
 
@@ -66,6 +75,9 @@ def _others(m: Message, evidence: Evidence) -> Clue | None:
     if len(real) > 1 and all(low <= size <= high for size in real):
         proof = Proof(f"{len(real)} processes hold a context of about {human(real[0])} each", sum(real))
         return Clue("ranks-on-one-gpu", SURE, proof)
+    like = sorted(real)[-2:]
+    if len(like) == 2 and like[0] >= max(CONTEXT, ALIKE * like[1]):
+        return Clue("ranks-on-one-gpu", 80, Proof(f"{len(real)} processes hold about as much of it each", sum(real)))
     foreign = _foreign(m, real)
     if not foreign or not m.total or foreign < CONTEXT or foreign < 0.1 * m.total:
         return None
@@ -90,13 +102,10 @@ def _spilled(m: Message, evidence: Evidence) -> Clue | None:
 
 def _outside(m: Message, evidence: Evidence) -> Clue | None:
     """In this process, but not PyTorch's: contexts, NCCL, an engine with memory of its own."""
-    if m.reserved is None or (m.in_process or 0) >= WSL:
+    if m.in_process is None:
+        return _elsewhere(m, evidence)
+    if m.reserved is None or m.in_process >= WSL:
         return None
-    if m.in_process is None:  # before 2.1 nothing tells whose they are
-        rest = m.outside or 0
-        if not m.total or rest < max(2 * CONTEXT, 0.2 * m.total):
-            return None
-        return Clue("other-process", STRONG + 5, Proof(f"{human(rest)} of the card are not this allocator's", rest))
     rest = m.in_process - m.reserved
     if rest < 2 * CONTEXT:
         return None
@@ -105,12 +114,23 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
     )
 
 
+def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
+    """Before 2.1 nothing tells whose the rest of the card is: ranks that went to this one, where there are several."""
+    if not m.total or m.free is None or m.allocated is None:
+        return None
+    rest = m.total - m.free - (m.reserved or m.allocated)
+    if rest < max(2 * CONTEXT, (0.2 if m.reserved else 0.5) * m.total):
+        return None
+    proof = Proof(f"{human(rest)} of the card are not this allocator's", rest)
+    cause: Cause = "ranks-on-one-gpu" if _SEVERAL.search(evidence.text) else "other-process"
+    return Clue(cause, 76, proof)
+
+
 def _on_the_host(m: Message, evidence: Evidence) -> Clue | None:
-    return (
-        Clue("host-ram", 85, Proof("the host's own words: killed, or no memory of the CPU"))
-        if m.kind == "host"
-        else None
-    )
+    if m.kind != "host":
+        return None
+    alone = all(other.kind == "host" for other in evidence.messages)
+    return Clue("host-ram", 88 if alone else STRONG, Proof("the host's own words: killed, or no memory of the CPU"))
 
 
 def _engine(m: Message, evidence: Evidence) -> Clue | None:
@@ -126,73 +146,112 @@ RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
 
 _BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
 _MODEL = re.compile(r"[a-z][\w.]*-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
-_CARDS = re.compile(r"(?<![\w.])(\d{1,4}) ?(?:x\b|x(?=\d)|\*(?= ?\w))")
+_EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
+_CARDS = re.compile(
+    r"(?<![\w.])(\d{1,4}) ?(?:x\b(?! ?\d+(?:\.\d+)? ?b\b)|x(?=\d)(?!\d+(?:\.\d+)? ?b\b)|\*(?= ?\w)|(?=gpus|cards))"
+)
 _CARD = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b")
-_FROZEN = re.compile(r"\bq?lora\b|peft|adapter|prefix|4[- ]?bit|8[- ]?bit|bnb|grpo")
+_SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
 _FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
-_RAN_OUT = re.compile(r"\boom\b|out of memory|tried to allocate|readme|expected|claims|should fit|does not fit")
+_RAN_OUT = re.compile(r"\boom|out of memory|outofmemory|tried to allocate|not enough|run(?:s|ning)? out")
+_ASKED = re.compile(
+    r"readme|\bdocs?\b|documentation|claim|expected|should fit|how much|requirement|minimum|is it possible|can i\b|can't|cannot|"
+    r"(?:even|still|already) (?:with|at|on)|(?:batch(?: size|_size)?|bs|mbs|micro_batch_size)\W{0,3}1\b|any batch|does not fit|lowest|smallest|table"
+)
 _LATE = re.compile(
     r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch|\bonly (?:when|if|with|after|once)\b"
 )  # it ran, so weights and states have room
 SHARD_OF = (
-    ("parameters", re.compile(r"zero[-_ ]?3|stage.{0,3}3\b|fsdp|fully_shard")),
+    ("parameters", re.compile(rf"{ZERO3}|{FSDP}")),
     ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
+)
+# bytes that lie on a card per weight of a model that is not trained whole, at the least; the first row that is said
+FROZEN = (
+    (0.55, re.compile(FOUR_BIT)),
+    (1.05, re.compile(r"8[- ]?bit|int8|fp8")),
+    (2.0, re.compile(r"\blora\b|peft|adapter|prefix|grpo|dora|freeze|frozen")),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a text names of a run: weights, cards, bytes of each, and what of 16 bytes per weight lies on each card."""
+    """What a text names of a run: weights, cards, bytes of each, and what of its bytes per weight lies on each card."""
 
     weights: float
     cards: int
     each: int
+    per_weight: float  # of all cards
     states: float  # bytes of weights, gradients and states on one card
+    frozen: bool
 
 
 def run_of(evidence: Evidence) -> Run | None:
-    """The run, where model size and card are named."""
+    """The run, where model size and card are named; None where there are several cards and nothing says how many."""
     text = evidence.text
-    model = _MODEL.search(text) or _BILLIONS.search(text)
+    weights = _weights(text)
     message = evidence.message
     total = message.total if message else None
     card = _CARD.search(text)
-    if not model or (total is None and not card):
+    if not weights or (total is None and not card):
         return None
-    cards = int(found[1]) if (found := _CARDS.search(text)) else 1
+    found = _CARDS.search(text)
+    if found is None and _SEVERAL.search(text):
+        return None
+    cards = int(found[1]) if found else 1
     each = total if total is not None else int(float(card[1]) * GIB)  # type: ignore[index]
-    weights = float(model[1]) * 1e9
+    frozen = next((size for size, pattern in FROZEN if pattern.search(text)), None)
+    per_weight = frozen or STATES
     how = next((name for name, pattern in SHARD_OF if pattern.search(text)), "")
-    per_weight = {"parameters": STATES / cards, "gradients": 2 + 2 + (STATES - 4) / cards, "": STATES}[how]
-    return Run(weights, cards, each, weights * per_weight)
+    of_all = {"parameters": per_weight / cards, "gradients": 4 + (per_weight - 4) / cards, "": per_weight}
+    mine = per_weight if frozen and how == "gradients" else of_all[how]
+    return Run(weights, cards, each, per_weight, weights * mine, frozen is not None)
+
+
+def _weights(text: str) -> float:
+    """Weights of the model that is named first, 0 for none; experts share about an eighth of what they multiply."""
+    if found := _EXPERTS.search(text):
+        return float(found[1]) * float(found[2]) * 0.85e9
+    found = _MODEL.search(text) or _BILLIONS.search(text)
+    return float(found[1]) * 1e9 if found else 0.0
 
 
 def _sizing(evidence: Evidence) -> Clue | None:
-    """Full training whose weights, gradients and states leave no room for activations."""
+    """Weights, gradients and optimizer states that leave no room for activations."""
     run = run_of(evidence)
-    if run is None or evidence.when in ("save", "merge", "resume", "predict"):
-        return None
-    if _FROZEN.search(evidence.text) or _LATE.search(evidence.text):
+    text = evidence.text
+    if run is None or evidence.when in ("save", "merge", "resume", "predict", "load", "eval") or _LATE.search(text):
         return None
     share = run.states / run.each
     if share < 0.6:
         return None
-    weight = 85 if share >= 0.75 and _FULL.search(evidence.text) and "offload" not in evidence.text else STRONG + 5
-    if not _RAN_OUT.search(evidence.text):
+    sure = share >= 0.75 and _FULL.search(text) and "offload" not in text and not run.frozen
+    weight = 85 if sure else 76 if share >= 0.75 else 66
+    if not _RAN_OUT.search(text) and not _ASKED.search(text):
         weight = WEAK
-    proof = f"{run.weights / 1e9:g} B weights x {STATES} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
+    proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
     return Clue("capacity", weight, Proof(proof, int(run.states)))
 
 
 def _alone(evidence: Evidence) -> Clue | None:
     """Nothing else is known: loading onto one card failed, so it is too small for the weights."""
-    run = run_of(evidence)
-    if evidence.when == "load" and run and run.cards > 1 and not any(p.search(evidence.text) for _, p in SHARD_OF):
-        return Clue(
-            "replicated", WEAK + 8, Proof(f"{run.cards} cards, nothing that shards: every process loads all weights")
-        )
+    run, text = run_of(evidence), evidence.text
+    if evidence.when == "load" and run and run.cards > 1 and not any(p.search(text) for _, p in SHARD_OF):
+        proof = Proof(f"{run.cards} cards, nothing that shards: every process loads all weights")
+        return Clue("replicated", WEAK + 8, proof)
     if evidence.when == "load":
-        return Clue("capacity", WEAK, Proof("it failed while the weights were loaded"))
+        return Clue(
+            "capacity", WEAK + 6 * bool(run and run.cards == 1), Proof("it failed while the weights were loaded")
+        )
+    if (
+        evidence.when in ("", "init", "forward", "backward")
+        and _weights(text) >= LARGE
+        and _RAN_OUT.search(text + " oom" * bool(evidence.messages))
+    ):
+        asked = _ASKED.search(text)
+        said = f"'{asked[0]}', " if asked else ""
+        return Clue(
+            "capacity", 66 if asked else WEAK - 6, Proof(f"{said}a model of {_weights(text) / 1e9:g} B weights")
+        )
     if evidence.when in ("forward", "backward") and evidence.messages:
         return Clue("activations", FAINT, Proof(f"it failed in the {evidence.when} pass"))
     return None
