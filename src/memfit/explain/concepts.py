@@ -21,7 +21,7 @@ DIFFUSION = r"diffus|\bflux|\bsd(?:xl?|3|15)?\b|dreambooth|\bvae\b|text[_ ]?enco
 PREFERENCE = r"\bdpo|\borpo\b|\bkto\b|\bcpo\b|\bsimpo\b|concatenated_forward"
 ROLLOUTS = r"\bgrpo|\brloo|\bgspo|\bdapo"
 RL = rf"{ROLLOUTS}|\bppo\b|\bverl\b|openrlhf|skyrl|nemo[- ]?rl|\brlhf\b|reinforce"
-ENGINE = r"vllm(?!-project)|sglang|gpu_memory_utilization|cache blocks|warming up sampler|sleep_mode"
+ENGINE = r"(?<![\w-])vllm(?!-project)|(?<!/)\bsglang|gpu_memory_utilization|cache blocks|warming up sampler|sleep_mode"
 IMAGES = r"image|\bvision\b|\bvl\b|llava|video|pixel|screenshot|visual"
 
 # ---- what is done ---------------------------------------------------------------------------------------------------
@@ -37,20 +37,26 @@ HELPS = r"help|fix|solv|work(?:s|ed)\b|avoid|resolv|drop|reduc|-+>|\bto [\d.]+ ?
 
 # ---- how it goes ----------------------------------------------------------------------------------------------------
 
-_UP = r"(?:grow|climb|creep|increas|ris(?:e|es|ing)\b|(?<!gradient[_ -])accumulat|piles? up|builds? up|go(?:es|ing)? up|more and more)"
+_UP = r"(?:(?<!sudden )(?:grow|climb|creep|increas|ris(?:e|es|ing)\b)|(?<!gradient[_ -])accumulat|piles? up|builds? up|go(?:es|ing)? up|more and more)"
 GROWS = (
     rf"(?:memory|usage|used|vram|ram|allocated|it|gpu|consumption)\b\W+(?:[\w.]+\W+){{0,5}}?{_UP}|"
     rf"(?:slow|stead|gradual|constant|continu|monoton|linear|keeps?|kept|keep on|always)\w*,?(?: \w+){{0,2}} {_UP}|"
     rf"{_UP}\w*,? (?:\w+ ){{0,3}}(?:until|till|each|every|per|over|with|by|through|steadily|slowly|linearly|gradually)\b|\bgrow(?:s|ing)\b"
 )
-SHAPES = r"(?:different|var(?:y|ying|iable|ied|ies)|dynamic|changing|random|multiple) (?:\w+ ){0,2}(?:shapes?|sizes?|lengths?|resolutions?)|multi-?scale|bucketing"
+SHAPES = (
+    r"(?:different|var(?:y|ying|iable|ied|ies)|dynamic|changing|random|multiple)[ -](?:\w+ ){0,2}(?:shapes?|sizes?|lengths?|resolutions?)|"
+    r"multi-?scale|bucketing"
+)
 LATER = (
-    r"random(?:ly)?\b|sporadic|intermittent|occasional|sometimes|unpredictabl|(?:at|after) (?:about |around |~ ?)?(?:\d+ )?(?:hours?|several|various|some|many|a few|a while|thousands|hundreds)|"
-    r"mid[- ]?(?:run|training|epoch)|mid(?:dle|way)\b|later in training|in the (?:second|2nd|third) ?epoch|"
+    r"random(?:ly)?\b|sporadic|intermittent|occasional|sometimes|unpredictabl|\blate(?:r)? (?:oom|in training)|"
+    r"(?:at|after) (?:about |around |~ ?)?(?:\d+ )?(?:hours?|several|various|some|many|a few|a while|thousands|hundreds)|"
+    r"mid[- ]?(?:run|training|epoch)|mid(?:dle|way)\b|in the (?:second|2nd|third) ?epoch|"
     r"(?:oom|memory|crash\w*|fail\w*) (?:\w+ )?(?:at|after|on|around) (?:about |around |~ ?)?(?:step |iteration |iter )?\d{2,}k?\+?"
 )
+SUDDEN = r"sudden|abrupt|\bjump|all at once|out of nowhere"
 LONGEST = (
-    r"group_by_length|lengthgrouped|longest|very long|too long|(?:a|one|few|some|certain|single|rare|several) (?:\w+ ){0,2}(?:long(?:er)?|large|huge|big)\b|"
-    r"long(?:er)? (?:sample|batch|example|sequence|row|document|prompt|text)|outlier|sequence length var|length (?:varies|distribution)|un(?:limited|bounded|truncated)|"
-    r"variable[- ]length batch|\d+k?[- ]tokens? (?:sample|example|sequence|row)"
+    r"group_by_length|lengthgrouped|longest|very long|too long|max[-_ ]?duration|long audio|utterance|"
+    r"(?:a|one|few|some|certain|single|rare|several) (?:\w+ ){0,2}(?:long(?:er)?|large|huge|big)\b|"
+    r"long(?:er)? (?:sample|batch|example|sequence|row|document|prompt|text)|outlier|sequence length var|length (?:varies|distribution)|"
+    r"un(?:limited|bounded|truncated)|variable[- ]length batch|\d+k?[- ]tokens? (?:sample|example|sequence|row)|[\d.]+ ?(?:-|to) ?\d+ ?s(?:ec\w*)?\b"
 )

@@ -31,9 +31,7 @@ CUT = (
 
 _FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
 # what PyTorch adds to every message says nothing of this one
-_HINT = re.compile(
-    r"if reserved (?:but unallocated )?memory is (?:large|>> allocated memory),? try setting \S{1,60} to avoid fragmentation\.?"
-)
+_HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
 
 
 def library(path: str) -> bool:

@@ -24,7 +24,7 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"),
     ("cublas", r"cublas_status_alloc_failed"),
     ("cudnn", r"cudnn_status_alloc_failed"),
-    ("nccl", r"nccl\b[^\n]{0,200}out of memory|cuda failure (?:2 )?'out of memory'"),
+    ("nccl", r"nccl\b[^\n]{0,200}out of memory|failed to cuda (?:host )?[cm]alloc|cuda failure (?:2 )?'out of memory'"),
     ("bitsandbytes", r"error out of memory at line \d+ in file"),
     ("mps", r"mps backend out of memory"),
     ("hip", r"\bhip(?: error:)? out of memory"),

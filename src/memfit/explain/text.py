@@ -137,8 +137,12 @@ def _engine(m: Message, evidence: Evidence) -> Clue | None:
     return Clue("inference-engine", SURE, Proof("the message is vLLM's own")) if m.kind == "vllm" else None
 
 
+def _communicator(m: Message, evidence: Evidence) -> Clue | None:
+    return Clue("nccl", 80, Proof("NCCL's own message: it found no room for its buffers")) if m.kind == "nccl" else None
+
+
 RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
-    _fragmented, _others, _spilled, _outside, _on_the_host, _engine,
+    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _communicator,
 )  # fmt: skip
 
 
@@ -165,6 +169,15 @@ SHARD_OF = (
     ("parameters", re.compile(rf"{ZERO3}|{FSDP}")),
     ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
 )
+# GiB of cards that are named without their size, the larger where one name has two. Source: src/memfit/data/gpus.toml
+CARDS = tuple(
+    (size, re.compile(rf"\b(?:rtx ?|gtx ?|tesla ?|nvidia ?)?(?:{names})\b"))
+    for size, names in (
+        (11, r"[12]080 ?ti"), (12, r"k80|3060|4070"), (16, r"t4|p100|4080|4060 ?ti|a4000"), (24, r"[34]090(?: ?ti)?|l4|a10g?|a5000|titan rtx"),
+        (32, r"v100|5090"), (48, r"a6000|6000 ada|a40|l40s?"), (80, r"a100|a800|h100|h800"), (96, r"h20|gh200"), (141, r"h200"),
+        (180, r"g?b200"), (192, r"mi300x?"),
+    )
+)  # fmt: skip
 # bytes that lie on a card per weight of a model that is not trained whole, at the least; the first row that is said
 FROZEN = (
     (0.55, re.compile(FOUR_BIT)),
@@ -190,21 +203,26 @@ def run_of(evidence: Evidence) -> Run | None:
     text = evidence.text
     weights = _weights(text)
     message = evidence.message
-    total = message.total if message else None
-    card = _CARD.search(text)
-    if not weights or (total is None and not card):
+    each = message.total if message and message.total else _card(text)
+    if not weights or not each:
         return None
     found = _CARDS.search(text)
     if found is None and _SEVERAL.search(text):
         return None
     cards = int(found[1]) if found else 1
-    each = total if total is not None else int(float(card[1]) * GIB)  # type: ignore[index]
     frozen = next((size for size, pattern in FROZEN if pattern.search(text)), None)
     per_weight = frozen or STATES
     how = next((name for name, pattern in SHARD_OF if pattern.search(text)), "")
     of_all = {"parameters": per_weight / cards, "gradients": 4 + (per_weight - 4) / cards, "": per_weight}
     mine = per_weight if frozen and how == "gradients" else of_all[how]
     return Run(weights, cards, each, per_weight, weights * mine, frozen is not None)
+
+
+def _card(text: str) -> int:
+    """Bytes of the card that is named first, 0 for none."""
+    if found := _CARD.search(text):
+        return int(float(found[1]) * GIB)
+    return next((size * GIB for size, pattern in CARDS if pattern.search(text)), 0)
 
 
 def _weights(text: str) -> float:
