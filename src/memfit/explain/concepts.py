@@ -51,7 +51,7 @@ LATER = (
     r"random(?:ly)?\b|sporadic|intermittent|occasional|sometimes|unpredictabl|\blate(?:r)? (?:oom|in training)|"
     r"(?:at|after) (?:about |around |~ ?)?(?:\d+ )?(?:hours?|several|various|some|many|a few|a while|thousands|hundreds)|"
     r"mid[- ]?(?:run|training|epoch)|mid(?:dle|way)\b|in the (?:second|2nd|third) ?epoch|"
-    r"(?:oom|memory|crash\w*|fail\w*) (?:\w+ )?(?:at|after|on|around) (?:about |around |~ ?)?(?:step |iteration |iter )?\d{2,}k?\+?"
+    r"(?:oom|memory|crash\w*|fail\w*) (?:\w+ )?(?:at|after|on|around) (?:about |around |~ ?)?(?:step |iteration |iter |update |batch )?#?\d[\d,.]+k?\+?"
 )
 SUDDEN = r"sudden|abrupt|\bjump|all at once|out of nowhere"
 LONGEST = (

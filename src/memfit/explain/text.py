@@ -28,7 +28,7 @@ def clues(evidence: Evidence) -> list[Clue]:
     found = [clue for sign in SIGNS if (clue := _seen(sign, evidence))]
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
-    return found + [clue for clue in (_sizing(evidence), _alone(evidence)) if clue]
+    return found + [clue for clue in (_sizing(evidence), _measured(evidence), _alone(evidence)) if clue]
 
 
 def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
@@ -48,9 +48,13 @@ def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
 
 
 def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
-    if not m.unallocated or not m.total or evidence.memory:  # a history knows it better
+    total = m.total or _card(evidence.text)
+    if not m.unallocated or evidence.memory:  # a history knows it better
         return None
-    share = m.unallocated / m.total
+    if not total:
+        proof = Proof(f"{human(m.unallocated)} are reserved without a tensor", m.unallocated)
+        return Clue("fragmentation", 80, proof) if m.unallocated >= max(m.tried or 0, GIB) else None
+    share = m.unallocated / total
     enough = m.tried is not None and m.unallocated + (m.free or 0) >= m.tried
     if not enough:
         return None
@@ -62,7 +66,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
     if share >= SHARE_FRAGMENTED and tried <= m.unallocated:
         return Clue("fragmentation", 88, proof)
     if (
-        share >= SHARE_PIECES and tried >= SHARE_PIECES * m.total
+        share >= SHARE_PIECES and tried >= SHARE_PIECES * total
     ):  # a large request that had room, though not in one piece
         return Clue("fragmentation", 58, proof)
     return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
@@ -154,7 +158,11 @@ _EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
 _CARDS = re.compile(
     r"(?<![\w.])(\d{1,4}) ?(?:x\b(?! ?\d+(?:\.\d+)? ?b\b)|x(?=\d)(?!\d+(?:\.\d+)? ?b\b)|\*(?= ?\w)|(?=gpus|cards))"
 )
-_CARD = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b")
+_SIZE = r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b"
+_CARD = re.compile(  # beside a card's name or count, not a size that something takes
+    rf"hardware: [^|]{{0,40}}?{_SIZE}|(?:\b\d{{1,4}} ?x|[*×]|\ba?\d{{2,4}}s?(?: ti| sxm| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
+    rf"|{_SIZE} (?:of )?(?:v?ram|gpus?|cards?|hbm|a100|h100|v100|nvidia|rtx)"
+)
 _SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
 _FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
 _RAN_OUT = re.compile(r"\boom|out of memory|outofmemory|tried to allocate|not enough|run(?:s|ning)? out")
@@ -221,7 +229,7 @@ def run_of(evidence: Evidence) -> Run | None:
 def _card(text: str) -> int:
     """Bytes of the card that is named first, 0 for none."""
     if found := _CARD.search(text):
-        return int(float(found[1]) * GIB)
+        return int(float(next(filter(None, found.groups()))) * GIB)
     return next((size * GIB for size, pattern in CARDS if pattern.search(text)), 0)
 
 
@@ -231,6 +239,22 @@ def _weights(text: str) -> float:
         return float(found[1]) * float(found[2]) * 0.85e9
     found = _MODEL.search(text) or _BILLIONS.search(text)
     return float(found[1]) * 1e9 if found else 0.0
+
+
+def _measured(evidence: Evidence) -> Clue | None:
+    """A size that is not the card's and four bytes for each weight: they were loaded in 32 bits."""
+    weights, card = _weights(evidence.text), _card(evidence.text)
+    if evidence.when not in ("", "load", "prepare") or not weights:
+        return None
+    for number in re.findall(_SIZE, evidence.text):
+        size = float(number) * 1e9
+        if abs(size * GIB / 1e9 - card) > 0.05 * card and any(
+            abs(unit * float(number) / weights - 4) < 0.2 for unit in (1e9, GIB)
+        ):
+            return Clue(
+                "wrong-dtype", 78, Proof(f"{number} GB are 4 bytes for each of {weights / 1e9:g} B weights", int(size))
+            )
+    return None
 
 
 def _sizing(evidence: Evidence) -> Clue | None:
