@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 When = Literal[
-    "", "load", "prepare", "forward", "loss", "backward", "optimizer", "eval", "predict", "save", "merge", "resume", "init"
+    "", "load", "prepare", "forward", "loss", "backward", "optimizer", "eval", "predict", "save", "merge", "resume", "init", "data"
 ]  # fmt: skip
 NEAR = 12  # innermost frames that tell where it failed
 AROUND = ("save", "merge", "resume", "predict", "eval")  # they stand far outside of the pass that fails
@@ -37,6 +37,7 @@ NOUNS: tuple[tuple[When, str], ...] = (
     ("prepare", r"prepar|wrap"),
     ("load", r"load|start(?:up|s|ing)?\b|from_pretrained|before training|instantiat|model (?:creation|construction)"),
     ("init", r"\binit|probe|vllm|warm"),
+    ("data", r"\bdata|preprocess|tokeni"),
     ("loss", r"loss|logprob|cross[ _-]?entropy|logits"),
     ("backward", r"backward"),
     ("forward", r"forward"),
@@ -45,13 +46,17 @@ NOUNS: tuple[tuple[When, str], ...] = (
 NAMES: tuple[tuple[When, str], ...] = (
     ("resume", r"\bon resum|\bresum(?:e|ing)\b|resume_from_checkpoint|init_from.resume|after load\b|optimizer\.load_state_dict|"
      r"optim_state_dict_to_load|load_optimizer|restor(?:e|ing) (?:the |a |from |best )*(?:checkpoint|run|training)"),
-    ("merge", r"save_pretrained_merged|merge_and_unload|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
+    ("merge", r"save_pretrained_merged|merge_and_unload|export_model|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
     ("save", r"after a full epoch|saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt|save_pretrained|final save|save_model|"
-     r"summon_full_params|state_?dict_?type|full_state_dict|zero_to_fp32|gather_16bit_weights"),
+     r"summon_full_params|_?save_checkpoint|save checkpoint|_save_to_state_dict|\.state_dict\(\)|state_?dict_?type|full_state_dict|"
+     r"zero_to_fp32|gather_16bit_weights"),
     ("predict", r"trainer\.predict|do_predict"),
-    ("eval", r"during evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|prediction_step|(?:whenever|when|as soon as) eval"),
+    ("eval", r"during evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|prediction_step|"
+     r"(?:whenever|when|as soon as) eval|(?:reach|enter|start|begin|hit|run)\w* (?:the )?(?:eval|validat)|"
+     r"(?:at|in|on) (?:eval\w*|validation)\b"),
     ("optimizer", r"optimizer\.step|optimi[sz]er step"),
-    ("load", r"loading checkpoint shards|from_pretrained|shards? (?:loading|loaded)|model loading|load(?:ing)? (?:the )?(?:model|weights)"),
+    ("load", r"loading checkpoint shards|state_dict_into_meta|from_pretrained|shards? (?:loading|loaded)|model loading|"
+     r"load(?:ing)? (?:the )?(?:model|weights)"),
     ("prepare", r"prepare_model_for_kbit_training"),
     ("backward", r"loss\.backward\("),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from memfit.units import GIB, MIB, human
 
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
 SHARE_PIECES = 0.02  # of the card: more than lies in pieces of any full card, and more than its small requests ask for
+IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts of 0.1 to 0.6 GiB are known, and kernels besides
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what another rank's bare context takes; a run on the card takes more
 ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
@@ -28,7 +29,9 @@ def clues(evidence: Evidence) -> list[Clue]:
     found = [clue for sign in SIGNS if (clue := _seen(sign, evidence))]
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
-    return found + [clue for clue in (_sizing(evidence), _measured(evidence), _alone(evidence)) if clue]
+    return found + [
+        clue for clue in (_sizing(evidence), _measured(evidence), _idle(evidence), _alone(evidence)) if clue
+    ]
 
 
 def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
@@ -272,6 +275,24 @@ def _sizing(evidence: Evidence) -> Clue | None:
         weight = WEAK
     proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
     return Clue("capacity", weight, Proof(proof, int(run.states)))
+
+
+_IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,2}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))
+
+
+def _idle(evidence: Evidence) -> Clue | None:
+    """Two figures of a report: what is reserved, and how much less of it is allocated."""
+    found = [pattern.search(evidence.text) for pattern in _IDLE]
+    if evidence.memory or evidence.when == "resume" or evidence.messages or not all(found):
+        return None
+    held, taken = (float(m[1].replace(",", "").strip(".")) * (GIB if m[2] == "g" else MIB) for m in found if m)
+    if taken < IDLE * held:
+        return None
+    return Clue(
+        "fragmentation",
+        88,
+        Proof(f"{human(int(taken))} are reserved, {human(int(held))} of them allocated", int(taken - held)),
+    )
 
 
 def _alone(evidence: Evidence) -> Clue | None:
