@@ -37,7 +37,10 @@ HELPS = r"help|fix|solv|work(?:s|ed)\b|avoid|resolv|drop|reduc|-+>|\bto [\d.]+ ?
 
 # ---- how it goes ----------------------------------------------------------------------------------------------------
 
-_UP = r"(?:(?<!sudden )(?:grow|climb|creep|increas|ris(?:e|es|ing)\b)|(?<!gradient[_ -])accumulat|piles? up|builds? up|go(?:es|ing)? up|more and more)"
+_UP = (
+    r"(?:(?<!sudden )(?:grow|climb|creep|increas|ris(?:e|es|ing)\b)|(?<!gradient[_ -])accumulat|piles? up|builds? up|"
+    r"(?:go(?:es|ing)?|fill(?:s|ing)?) up|fills\b|more and more|upward trend|上涨|增长)"
+)
 GROWS = (
     rf"(?:memory|usage|used|vram|ram|allocated|it|gpu|consumption)\b\W+(?:[\w.]+\W+){{0,5}}?{_UP}|"
     rf"(?:slow|stead|gradual|constant|continu|monoton|linear|keeps?|kept|keep on|always)\w*,?(?: \w+){{0,2}} {_UP}|"

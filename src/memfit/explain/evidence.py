@@ -13,6 +13,7 @@ from memfit.explain.phases import When, when_it_failed
 
 MOST_TEXT = 8 << 20  # characters read of a log: its end, where it failed
 MOST_FRAMES = 4000
+HEAD, TAIL = 16 << 10, 48 << 10  # characters whose words are read: the command and its settings, and where it failed
 
 # a frame of Python's own traceback; of IPython's and Colab's ("File x.py:12, in f(...)", "[x.py](link) in f(...)"); of rich's
 _FRAME = re.compile(
@@ -106,7 +107,9 @@ class Evidence:
 
 def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:
     """What a log, a traceback or a report says."""
+    words = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]}\n{text[-TAIL:]}"
     text = text[-MOST_TEXT:]
+    found = messages(text)
     frames = tuple(
         Frame(
             m["path"] or m["path2"],
@@ -116,6 +119,6 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
-    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", text).split()).lower())
-    when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], text, flat)
-    return Evidence(flat, messages(text), frames, when, memory, roots)
+    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", words).split()).lower())
+    when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
+    return Evidence(flat, found, frames, when, memory, roots)

@@ -45,17 +45,19 @@ NOUNS: tuple[tuple[When, str], ...] = (
 # code, keys and words of one part alone, for texts that do not say where
 NAMES: tuple[tuple[When, str], ...] = (
     ("resume", r"\bon resum|\bresum(?:e|ing)\b|resume_from_checkpoint|init_from.resume|after load\b|optimizer\.load_state_dict|"
+     r"断点|恢复训练|继续训练|"
+     r"(?:train\w*|start\w*|loading) from (?:an? |the |unfinished |saved |state |last )+checkpoint|"
      r"optim_state_dict_to_load|load_optimizer|restor(?:e|ing) (?:the |a |from |best )*(?:checkpoint|run|training)"),
-    ("merge", r"save_pretrained_merged|merge_and_unload|export_model|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
-    ("save", r"after a full epoch|saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt|save_pretrained|final save|save_model|"
+    ("merge", r"save_pretrained_merged|merge_and_unload|export_model|合并|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
+    ("save", r"保存|after a full epoch|saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt|save_pretrained|final save|save_model|"
      r"summon_full_params|_?save_checkpoint|save checkpoint|_save_to_state_dict|\.state_dict\(\)|state_?dict_?type|full_state_dict|"
      r"zero_to_fp32|gather_16bit_weights"),
     ("predict", r"trainer\.predict|do_predict"),
-    ("eval", r"during evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|prediction_step|"
+    ("eval", r"评估|验证|during evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|prediction_step|"
      r"(?:whenever|when|as soon as) eval|(?:reach|enter|start|begin|hit|run)\w* (?:the )?(?:eval|validat)|"
-     r"(?:at|in|on) (?:eval\w*|validation)\b"),
+     r"(?:at|in|on) (?:the )?(?:eval\w*|validation)\b"),
     ("optimizer", r"optimizer\.step|optimi[sz]er step"),
-    ("load", r"loading checkpoint shards|state_dict_into_meta|from_pretrained|shards? (?:loading|loaded)|model loading|"
+    ("load", r"加载|loading checkpoint shards|state_dict_into_meta|from_pretrained|shards? (?:loading|loaded)|model loading|"
      r"load(?:ing)? (?:the )?(?:model|weights)"),
     ("prepare", r"prepare_model_for_kbit_training"),
     ("backward", r"loss\.backward\("),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from memfit.explain.clue import FAINT, STRONG, SURE, WEAK, Clue
 from memfit.explain.concepts import FOUR_BIT, FSDP, MANY, ZERO3
@@ -14,12 +15,15 @@ from memfit.explain.signs import SIGNS, Sign
 from memfit.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
+STRETCH = 2000  # characters around a sign's first words in which its others must be
+MOST_TRIES = 20  # places of the first words that are looked at
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
 SHARE_PIECES = 0.02  # of the card: more than lies in pieces of any full card, and more than its small requests ask for
 IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts of 0.1 to 0.6 GiB are known, and kernels besides
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what another rank's bare context takes; a run on the card takes more
 ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
+HUGE = 0.3  # of the card: a request that no sum of small ones makes
 LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
 STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
 
@@ -30,7 +34,9 @@ def clues(evidence: Evidence) -> list[Clue]:
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
     return found + [
-        clue for clue in (_sizing(evidence), _measured(evidence), _idle(evidence), _alone(evidence)) if clue
+        clue
+        for clue in (_sizing(evidence), _measured(evidence), _idle(evidence), _listed(evidence), _alone(evidence))
+        if clue
     ]
 
 
@@ -39,12 +45,24 @@ def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
         return None
     if sign.forbidden and sign.forbidden.search(evidence.text):
         return None
-    hits = [pattern.search(evidence.text) for pattern in sign.patterns]
-    if not all(hits):
+    hits = _together(sign.patterns, evidence.text)
+    if hits is None:
         return None
-    words = ", ".join(repr(hit[0][:80]) for hit in hits if hit)
+    words = ", ".join(repr(hit[0][:80]) for hit in hits)
     said = f"it says {words}" if words else f"it failed in the phase: {evidence.when}"
     return Clue(sign.cause, sign.weight, Proof(said))
+
+
+def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:
+    """A match of each, in one stretch of the text: in a log words that stand far apart say nothing together."""
+    if not patterns:
+        return []
+    for first in islice(patterns[0].finditer(text), MOST_TRIES):
+        begin, end = max(first.start() - STRETCH, 0), first.end() + STRETCH
+        hits = [first, *(hit for pattern in patterns[1:] if (hit := pattern.search(text, begin, end)))]
+        if len(hits) == len(patterns):
+            return hits
+    return None
 
 
 # ---- the numbers of a message --------------------------------------------------------------------------------------
@@ -144,12 +162,19 @@ def _engine(m: Message, evidence: Evidence) -> Clue | None:
     return Clue("inference-engine", SURE, Proof("the message is vLLM's own")) if m.kind == "vllm" else None
 
 
+def _one_request(m: Message, evidence: Evidence) -> Clue | None:
+    """An evaluation asks for a good part of the card at once: its batch, not what it gathered."""
+    if evidence.when != "eval" or not m.total or (m.tried or 0) < HUGE * m.total:
+        return None
+    return Clue("eval-batch", 62, Proof(f"one request of {(m.tried or 0) / m.total:.0%} of the card", m.tried))
+
+
 def _communicator(m: Message, evidence: Evidence) -> Clue | None:
     return Clue("nccl", 80, Proof("NCCL's own message: it found no room for its buffers")) if m.kind == "nccl" else None
 
 
 RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
-    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _communicator,
+    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _one_request, _communicator,
 )  # fmt: skip
 
 
@@ -275,6 +300,22 @@ def _sizing(evidence: Evidence) -> Clue | None:
         weight = WEAK
     proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
     return Clue("capacity", weight, Proof(proof, int(run.states)))
+
+
+_LISTED = re.compile(
+    r"(?<![\w.])(\d{1,2}) (?:n/a n/a )?(\d{3,8}) [cg+]{1,3} (?:\S+ ){1,4}?(\d{1,6}) ?mib"
+)  # nvidia-smi's: card, process, size
+
+
+def _listed(evidence: Evidence) -> Clue | None:
+    """nvidia-smi's list of processes: one that is on two cards went to the wrong one."""
+    cards: dict[str, set[str]] = {}
+    for found in _LISTED.finditer(evidence.text):
+        cards.setdefault(found[2], set()).add(found[1])
+    stray = [process for process, on in cards.items() if len(on) > 1]
+    if not stray:
+        return None
+    return Clue("ranks-on-one-gpu", SURE, Proof(f"nvidia-smi lists {len(stray)} processes on more than one card"))
 
 
 _IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,2}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))
