@@ -110,6 +110,8 @@ def test_a_cut_message_gives_what_it_has(name: str, length: int) -> None:
 def test_pathological_repeats_are_read_in_one_pass() -> None:
     assert messages("1" * 200_000 + " GiB " + "Process " * 50_000) == ()
     assert read_text("x" * 2_000_000 + ".py:1 in f").frames == ()
+    for part in ("a.", "load", "model_", "gpu ", "[1, ", "memory increas "):
+        assert explain(read_text(part * 30_000))
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------

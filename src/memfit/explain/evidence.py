@@ -30,6 +30,7 @@ CUT = (
     "memfit/live/",
 )  # the same in paths that a report has cut
 
+_BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
 _FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
 # what PyTorch adds to every message says nothing of this one
 _HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
@@ -119,6 +120,6 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
-    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", words).split()).lower())
+    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _BLOB.sub(" ", words)).split()).lower())
     when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
     return Evidence(flat, found, frames, when, memory, roots)

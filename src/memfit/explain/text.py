@@ -181,7 +181,7 @@ RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
 # ---- arithmetic on what the text names -----------------------------------------------------------------------------
 
 _BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
-_MODEL = re.compile(r"[a-z][\w.]*-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
+_MODEL = re.compile(r"(?<![\w.])[a-z][\w.]{0,40}-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
 _EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
 _CARDS = re.compile(
     r"(?<![\w.])(\d{1,4}) ?(?:x\b(?! ?\d+(?:\.\d+)? ?b\b)|x(?=\d)(?!\d+(?:\.\d+)? ?b\b)|\*(?= ?\w)|(?=gpus|cards))"
