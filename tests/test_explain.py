@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import io
 import json
@@ -364,6 +365,23 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
     assert (one.finding.cause, two.finding.cause) == ("not-known", "kv-cache")
     assert BENCHMARK.main([str(path)]) == 1
     assert "| logits | 1 | 0 | not-known |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", BENCHMARK.DEFAULT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("phase", [True, False], ids=["with its phase", "without"])
+def test_reports_get_their_cause_and_none_a_wrong_certainty(path: Path, phase: bool) -> None:
+    named, wrong, text = BENCHMARK.summary(BENCHMARK.scored(path, phase))
+    assert named >= (0.95 if phase else 0.87) and wrong == 0, text
+
+
+with (ROOT / "tests" / "data" / "oom_phrases.csv").open(newline="", encoding="utf-8") as file:
+    PHRASES = list(csv.DictReader(file))  # the same causes in other words, as people write them
+
+
+@pytest.mark.parametrize("cause", sorted({row["cause"] for row in PHRASES}))
+def test_a_cause_is_named_in_other_words(cause: str) -> None:
+    said = {row["text"]: explain(read_text(row["text"]))[0].cause for row in PHRASES if row["cause"] == cause}
+    assert said == dict.fromkeys(said, cause)
 
 
 def test_every_class_of_the_collection_is_a_cause() -> None:
