@@ -298,6 +298,8 @@ def _sizing(evidence: Evidence) -> Clue | None:
     weight = 85 if sure else 76 if share >= 0.75 else 66
     if not _RAN_OUT.search(text) and not _ASKED.search(text):
         weight = WEAK
+    if evidence.when == "loss":  # a whole forward pass had room
+        weight = min(weight, 66)
     proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
     return Clue("capacity", weight, Proof(proof, int(run.states)))
 
