@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import cli, codec
+from memfit.cards import list_gpus
 from memfit.explain import Evidence, explain, messages, read_text
 from memfit.explain.clue import SURE
+from memfit.explain.figures import card_of
 from memfit.explain.memory import holders, unnumbered
 from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
@@ -169,6 +171,13 @@ CASES: dict[str, tuple[str, Cause]] = {
     "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
     "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
+    "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n" for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))), "ranks-on-one-gpu"),
+    "before 1.4": (MESSAGES["1.3"][0], "other-process"),
+    "before 1.4, many": ("DDP on 8x K80: " + MESSAGES["1.3"][0], "ranks-on-one-gpu"),
+    "alike processes": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Process 1 has 26.00 GiB memory in use. Process 2 has 25.00 GiB memory in use. Process 3 has 26.00 GiB memory in use.", "ranks-on-one-gpu"),
+    "reserved against allocated": ("reserved 14,060 MiB, allocated 266 MiB at cycle 100", "fragmentation"),
+    "four bytes a weight": ("Mistral-7B from_pretrained takes 28 GB", "wrong-dtype"),
+    "a card's name": ("full fine-tune of a 13B model on one RTX 3090: out of memory", "capacity"),
     "vllm": (MESSAGES["vllm"][0], "inference-engine"),
     "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),
     "arithmetic": ("full fine-tune of Qwen2.5-32B with ZeRO-3 on 8x A800 80GB: CUDA out of memory", "capacity"),
@@ -197,6 +206,21 @@ def test_frames_are_read_as_every_shell_prints_them(text: str, wanted: tuple[str
     (found,) = read_text(text).frames
     assert (found.path, found.line, found.function, found.code) == wanted
     assert found.short == ("train.py:41" if wanted[1] else "train.py")
+
+
+def test_cards_are_as_large_as_in_the_catalogue() -> None:
+    cards = [
+        gpu for gpu in list_gpus() if not gpu.name.startswith(("Apple", "GH200 144"))
+    ]  # Apple's names say host memory
+    known = {gpu.name: (card_of(gpu.name.lower()), gpu.total_bytes) for gpu in cards}
+    assert all(said in (0, pytest.approx(total, rel=0.09)) for said, total in known.values())
+    assert sum(said > 0 for said, _ in known.values()) > 30
+    assert (card_of("tesla v100"), card_of("8x a100")) == (g(32), g(80))  # of two sizes the larger
+
+
+def test_words_that_stand_far_apart_say_nothing_together() -> None:
+    text = "fsdp " + "step done " * 600 + " no contiguous nothing: memory doubled after upgrading"
+    assert explain(read_text(text))[0].cause != "fsdp-wrap"
 
 
 def test_the_line_is_the_users_own() -> None:

@@ -60,6 +60,6 @@ SUDDEN = r"sudden|abrupt|\bjump|all at once|out of nowhere"
 LONGEST = (
     r"group_by_length|lengthgrouped|longest|very long|too long|max[-_ ]?duration|long audio|utterance|"
     r"(?:a|one|few|some|certain|single|rare|several) (?:\w+ ){0,2}(?:long(?:er)?|large|huge|big)\b|"
-    r"long(?:er)? (?:sample|batch|example|sequence|row|document|prompt|text)|outlier|sequence length var|length (?:varies|distribution)|"
+    r"long(?:er)? (?:sample|batch|example|sequence|row|document|prompt|text)|outlier|sequence length (?:var|was|is|differ)|length (?:varies|distribution)|"
     r"un(?:limited|bounded|truncated)|variable[- ]length batch|\d+k?[- ]tokens? (?:sample|example|sequence|row)|[\d.]+ ?(?:-|to) ?\d+ ?s(?:ec\w*)?\b"
 )

@@ -252,6 +252,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("exception", 84, (r"retr(?:y|ies|ied)|tr(?:y|ied) again|smaller batch", r"except\b|caught|catch|after (?:an |the )?(?:oom|out of memory)|recover"), never="vllm|ray"),
     # the host
     Sign("host-ram", TOLD, (r"host oom|host (?:ram|memory)|system (?:ram|memory)|cpu (?:ram|memory)|cgroup|oom[- ]?kill|sigkill|signal 9|exit(?: ?code)? ?\(?-9|\bram\b",), never=rf"per rank|shared|instead of oom|fall|efficient|{FSDP}|vram"),
+    Sign("host-ram", 89, (r"\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
     Sign("host-ram", 88, ("offload", r"\d ?[gt]i?b (?:of )?(?:host |system |cpu )?ram\b|(?:cpu|host|system) (?:ram|memory)"), at=(*BEGIN, "optimizer"), never="cuda out of memory|tried to allocate"),
     Sign("host-ram", 89, (r"\b(?:ram|cpu memory|host memory)\b", r"process\w*|workers|ranks", r"\d ?g\w* (?:each|per)|each (?:\w+ )?(?:takes|uses|loads|holds|needs)"), never="vram"),
     Sign("host-ram", 84, (r"(?:cpu|host|system) (?:memory|ram) (?:\w+ ){0,2}(?:above|over|exceed|full|exhaust|runs? out|grow|more than|usage|peak)|ram (?:usage|is full|full|runs? out|exhaust|explod|overflow)",), never="vram|gpu ram"),
