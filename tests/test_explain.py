@@ -177,6 +177,7 @@ CASES: dict[str, tuple[str, Cause]] = {
     "alike processes": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Process 1 has 26.00 GiB memory in use. Process 2 has 25.00 GiB memory in use. Process 3 has 26.00 GiB memory in use.", "ranks-on-one-gpu"),
     "reserved against allocated": ("reserved 14,060 MiB, allocated 266 MiB at cycle 100", "fragmentation"),
     "four bytes a weight": ("Mistral-7B from_pretrained takes 28 GB", "wrong-dtype"),
+    "tokens times words": ("SFT of Llama-3-8B, batch 4, seq 8192: CUDA out of memory. Tried to allocate 15.66 GiB", "logits"),
     "a card's name": ("full fine-tune of a 13B model on one RTX 3090: out of memory", "capacity"),
     "vllm": (MESSAGES["vllm"][0], "inference-engine"),
     "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from memfit.explain.clue import FAINT, SURE, WEAK, Clue
 from memfit.explain.concepts import FOUR_BIT, FSDP, MANY, ZERO3
@@ -13,6 +14,11 @@ from memfit.explain.evidence import Evidence
 from memfit.finding import Proof
 from memfit.units import GIB, MIB, human
 
+SAME = 0.01  # of a request: it is printed with three digits
+MOST_OF_CARD, MANY_WORDS = (
+    0.25,
+    100_000,
+)  # a request of so much of the card is hardly anything else where words are so many
 IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
 STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
@@ -26,7 +32,8 @@ _CARDS = re.compile(
 )
 _SIZE = r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b"
 _CARD = re.compile(  # beside a card's name or count, not a size that something takes
-    rf"hardware: [^|]{{0,40}}?{_SIZE}|(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
+    rf"hardware: [^|]{{0,40}}?{_SIZE}|"
+    rf"(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
     rf"|{_SIZE} (?:of )?(?:v?ram|gpus?|cards?|hbm|a100|h100|v100|nvidia|rtx)"
 )
 SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
@@ -43,6 +50,19 @@ SHARD_OF = (
     ("parameters", re.compile(rf"{ZERO3}|{FSDP}")),
     ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
 )
+_TOKENS = re.compile(
+    r"(?:seq\w*|len\w*|ctx|context|block\w*|cutoff\w*|tokens|max_length)\W{1,3}(\d{2,6})(k?)\b|"
+    r"(?<![\w.])~?(\d{2,6})(k?)[ -](?:tokens|context|ctx)"
+)
+_BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
+# words of the vocabulary, by what a model is called. Source: their config.json
+VOCABULARIES = tuple(
+    (words, re.compile(names))
+    for words, names in (
+        (248_320, r"qwen-?3\.5"), (151_936, r"qwen"), (128_256, r"llama-?3"), (262_144, r"gemma-?3"), (256_000, r"gemma"),
+        (201_088, r"gpt-?oss"), (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"mistral-?nemo"), (32_000, r"llama-?2|mistral|mixtral|vicuna"),
+    )
+)  # fmt: skip
 # GiB of cards that are named without their size, the larger where one name has two. Source: src/memfit/catalogue/gpus.toml
 CARDS = tuple(
     (size, re.compile(rf"\b(?:rtx ?|gtx ?|tesla ?|nvidia ?)?(?:{names})\b"))
@@ -122,6 +142,25 @@ def _measured(evidence: Evidence) -> Clue | None:
     return None
 
 
+def _logits(evidence: Evidence) -> Clue | None:
+    """A request that is tokens x words of the vocabulary x bytes; or a good part of the card, of a model with many words."""
+    m, text = evidence.message, evidence.text
+    words = next((words for words, pattern in VOCABULARIES if pattern.search(text)), 0)
+    if m is None or not m.tried or not words or evidence.when not in ("", "forward", "loss", "backward"):
+        return None
+    lengths = {int(found[1] or found[3]) * (1024 if found[2] or found[4] else 1) for found in _TOKENS.finditer(text)}
+    batches = {int(found[1]) for found in _BATCH.finditer(text)} | {1}
+    for length, batch, width in product(sorted(lengths)[-4:], sorted(batches)[:3], (4, 2)):
+        if abs(length * batch * words * width - m.tried) <= SAME * m.tried:
+            said = f"{human(m.tried)} are {length * batch:,} tokens x {words:,} words x {width} B"
+            return Clue("logits", 84, Proof(said, m.tried))
+    if m.total and m.tried >= MOST_OF_CARD * m.total and words >= MANY_WORDS:
+        return Clue(
+            "logits", 58, Proof(f"one request of {m.tried / m.total:.0%} of the card, and {words:,} words", m.tried)
+        )
+    return None
+
+
 def _sizing(evidence: Evidence) -> Clue | None:
     """Weights, gradients and optimizer states that leave no room for activations."""
     run = run_of(evidence)
@@ -192,4 +231,4 @@ def _alone(evidence: Evidence) -> Clue | None:
     return None
 
 
-FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _measured, _idle, _listed, _alone)
+FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _logits, _measured, _idle, _listed, _alone)

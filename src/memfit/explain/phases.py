@@ -28,7 +28,7 @@ FRAMES: tuple[tuple[When, str], ...] = (
 )  # fmt: skip
 # the part that a report names after "phase:", or after "out of memory at": the first row that has one decides
 NOUNS: tuple[tuple[When, str], ...] = (
-    ("resume", r"resum|restor|reload|after load\b|continu\w+ from|load\w* (?:the )?(?:optimizer|(?:training )?checkpoint|training state)"),
+    ("resume", r"resum|optim\w*\.load_state_dict|optim\w*_state_dict_to_load|restor|reload|after load\b|continu\w+ from|load\w* (?:the )?(?:optimizer|(?:training )?checkpoint|training state)"),
     ("merge", r"merg|export|convert\w* to (?:hf|gguf|16)"),
     ("save", r"sav(?:e|es|ing)\b|checkpoint(?:ing)? (?:the|a|step|write|writing|save)|consolidat|write|gather\w* (?:the )?(?:full |whole )?(?:state|weights)"),
     ("predict", r"predict|inference"),
@@ -44,12 +44,13 @@ NOUNS: tuple[tuple[When, str], ...] = (
 )  # fmt: skip
 # code, keys and words of one part alone, for texts that do not say where
 NAMES: tuple[tuple[When, str], ...] = (
+    ("load", r"set_(?:model_)?state_dict|load_full_state_dict|broadcast_from_rank0"),
     ("resume", r"\bon resum|\bresum(?:e|ing)\b|resume_from_checkpoint|init_from.resume|after load\b|optimizer\.load_state_dict|"
      r"断点|恢复训练|继续训练|"
      r"(?:train\w*|start\w*|loading) from (?:an? |the |unfinished |saved |state |last )+checkpoint|"
      r"optim_state_dict_to_load|load_optimizer|restor(?:e|ing) (?:the |a |from |best )*(?:checkpoint|run|training)"),
-    ("merge", r"save_pretrained_merged|merge_and_unload|export_model|合并|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
-    ("save", r"保存|after a full epoch|saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt|save_pretrained|final save|save_model|"
+    ("merge", r"save_pretrained_merged|merge_and_unload|export_model|合并|\bexport(?:ing|ed)? (?:the )?(?:model|lora|adapter|gguf|with)|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
+    ("save", r"保存|after a full epoch|(?:last|final) (?:step|save)\b|end of training|saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt|save_pretrained|final save|save_model|"
      r"summon_full_params|_?save_checkpoint|save checkpoint|_save_to_state_dict|\.state_dict\(\)|state_?dict_?type|full_state_dict|"
      r"zero_to_fp32|gather_16bit_weights"),
     ("predict", r"trainer\.predict|do_predict"),
@@ -60,6 +61,7 @@ NAMES: tuple[tuple[When, str], ...] = (
     ("load", r"加载|loading checkpoint shards|state_dict_into_meta|from_pretrained|shards? (?:loading|loaded)|model loading|"
      r"load(?:ing)? (?:the )?(?:model|weights)"),
     ("prepare", r"prepare_model_for_kbit_training"),
+    ("loss", r"_loss_step|loss_fn\(|loss_fct\(|criterion\("),
     ("backward", r"loss\.backward\("),
 )  # fmt: skip
 _FAILED = r"(?:\boom(?:s|ed|ing)?\b|out of memory|memory|fail\w*|crash\w*|error\w*|spike\w*|dies|killed)"

@@ -154,9 +154,10 @@ def _engine(m: Message, evidence: Evidence) -> Clue | None:
 
 def _one_request(m: Message, evidence: Evidence) -> Clue | None:
     """An evaluation asks for a good part of the card at once: its batch, not what it gathered."""
-    if evidence.when != "eval" or not m.total or (m.tried or 0) < HUGE * m.total:
-        return None
-    return Clue("eval-batch", 62, Proof(f"one request of {(m.tried or 0) / m.total:.0%} of the card", m.tried))
+    tried = m.tried or 0
+    if m.total and tried >= HUGE * m.total and evidence.when == "eval":
+        return Clue("eval-batch", 62, Proof(f"one request of {tried / m.total:.0%} of the card", tried))
+    return None
 
 
 def _communicator(m: Message, evidence: Evidence) -> Clue | None:
