@@ -224,6 +224,16 @@ def test_words_that_stand_far_apart_say_nothing_together() -> None:
     assert explain(read_text(text))[0].cause != "fsdp-wrap"
 
 
+ARGUMENTS = (ROOT / "tests" / "data" / "training_arguments.txt").read_text()  # what transformers prints of a run
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "adam", "adam init", "resume", "eager", "replicas", "fragmented"])
+def test_settings_that_are_not_set_say_nothing(name: str) -> None:
+    text, cause = CASES[name]
+    alone, among = explain(read_text(text))[0], explain(read_text(f"{ARGUMENTS}\n{text}"))[0]
+    assert (among.cause, among.confidence) == (cause, alone.confidence)
+
+
 def test_the_line_is_the_users_own() -> None:
     found = explain(read_text(CASES["cross entropy"][0]))[0]
     assert (found.line, found.confidence) == ("train.py:41", "certain")

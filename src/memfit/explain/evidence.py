@@ -31,6 +31,13 @@ CUT = (
 )  # the same in paths that a report has cut
 
 _BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
+# settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
+_NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
+_UNSET = re.compile(
+    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|(?<![\w.])--?[\w-]+[= ](?:none|null|false)\b"
+    r"|(?<![\w.])(?:accelerator|fsdp)_config=\{[^{}\n]{0,400}\},|(?<![\w.])local_rank=(?:0|-1),",
+    re.IGNORECASE | re.MULTILINE,
+)
 _FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
 # what PyTorch adds to every message says nothing of this one
 _HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
@@ -120,6 +127,6 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
-    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _BLOB.sub(" ", words)).split()).lower())
+    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower())
     when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
     return Evidence(flat, found, frames, when, memory, roots)

@@ -82,7 +82,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("group-batch", 62, (ROLLOUTS, "batch|completion"), never="vllm|colocat|logits_to_keep|prompt"),
     Sign("group-batch", WEAK, (ROLLOUTS,), at=PASS, never="vllm|colocat"),
     # evaluation
-    Sign("eval-logits", SURE, (r"nested_concat|pad_and_concatenate|pad_across_processes|preds_host|logits_host|all_preds\b|eval_accumulation_steps|preprocess_logits",)),
+    Sign("eval-logits", SURE, (r"nested_concat|pad_and_concatenate|pad_across_processes|preds_host|logits_host|all_preds\b|eval_accumulation_steps|preprocess_logits",), at=(*EVAL, "")),
     Sign("eval-logits", SURE, (r"prediction_loop|evaluation_loop", r"torch\.cat|concat"),),
     Sign("eval-logits", TOLD, (EVALUATION, GROWS), at=(*EVAL, ""), never=f"no_grad|{GENERATION}|after (?:each |every |the )?eval"),
     Sign("eval-logits", TOLD, (EVALUATION, r"compute_metrics|(?:all|keep\w*|stor\w*|gather\w*|collect\w*|concat\w*|accumulat\w*|cache\w*) (?:\w+ ){0,2}(?:logits|predictions|outputs|preds)|argmax"), at=(*EVAL, ""), never=GENERATION),
@@ -100,7 +100,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-generate", 78, (r"\beval\w*|validation", GENERATION), at=("",), never=RL),
     Sign("eval-generate", STRONG, (), at=("predict",)),
     Sign("eval-batch", 79, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|(?:eval\w*|validation|val) batch(?: size| of)|(?:eval\w*|validation) uses? (?:a )?batch",), at=("eval",)),
-    Sign("eval-batch", 78, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|validation batch(?: size| of)|eval\w* uses (?:a )?batch",), at=("",)),
+    Sign("eval-batch", 78, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|validation batch(?: size| of)|eval\w* uses (?:a )?batch", r"(?:\boom|memory\b|fail\w*|crash\w*).{0,60}(?:\beval|validat)|(?:\beval|validat)\w*\b.{0,60}(?:\boom|memory\b|fail|crash)"), at=("",)),
     Sign("eval-batch", 72, (r"(?:whenever|as soon as|immediately|when|once|every time|each time|at) (?:the )?(?:first )?(?:eval|validat)\w* (?:starts?|begins?|runs?|kicks|step|batch|is (?:called|reached|triggered))|(?:reach|enter|get|hit)\w* (?:to )?(?:the )?(?:eval|validat)|(?:first|start of|begin\w* of) (?:the )?(?:eval|validat)",), at=("eval", "")),
     Sign("eval-batch", 74, (EVALUATION, r"(?<!train_)(?<!train )batch[_ ]size"), at=("eval",), never=GENERATION),
     Sign("eval-batch", 72, (r"(?:eval|validat)\w*\W.{0,20}(?:immediately|at once|right away|straight away|directly)|(?:immediately|right away).{0,20}(?:eval|validat)",), at=("eval", "")),
