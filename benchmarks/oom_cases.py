@@ -1,8 +1,9 @@
-"""Hold `memfit explain` against real reports: `python benchmarks/oom_cases.py [CSV] [--without-phase] [--markdown]`.
+"""Hold `memfit explain` against real reports: `python benchmarks/oom_cases.py [CSV ...] [--without-phase] [--misses]`.
 
-The CSV has a report per row. Read are the columns a user would have written: repo, framework, model, hardware, config,
-phase (where it failed; --without-phase leaves it out) and oom_message, as one text. The columns cause_class, cause, fix and
-cause_basis are answers: only cause_class is looked at, after the finding is made, to score it.
+A CSV has a report per row; the default are the two collections of tests/data. Read are the columns a user would have
+written: repo, framework, model, hardware, config, phase (where it failed; --without-phase leaves it out) and oom_message,
+as one text. The columns cause_class, cause, fix and cause_basis are answers: only cause_class is looked at, after the
+finding is made, to score it.
 
 A row counts as "enough" where config or message says something beyond that memory ran out. Named: the first finding is
 the cause (one of them, where the answer has two). Wrong and confident: the first finding is called certain, and is not the
@@ -22,7 +23,8 @@ from pathlib import Path
 from memfit.explain import explain, read_text
 from memfit.finding import Cause, Finding
 
-DEFAULT = Path(__file__).resolve().parents[1] / "tests" / "data" / "oom_cases.csv"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+DEFAULT = (DATA / "oom_cases.csv", DATA / "oom_cases_later.csv")
 COLUMNS = ("repo", "framework", "model", "hardware", "config", "phase", "oom_message")
 EMPTY = re.compile(r"[\W_]*(?:oom|out of memory|same|any|at eval|resume|-|\?)?[\W_]*", re.IGNORECASE)
 NAMED, WRONG = 0.85, 0.03
@@ -111,25 +113,28 @@ def summary(rows: list[Scored]) -> tuple[float, float, str]:
 def main(arguments: list[str]) -> int:
     """Score a file and print it."""
     parser = argparse.ArgumentParser(description="Explain real out-of-memory reports and score the causes found.")
-    parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument("csv", nargs="*", type=Path, default=DEFAULT)
     parser.add_argument("--without-phase", action="store_true", help="do not read where it failed")
     parser.add_argument("--misses", action="store_true", help="print every report whose cause was not named")
     asked = parser.parse_args(arguments)
-    if not asked.csv.is_file():
-        print(f"no file {asked.csv}", file=sys.stderr)
+    if missing := [str(path) for path in asked.csv if not path.is_file()]:
+        print(f"no file {', '.join(missing)}", file=sys.stderr)
         return 2
-    rows = scored(asked.csv, not asked.without_phase)
+    good = [_told(path, asked) for path in asked.csv]
+    return 0 if all(good) else 1
+
+
+def _told(path: Path, asked: argparse.Namespace) -> bool:
+    """Score one file and print it; is it good enough?"""
+    rows = scored(path, not asked.without_phase)
     named, wrong, text = summary(rows)
-    print(confusion(rows))
-    print(f"\n{text}")
+    print(f"`{path.name}`\n\n{confusion(rows)}\n\n{text}\n")
     if asked.misses:
         for row in rows:
             if not row.named:
-                print(
-                    f"{row.id}: {row.finding.cause} ({row.finding.confidence}) for {' + '.join(row.causes)}",
-                    file=sys.stderr,
-                )
-    return 0 if named >= NAMED and wrong <= WRONG else 1
+                said = f"{row.finding.cause} ({row.finding.confidence})"
+                print(f"{row.id}: {said} for {' + '.join(row.causes)}", file=sys.stderr)
+    return named >= NAMED and wrong <= WRONG
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def oom_cases() -> str:
     done = subprocess.run(
         [sys.executable, "benchmarks/oom_cases.py"], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    return done.stdout
+    return done.stdout.strip() + "\n"
 
 
 EXAMPLES = {

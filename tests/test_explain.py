@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import io
 import json
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import cli, codec
+from memfit.cards import list_gpus
 from memfit.explain import Evidence, explain, messages, read_text
 from memfit.explain.clue import SURE
+from memfit.explain.figures import card_of
 from memfit.explain.memory import holders, unnumbered
 from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
@@ -51,7 +54,7 @@ MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
             {"kind": "cuda", "tried": m(20), "total": g(8), "allocated": g(7.2), "free": 0, "reserved": g(7.3),
              "unallocated": g(7.3) - g(7.2), "advises_expandable": True}),
     "1.3": ("CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 11.91 GiB total capacity; 5.52 GiB already allocated; 2.06 MiB free; 184.00 KiB cached)",
-            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "reserved": 184 * 1024}),
+            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "unallocated": 184 * 1024, "reserved": g(5.52) + 184 * 1024}),
     "2.0 several": ("CUDA out of memory. Tried to allocate 64.00 MiB (GPU 2; 31.75 GiB total capacity; 28.28 GiB already allocated; 1.95 GiB free; 29.00 GiB reserved in total by PyTorch)",
                     {"tried": m(64), "total": g(31.75), "free": g(1.95), "allocated": g(28.28)}),
     "2.1 misspelt": ("CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacty of 14.75 GiB of which 3.78 GiB is free. Process 4711 has 10.96 GiB memory in use. Of the allocated memory 10.50 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.",
@@ -110,6 +113,8 @@ def test_a_cut_message_gives_what_it_has(name: str, length: int) -> None:
 def test_pathological_repeats_are_read_in_one_pass() -> None:
     assert messages("1" * 200_000 + " GiB " + "Process " * 50_000) == ()
     assert read_text("x" * 2_000_000 + ".py:1 in f").frames == ()
+    for part in ("a.", "load", "model_", "gpu ", "[1, ", "memory increas "):
+        assert explain(read_text(part * 30_000))
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
@@ -166,6 +171,14 @@ CASES: dict[str, tuple[str, Cause]] = {
     "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
     "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
+    "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n" for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))), "ranks-on-one-gpu"),
+    "before 1.4": (MESSAGES["1.3"][0], "other-process"),
+    "before 1.4, many": ("DDP on 8x K80: " + MESSAGES["1.3"][0], "ranks-on-one-gpu"),
+    "alike processes": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Process 1 has 26.00 GiB memory in use. Process 2 has 25.00 GiB memory in use. Process 3 has 26.00 GiB memory in use.", "ranks-on-one-gpu"),
+    "reserved against allocated": ("reserved 14,060 MiB, allocated 266 MiB at cycle 100", "fragmentation"),
+    "four bytes a weight": ("Mistral-7B from_pretrained takes 28 GB", "wrong-dtype"),
+    "tokens times words": ("SFT of Llama-3-8B, batch 4, seq 8192: CUDA out of memory. Tried to allocate 15.66 GiB", "logits"),
+    "a card's name": ("full fine-tune of a 13B model on one RTX 3090: out of memory", "capacity"),
     "vllm": (MESSAGES["vllm"][0], "inference-engine"),
     "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),
     "arithmetic": ("full fine-tune of Qwen2.5-32B with ZeRO-3 on 8x A800 80GB: CUDA out of memory", "capacity"),
@@ -194,6 +207,31 @@ def test_frames_are_read_as_every_shell_prints_them(text: str, wanted: tuple[str
     (found,) = read_text(text).frames
     assert (found.path, found.line, found.function, found.code) == wanted
     assert found.short == ("train.py:41" if wanted[1] else "train.py")
+
+
+def test_cards_are_as_large_as_in_the_catalogue() -> None:
+    cards = [
+        gpu for gpu in list_gpus() if not gpu.name.startswith(("Apple", "GH200 144"))
+    ]  # Apple's names say host memory
+    known = {gpu.name: (card_of(gpu.name.lower()), gpu.total_bytes) for gpu in cards}
+    assert all(said in (0, pytest.approx(total, rel=0.09)) for said, total in known.values())
+    assert sum(said > 0 for said, _ in known.values()) > 30
+    assert (card_of("tesla v100"), card_of("8x a100")) == (g(32), g(80))  # of two sizes the larger
+
+
+def test_words_that_stand_far_apart_say_nothing_together() -> None:
+    text = "fsdp " + "step done " * 600 + " no contiguous nothing: memory doubled after upgrading"
+    assert explain(read_text(text))[0].cause != "fsdp-wrap"
+
+
+ARGUMENTS = (ROOT / "tests" / "data" / "training_arguments.txt").read_text()  # what transformers prints of a run
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "adam", "adam init", "resume", "eager", "replicas", "fragmented"])
+def test_settings_that_are_not_set_say_nothing(name: str) -> None:
+    text, cause = CASES[name]
+    alone, among = explain(read_text(text))[0], explain(read_text(f"{ARGUMENTS}\n{text}"))[0]
+    assert (among.cause, among.confidence) == (cause, alone.confidence)
 
 
 def test_the_line_is_the_users_own() -> None:
@@ -286,6 +324,18 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert codec.dumps(codec.loads(out)) + "\n" == out
 
 
+def test_a_tape_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\x1f\x8b\x08rest")))
+    code, out, err = run(capsys, "-")
+    assert (code, out) == (2, "") and "through a pipe" in err and "memfit explain FILE" in err
+
+
+def test_json_with_a_message_in_it_is_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pod.json"
+    path.write_text(json.dumps({"level": "error", "text": NOW}))
+    assert run(capsys, str(path))[0] == 4
+
+
 def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(SNAPSHOT), "--json")
     found = json.loads(out)
@@ -295,7 +345,15 @@ def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "is empty"), (b"\x80\x04cos\nsystem\n.", "which memfit does not load"), (None, "cannot read")],
+    [
+        (b"", "is empty"),
+        (b"\x80\x04cos\nsystem\n.", "which memfit does not load"),
+        (None, "cannot read"),
+        (b'{\n  "schema": "memfit.plan/1", "phase": "resume"}', "memfit.plan/1, no log"),
+        (b'{"schema":"memfit.watched/1"}', ".jsonl"),
+        (b'schema = 1\n[job]\nmodel = "x"\n[recipe]\nmethod = "lora"\n', "is a recipe"),
+        (b'{"case": {"model": "x"}, "phases": ["resume"]}', "JSON without an out-of-memory"),
+    ],
 )
 def test_bad_input_is_one_line_and_a_hint(
     content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -342,6 +400,23 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
     assert (one.finding.cause, two.finding.cause) == ("not-known", "kv-cache")
     assert BENCHMARK.main([str(path)]) == 1
     assert "| logits | 1 | 0 | not-known |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", BENCHMARK.DEFAULT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("phase", [True, False], ids=["with its phase", "without"])
+def test_reports_get_their_cause_and_none_a_wrong_certainty(path: Path, phase: bool) -> None:
+    named, wrong, text = BENCHMARK.summary(BENCHMARK.scored(path, phase))
+    assert named >= (0.95 if phase else 0.87) and wrong == 0, text
+
+
+with (ROOT / "tests" / "data" / "oom_phrases.csv").open(newline="", encoding="utf-8") as file:
+    PHRASES = list(csv.DictReader(file))  # the same causes in other words, as people write them
+
+
+@pytest.mark.parametrize("cause", sorted({row["cause"] for row in PHRASES}))
+def test_a_cause_is_named_in_other_words(cause: str) -> None:
+    said = {row["text"]: explain(read_text(row["text"]))[0].cause for row in PHRASES if row["cause"] == cause}
+    assert said == dict.fromkeys(said, cause)
 
 
 def test_every_class_of_the_collection_is_a_cause() -> None:

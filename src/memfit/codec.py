@@ -266,17 +266,7 @@ def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
 
 def asked_doc(job: Job) -> AskedDoc:
     """A job without its model and card, which the document names elsewhere."""
-    names = (
-        "num_gpus",
-        "sequence_length",
-        "effective_batch",
-        "method",
-        "trainer",
-        "reserve",
-        "longest_sample",
-        "truncated",
-        "dataset",
-    )
+    names = [name for name in AskedDoc.__struct_fields__ if name != "wanted"]
     return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
 
 

@@ -28,11 +28,10 @@ class PhaseRow:
     right: Levels | None
 
 
-@dataclass(frozen=True, slots=True)
-class RoleRow:
-    """Bytes of a role, or of several taken together because one side cannot tell them apart."""
+class _Sides:
+    """What has a left and a right side, in bytes."""
 
-    roles: tuple[Role, ...]
+    __slots__ = ()
     left: int
     right: int
 
@@ -42,7 +41,16 @@ class RoleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class RoleRow(_Sides):
+    """Bytes of a role, or of several taken together because one side cannot tell them apart."""
+
+    roles: tuple[Role, ...]
+    left: int
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
+class Term(_Sides):
     """One named share on both sides."""
 
     role: Role
@@ -50,13 +58,9 @@ class Term:
     left: int
     right: int
 
-    @property
-    def difference(self) -> int:
-        return self.right - self.left
-
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(_Sides):
     """Right against left at the worst instant of `left_phase` and `right_phase`; sizes in bytes.
 
     `difference` is right - left of what is reserved (of the device level where a side was seen from outside), `band` what
@@ -74,10 +78,6 @@ class Comparison:
     roles: tuple[RoleRow, ...]
     terms: tuple[Term, ...]
     notes: tuple[str, ...]
-
-    @property
-    def difference(self) -> int:
-        return self.right - self.left
 
 
 def compare(left: Footprint, right: Footprint) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -49,11 +50,8 @@ class WatchedDoc(Struct, frozen=True, kw_only=True):
 
 def compare_doc(left_name: str, right_name: str, found: Comparison) -> CompareDoc:
     """A comparison of two files."""
-    return CompareDoc(
-        left_name=left_name, right_name=right_name, left_phase=found.left_phase, right_phase=found.right_phase,
-        level=found.level, left=found.left, right=found.right, difference=found.difference, band=found.band,
-        agreement=found.agreement, phases=found.phases, roles=found.roles, terms=found.terms, notes=found.notes,
-    )  # fmt: skip
+    same = {f.name: getattr(found, f.name) for f in fields(found)}
+    return CompareDoc(left_name=left_name, right_name=right_name, difference=found.difference, **same)
 
 
 def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import sys
 from dataclasses import dataclass, fields
@@ -39,6 +41,15 @@ OWN = (
 MAX_LOG = 64 << 20  # bytes read of a log: its end
 BINARY = (b"\x80", b"\x1f\x8b")  # a pickle, or anything packed with gzip
 TAPE = b'{"format'
+DOCUMENT = re.compile(rb'\s*\{\s*"schema":\s*"(memfit\.(?!watch/)(\w+)/\d+)"')  # what a command printed with --json
+# what to read instead of a document that tells of no failure; by its kind, "" for predictions
+INSTEAD = {
+    "watched": "give the watch's own log, its .jsonl",
+    "replay": "give the tape or snapshot that was replayed",
+    "trace": "memfit trace ... --save-tape run.json, then memfit explain run.json",
+    "explain": "it is an explanation already",
+    "": "it says itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or a tape",
+}
 
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
@@ -57,8 +68,8 @@ def run(what: str, **flags: Any) -> int:
         from memfit.cli.files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
-    text, tape = _read(what, flags["device"])
-    evidence = _evidence(text, memory_of(tape) if tape else None)
+    content, tape = _read(what, flags["device"])
+    evidence = _evidence(content, memory_of(tape) if tape else None)
     planned = _Planned.of(flags, evidence)
     findings = explain(evidence, planned.price if planned else None)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
@@ -76,35 +87,66 @@ def run(what: str, **flags: Any) -> int:
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
 
 
-def _evidence(text: str, memory: Any) -> Evidence:
+def _evidence(content: bytes, memory: Memory | None) -> Evidence:
     from memfit import watch_file
     from memfit.explain import read_text
     from memfit.explain.watched import evidence_of
 
-    content = text.encode()
-    return evidence_of(watch_file.loads(content)) if watch_file.known(content) else read_text(text, memory)
+    if watch_file.known(content):
+        return evidence_of(watch_file.loads(content))
+    return read_text(content.decode("utf-8", "replace"), memory)
 
 
-def _read(what: str, device: int | None) -> tuple[str, Tape | None]:
-    """(text, None) of a log; ("", tape) of a recorded history. Raises BadInput for what cannot be read."""
+def _read(what: str, device: int | None) -> tuple[bytes, Tape | None]:
+    """(text, None) of a log; (b"", tape) of a recorded history. Raises BadInput for what cannot be read."""
+    from memfit import watch_file
+
     path = Path(what)
     try:
         if what == "-":
             content = sys.stdin.buffer.read(MAX_LOG)
         else:
             with path.open("rb") as file:
-                head = file.read(len(TAPE))
-                if head.startswith(BINARY) or head == TAPE:
+                head = file.read(64)
+                if head.startswith((*BINARY, TAPE)):
                     from memfit.snapshot import read
 
-                    return "", read(path, device)
-                file.seek(max(path.stat().st_size - MAX_LOG, 0))
-                content = file.read(MAX_LOG)
+                    return b"", read(path, device)
+                whole = watch_file.known(head)  # what it means is told by its first line
+                file.seek(0 if whole else max(path.stat().st_size - MAX_LOG, 0))
+                content = file.read() if whole else file.read(MAX_LOG)
     except OSError as error:
         raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
     if not content.strip():
         raise BadInput(f"{what} is empty", hint="give the log with the error in it, or a snapshot")
-    return content.decode("utf-8", "replace"), None
+    return _failed(content, what), None
+
+
+def _failed(content: bytes, what: str) -> bytes:
+    """The content, where it can be the text of a failure. Raises BadInput for tapes in pipes, plans, recipes and records."""
+    from memfit import watch_file
+    from memfit.explain import messages
+
+    if content.startswith((*BINARY, TAPE)):
+        raise BadInput("a snapshot or tape cannot come through a pipe", hint="give its path: memfit explain FILE")
+    if found := DOCUMENT.match(content):
+        kind = found[2].decode()
+        raise BadInput(f"{what} is a document {found[1].decode()}, no log", hint=INSTEAD.get(kind, INSTEAD[""]))
+    if content.startswith(b"schema = ") and b"[recipe]" in content:
+        raise BadInput(f"{what} is a recipe, no log", hint=f"memfit estimate --from {what} --why")
+    if not watch_file.known(content) and _is_json(content) and not messages(content.decode("utf-8", "replace")):
+        tape = Path(what).with_suffix(".tape.json.gz")
+        hint = f"memfit explain {tape}" if tape.is_file() else "give the log with the error in it, a snapshot or a tape"
+        raise BadInput(f"{what} is JSON without an out-of-memory in it", hint=hint)
+    return content
+
+
+def _is_json(content: bytes) -> bool:
+    """Is the whole of it one object or list?"""
+    try:
+        return content.lstrip()[:1] in (b"{", b"[") and isinstance(json.loads(content), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from memfit.finding import Cause, Proof
 
-SURE, STRONG, WEAK, FAINT = 90, 70, 50, 30  # how much a sign says; SURE is said with certainty, FAINT only as possible
+# how much a sign says: SURE is said with certainty (a mechanism's own words), TOLD never (words of several concepts), FAINT only
+# as possible
+SURE, TOLD, STRONG, WEAK, FAINT = 90, 82, 70, 50, 30
 SHOWN = 10  # what a history shows over what a text says of the same thing
 
 

@@ -9,25 +9,11 @@ from typing import Literal
 from memfit.explain.clue import Clue
 from memfit.explain.memory import Memory
 from memfit.explain.oom_text import Message, messages
+from memfit.explain.phases import When, when_it_failed
 
-When = Literal[
-    "",
-    "load",
-    "prepare",
-    "forward",
-    "loss",
-    "backward",
-    "optimizer",
-    "eval",
-    "predict",
-    "save",
-    "merge",
-    "resume",
-    "init",
-]
 MOST_TEXT = 8 << 20  # characters read of a log: its end, where it failed
-NEAR = 12  # innermost frames that tell where it failed
 MOST_FRAMES = 4000
+HEAD, TAIL = 16 << 10, 48 << 10  # characters whose words are read: the command and its settings, and where it failed
 
 # a frame of Python's own traceback; of IPython's and Colab's ("File x.py:12, in f(...)", "[x.py](link) in f(...)"); of rich's
 _FRAME = re.compile(
@@ -35,51 +21,31 @@ _FRAME = re.compile(
     r'(?:\n\s{2,}(?!File ")(?P<code>[^\n]{1,400}))?'
     r"|(?<![^\s\"\[│])(?P<path2>[^\s\"\[\]│:]{1,400}\.py)(?:\](?:\([^)\n]{0,200}\))?)?(?::(?P<line2>\d{1,7}))?,? in (?P<name2>\w[\w.<>]{0,200})"
 )
-LIBRARY = (
-    "site-packages",
-    "dist-packages",
-    "/lib/python",
-    "<frozen",
+INSTALLED = ("site-packages", "dist-packages", "/lib/python", "<frozen")  # where no user's own code lies
+CUT = (
     "/torch/",
     "/transformers/",
     "/runpy.py",
     "memfit/virtual/",
     "memfit/live/",
-)
+)  # the same in paths that a report has cut
 
-# (when, words of a frame's function or file, or of its code), innermost frame first; the first row that has one decides
-FRAMES: tuple[tuple[When, str], ...] = (
-    ("save", r"save_model|save_pretrained|_save_checkpoint|state_dict_hook|full_state_dict|save_checkpoint|fsdp_save"),
-    ("merge", r"merge_and_unload|save_pretrained_merged|_merge\b|export_model"),
-    ("resume", r"optim\S* load_state_dict|_load_optimizer|load_checkpoint|_load_from_checkpoint|optimizer\.pt"),
-    ("predict", r"\bpredict\b|predict_with_generate"),
-    ("eval", r"evaluation_loop|prediction_loop|prediction_step|\bevaluate\b|nested_concat|_maybe_log_save_evaluate|validat"),
-    ("optimizer", r"torch/optim/|bitsandbytes/optim|optimizer\.step|adamw?\.py|_foreach_|exp_avg"),
-    ("backward", r"autograd/__init__|_tensor\.py|\.backward\(|run_backward|_engine_run"),
-    ("loss", r"cross_entropy|nll_loss|loss_utils|log_softmax|masked_ce|convert_to_fp32|logits\.float|compute_loss\b.*logits"),
-    ("load", r"from_pretrained|load_pretrained|_load_state_dict_into|load_model|\.to\(device|\.cuda\(\)|_apply\b"),
-    ("prepare", r"prepare_model_for_kbit|get_peft_model|fully_shard|_cast_adapter"),
-    ("forward", r"\bforward\b|_call_impl"),
-)  # fmt: skip
-# the same in words, for reports and logs without a traceback
-WORDS: tuple[tuple[When, str], ...] = (
-    ("resume", r"phase: \S*\s*\S*\s*\S*resume|\bon resum|\bresum(?:e|ing)\b|resume_from_checkpoint|init_from.resume|after load\b"),
-    ("merge", r"phase: merge|save_pretrained_merged|merge_and_unload|merg(?:e|ing) (?:the )?(?:adapter|lora|model)|export_dir"),
-    ("save", r"phase: save|after a full epoch|(?:oom|memory|fail\w*) (?:at|on|in|while|when|during) (?:the )?(?:final )?sav|"
-     r"saving (?:the )?(?:checkpoint|model)|modelcheckpoint|save_ckpt"),
-    ("predict", r"phase: predict|trainer\.predict|do_predict"),
-    ("eval", r"phase: eval|(?:oom|memory) (?:at|on|in|during) (?:the )?eval|during evaluation|trainer\.evaluate"),
-    ("optimizer", r"phase: \S*optim|optimizer\.step|optimi[sz]er step"),
-    ("load", r"phase: (?:load|start)|(?:oom|memory) (?:at|on|in|while|when|during) (?:the )?(?:model )?load|loading checkpoint shards"),
-    ("prepare", r"phase: prepare|prepare_model_for_kbit_training"),
-    ("init", r"phase: (?:init|probe|vllm)"),
-    ("loss", r"phase: \S*loss|phase: logprobs"),
-    ("backward", r"phase: backward|loss\.backward\(|(?:oom|memory) in \S* ?backward"),
-    ("forward", r"phase: \S*forward"),
-)  # fmt: skip
-AROUND = ("save", "merge", "resume", "predict", "eval")
-_AT = [(when, re.compile(words, re.IGNORECASE)) for when, words in FRAMES]
-_IN = [(when, re.compile(words, re.IGNORECASE)) for when, words in WORDS]
+_BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
+# settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
+_NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
+_UNSET = re.compile(
+    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|(?<![\w.])--?[\w-]+[= ](?:none|null|false)\b"
+    r"|(?<![\w.])(?:accelerator|fsdp)_config=\{[^{}\n]{0,400}\},|(?<![\w.])local_rank=(?:0|-1),",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
+# what PyTorch adds to every message says nothing of this one
+_HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
+
+
+def library(path: str) -> bool:
+    """Is this file installed, rather than the user's own?"""
+    return any(part in path.replace("\\", "/") for part in INSTALLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +60,7 @@ class Frame:
     @property
     def library(self) -> bool:
         """It is not the user's own code."""
-        return any(part in self.path for part in LIBRARY)
+        return library(self.path) or any(part in self.path for part in CUT)
 
     @property
     def short(self) -> str:
@@ -149,7 +115,9 @@ class Evidence:
 
 def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:
     """What a log, a traceback or a report says."""
+    words = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]}\n{text[-TAIL:]}"
     text = text[-MOST_TEXT:]
+    found = messages(text)
     frames = tuple(
         Frame(
             m["path"] or m["path2"],
@@ -159,14 +127,6 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
-    flat = " ".join(text.split()).lower()
-    return Evidence(flat, messages(text), frames, _when(frames, flat), memory, roots)
-
-
-def _when(frames: tuple[Frame, ...], flat: str) -> When:
-    """Where it failed: frames tell before words. What surrounds a forward pass (eval, save) stands far outside of it."""
-    said = [f"{f.path} {f.function} {f.code}" for f in frames]
-    for when, pattern in _AT:
-        if any(pattern.search(line) for line in (said if when in AROUND else said[-NEAR:])):
-            return when
-    return next((when for when, pattern in _IN if pattern.search(flat)), "")
+    flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower())
+    when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
+    return Evidence(flat, found, frames, when, memory, roots)

@@ -183,7 +183,7 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
     states = m.of("optimizer_states")
-    if states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2:
+    if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2:
         proof = Proof(f"the first step had room; since it ended, {human(states)} of optimizer states are there", states)
         return Clue("optimizer-states", SURE + 3, proof, e.line)
     return None

@@ -24,7 +24,7 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"),
     ("cublas", r"cublas_status_alloc_failed"),
     ("cudnn", r"cudnn_status_alloc_failed"),
-    ("nccl", r"nccl\b[^\n]{0,200}out of memory|cuda failure (?:2 )?'out of memory'"),
+    ("nccl", r"nccl\b[^\n]{0,200}out of memory|failed to cuda (?:host )?[cm]alloc|cuda failure (?:2 )?'out of memory'"),
     ("bitsandbytes", r"error out of memory at line \d+ in file"),
     ("mps", r"mps backend out of memory"),
     ("hip", r"\bhip(?: error:)? out of memory"),
@@ -45,8 +45,9 @@ _FIELDS: dict[str, str] = {
     "allowed": rf"{_SIZE} allowed",
     "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
     "private": rf"with {_SIZE} allocated in private pools",
-    "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated",
-    "reserved": rf"{_SIZE} reserved in total|{_SIZE} cached",
+    # "cached" of 1.0 to 1.3 leaves allocated bytes out
+    "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated|{_SIZE} cached",
+    "reserved": rf"{_SIZE} reserved\b(?! ?(?:by pytorch )?(?:but|-))",
 }
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)

@@ -102,14 +102,8 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
 
 def not_expandable(evidence: Evidence) -> Remedy | None:
     """Why expandable segments, which PyTorch's message suggests every time, are no remedy here."""
-    outside = evidence.text
-    for hint in (
-        "try setting pytorch_cuda_alloc_conf=expandable_segments:true",
-        "try setting pytorch_alloc_conf=expandable_segments:true",
-    ):
-        outside = outside.replace(hint, "")
-    if "expandable_segments:true" in outside or (evidence.memory and evidence.memory.expandable):
+    if "expandable_segments:true" in evidence.text or (evidence.memory and evidence.memory.expandable):
         return ALREADY
-    if any(word in outside for word in ("vllm", "sleep_mode", "cumemallocator")):
+    if any(word in evidence.text for word in ("vllm", "sleep_mode", "cumemallocator")):
         return BESIDE_VLLM
     return None

@@ -1,22 +1,27 @@
-"""Findings from what a text says: its signs together, the numbers of its messages, and arithmetic on the run it names."""
+"""Findings from what a text says: its signs, and the numbers of its messages. Arithmetic on the run is in figures.py."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import islice
 
-from memfit.explain.clue import FAINT, STRONG, SURE, WEAK, Clue
+from memfit.explain.clue import FAINT, STRONG, SURE, Clue
 from memfit.explain.evidence import Evidence
+from memfit.explain.figures import FIGURES, SEVERAL, card_of
 from memfit.explain.oom_text import WSL, Message
 from memfit.explain.signs import SIGNS, Sign
-from memfit.finding import Proof
+from memfit.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
+STRETCH = 2000  # characters around a sign's first words in which its others must be
+MOST_TRIES = 20  # places of the first words that are looked at
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
+SHARE_PIECES = 0.02  # of the card: more than lies in pieces of any full card, and more than its small requests ask for
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts of 0.1 to 0.6 GiB are known, and kernels besides
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what another rank's bare context takes; a run on the card takes more
-STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
+ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
+HUGE = 0.3  # of the card: a request that no sum of small ones makes
 
 
 def clues(evidence: Evidence) -> list[Clue]:
@@ -24,7 +29,7 @@ def clues(evidence: Evidence) -> list[Clue]:
     found = [clue for sign in SIGNS if (clue := _seen(sign, evidence))]
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
-    return found + [clue for clue in (_sizing(evidence), _alone(evidence)) if clue]
+    return found + [clue for figure in FIGURES if (clue := figure(evidence))]
 
 
 def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
@@ -32,21 +37,37 @@ def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
         return None
     if sign.forbidden and sign.forbidden.search(evidence.text):
         return None
-    hits = [pattern.search(evidence.text) for pattern in sign.patterns]
-    if not all(hits):
+    hits = _together(sign.patterns, evidence.text)
+    if hits is None:
         return None
-    words = ", ".join(repr(hit[0][:80]) for hit in hits if hit)
+    words = ", ".join(repr(hit[0][:80]) for hit in hits)
     said = f"it says {words}" if words else f"it failed in the phase: {evidence.when}"
     return Clue(sign.cause, sign.weight, Proof(said))
+
+
+def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:
+    """A match of each, in one stretch of the text: in a log words that stand far apart say nothing together."""
+    if not patterns:
+        return []
+    for first in islice(patterns[0].finditer(text), MOST_TRIES):
+        begin, end = max(first.start() - STRETCH, 0), first.end() + STRETCH
+        hits = [first, *(hit for pattern in patterns[1:] if (hit := pattern.search(text, begin, end)))]
+        if len(hits) == len(patterns):
+            return hits
+    return None
 
 
 # ---- the numbers of a message --------------------------------------------------------------------------------------
 
 
 def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
-    if not m.unallocated or not m.total or evidence.memory:  # a history knows it better
+    total = m.total or card_of(evidence.text)
+    if not m.unallocated or evidence.memory:  # a history knows it better
         return None
-    share = m.unallocated / m.total
+    if not total:
+        proof = Proof(f"{human(m.unallocated)} are reserved without a tensor", m.unallocated)
+        return Clue("fragmentation", 80, proof) if m.unallocated >= max(m.tried or 0, GIB) else None
+    share = m.unallocated / total
     enough = m.tried is not None and m.unallocated + (m.free or 0) >= m.tried
     if not enough:
         return None
@@ -54,8 +75,11 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
         f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(m.tried or 0)} were asked for",
         m.unallocated,
     )
-    if share >= SHARE_FRAGMENTED and (m.tried or 0) <= m.unallocated:
+    tried = m.tried or 0
+    if share >= SHARE_FRAGMENTED and tried <= m.unallocated:
         return Clue("fragmentation", 88, proof)
+    if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
+        return Clue("fragmentation", 58, proof)
     return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
 
 
@@ -66,6 +90,9 @@ def _others(m: Message, evidence: Evidence) -> Clue | None:
     if len(real) > 1 and all(low <= size <= high for size in real):
         proof = Proof(f"{len(real)} processes hold a context of about {human(real[0])} each", sum(real))
         return Clue("ranks-on-one-gpu", SURE, proof)
+    like = sorted(real)[-2:]
+    if len(like) == 2 and like[0] >= max(CONTEXT, ALIKE * like[1]):
+        return Clue("ranks-on-one-gpu", 80, Proof(f"{len(real)} processes hold about as much of it each", sum(real)))
     foreign = _foreign(m, real)
     if not foreign or not m.total or foreign < CONTEXT or foreign < 0.1 * m.total:
         return None
@@ -90,13 +117,10 @@ def _spilled(m: Message, evidence: Evidence) -> Clue | None:
 
 def _outside(m: Message, evidence: Evidence) -> Clue | None:
     """In this process, but not PyTorch's: contexts, NCCL, an engine with memory of its own."""
-    if m.reserved is None or (m.in_process or 0) >= WSL:
+    if m.in_process is None:
+        return _elsewhere(m, evidence)
+    if m.reserved is None or m.in_process >= WSL:
         return None
-    if m.in_process is None:  # before 2.1 nothing tells whose they are
-        rest = m.outside or 0
-        if not m.total or rest < max(2 * CONTEXT, 0.2 * m.total):
-            return None
-        return Clue("other-process", STRONG + 5, Proof(f"{human(rest)} of the card are not this allocator's", rest))
     rest = m.in_process - m.reserved
     if rest < 2 * CONTEXT:
         return None
@@ -105,94 +129,41 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
     )
 
 
+def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
+    """Before 2.1 nothing tells whose the rest of the card is: ranks that went to this one, where there are several."""
+    if not m.total or m.free is None or m.allocated is None:
+        return None
+    rest = m.total - m.free - (m.reserved or m.allocated)
+    if rest < max(2 * CONTEXT, (0.2 if m.reserved else 0.5) * m.total):
+        return None
+    proof = Proof(f"{human(rest)} of the card are not this allocator's", rest)
+    cause: Cause = "ranks-on-one-gpu" if SEVERAL.search(evidence.text) else "other-process"
+    return Clue(cause, 76, proof)
+
+
 def _on_the_host(m: Message, evidence: Evidence) -> Clue | None:
-    return (
-        Clue("host-ram", 85, Proof("the host's own words: killed, or no memory of the CPU"))
-        if m.kind == "host"
-        else None
-    )
+    if m.kind != "host":
+        return None
+    alone = all(other.kind == "host" for other in evidence.messages)
+    return Clue("host-ram", 88 if alone else STRONG, Proof("the host's own words: killed, or no memory of the CPU"))
 
 
 def _engine(m: Message, evidence: Evidence) -> Clue | None:
     return Clue("inference-engine", SURE, Proof("the message is vLLM's own")) if m.kind == "vllm" else None
 
 
-RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
-    _fragmented, _others, _spilled, _outside, _on_the_host, _engine,
-)  # fmt: skip
-
-
-# ---- arithmetic on what the text names -----------------------------------------------------------------------------
-
-_BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
-_MODEL = re.compile(r"[a-z][\w.]*-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
-_CARDS = re.compile(r"(?<![\w.])(\d{1,4}) ?(?:x\b|x(?=\d)|\*(?= ?\w))")
-_CARD = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b")
-_FROZEN = re.compile(r"\bq?lora\b|peft|adapter|prefix|4[- ]?bit|8[- ]?bit|bnb|grpo")
-_FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
-_RAN_OUT = re.compile(r"\boom\b|out of memory|tried to allocate|readme|expected|claims|should fit|does not fit")
-_LATE = re.compile(
-    r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch|\bonly (?:when|if|with|after|once)\b"
-)  # it ran, so weights and states have room
-SHARD_OF = (
-    ("parameters", re.compile(r"zero[-_ ]?3|stage.{0,3}3\b|fsdp|fully_shard")),
-    ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a text names of a run: weights, cards, bytes of each, and what of 16 bytes per weight lies on each card."""
-
-    weights: float
-    cards: int
-    each: int
-    states: float  # bytes of weights, gradients and states on one card
-
-
-def run_of(evidence: Evidence) -> Run | None:
-    """The run, where model size and card are named."""
-    text = evidence.text
-    model = _MODEL.search(text) or _BILLIONS.search(text)
-    message = evidence.message
-    total = message.total if message else None
-    card = _CARD.search(text)
-    if not model or (total is None and not card):
-        return None
-    cards = int(found[1]) if (found := _CARDS.search(text)) else 1
-    each = total if total is not None else int(float(card[1]) * GIB)  # type: ignore[index]
-    weights = float(model[1]) * 1e9
-    how = next((name for name, pattern in SHARD_OF if pattern.search(text)), "")
-    per_weight = {"parameters": STATES / cards, "gradients": 2 + 2 + (STATES - 4) / cards, "": STATES}[how]
-    return Run(weights, cards, each, weights * per_weight)
-
-
-def _sizing(evidence: Evidence) -> Clue | None:
-    """Full training whose weights, gradients and states leave no room for activations."""
-    run = run_of(evidence)
-    if run is None or evidence.when in ("save", "merge", "resume", "predict"):
-        return None
-    if _FROZEN.search(evidence.text) or _LATE.search(evidence.text):
-        return None
-    share = run.states / run.each
-    if share < 0.6:
-        return None
-    weight = 85 if share >= 0.75 and _FULL.search(evidence.text) and "offload" not in evidence.text else STRONG + 5
-    if not _RAN_OUT.search(evidence.text):
-        weight = WEAK
-    proof = f"{run.weights / 1e9:g} B weights x {STATES} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
-    return Clue("capacity", weight, Proof(proof, int(run.states)))
-
-
-def _alone(evidence: Evidence) -> Clue | None:
-    """Nothing else is known: loading onto one card failed, so it is too small for the weights."""
-    run = run_of(evidence)
-    if evidence.when == "load" and run and run.cards > 1 and not any(p.search(evidence.text) for _, p in SHARD_OF):
-        return Clue(
-            "replicated", WEAK + 8, Proof(f"{run.cards} cards, nothing that shards: every process loads all weights")
-        )
-    if evidence.when == "load":
-        return Clue("capacity", WEAK, Proof("it failed while the weights were loaded"))
-    if evidence.when in ("forward", "backward") and evidence.messages:
-        return Clue("activations", FAINT, Proof(f"it failed in the {evidence.when} pass"))
+def _one_request(m: Message, evidence: Evidence) -> Clue | None:
+    """An evaluation asks for a good part of the card at once: its batch, not what it gathered."""
+    tried = m.tried or 0
+    if m.total and tried >= HUGE * m.total and evidence.when == "eval":
+        return Clue("eval-batch", 62, Proof(f"one request of {tried / m.total:.0%} of the card", tried))
     return None
+
+
+def _communicator(m: Message, evidence: Evidence) -> Clue | None:
+    return Clue("nccl", 80, Proof("NCCL's own message: it found no room for its buffers")) if m.kind == "nccl" else None
+
+
+RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
+    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _one_request, _communicator,
+)  # fmt: skip

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from memfit.explain.evidence import LIBRARY
 from memfit.tape import Alloc, Phase, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.observer import Observer
+from memfit.watcher.roots import own
 
-OURS = str(Path(__file__).resolve().parents[1])  # memfit's own frames stand between an operator and its caller
 GRADIENTS_ON = "forward, gradients on"
 NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
 
@@ -86,9 +84,8 @@ def user_line() -> str:
     """The innermost line on this thread's stack that is no library's: "train.py:41"."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((OURS, "<")) and not any(part in path for part in LIBRARY):
-            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        if own(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

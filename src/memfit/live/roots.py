@@ -6,20 +6,21 @@ objects among them, closures of hooks, and the frames of an error that was being
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memfit.explain.evidence import LIBRARY, Root
-from memfit.live.recorder import OURS
+from memfit.explain.evidence import Root
+from memfit.watcher.census import graph, storages
+from memfit.watcher.roots import Found, Roots, own
 from memfit.watcher.source import line_of
 
 MOST_ITEMS = 20_000  # objects looked at in one container
-MOST_NODES = 200_000  # nodes of one autograd graph
 DEEP = 4  # containers inside containers
 UNNAMED = "a model being made"
 SMALL = 4096  # bytes a variable must keep to be named
@@ -28,70 +29,43 @@ CONTAINERS = (list, tuple, dict, set, deque)
 
 def roots_of(error: BaseException) -> tuple[Root, ...]:
     """The variables that keep most, each storage counted for what it belongs to first: a model, its optimizer."""
+    frames = _frames(error)
     found = _Finder()
-    frames = list(_frames(error.__traceback__))
-    named = list(_variables(frames))
-    for _, _, value in named:
+    named = list(_variables(Roots(lambda: frames)))
+    for _, value in named:
         found.claim(value)
-    made = [root for where, name, value in named if (root := found.root(where, name, value))]
-    made += [root for root in found.hooks() if root]
+    made = [found.root(name, value, frames) for name, value in named]
+    made += found.hooks()
     earlier = error.__context__
     while earlier is not None:
         if not type(earlier).__module__.startswith("memfit"):
-            made += filter(None, [found.exception(frames, type(earlier).__name__, earlier)])
+            made.append(found.exception(type(earlier).__name__, earlier, frames))
         earlier = earlier.__context__
     best: dict[tuple[str, str], Root] = {}
-    for root in made:
+    for root in filter(None, made):
         key = (root.what, root.name)
         if key not in best or best[key].bytes < root.bytes:
             best[key] = root
     return tuple(sorted(best.values(), key=lambda root: -root.bytes))
 
 
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
-def _line(code: CodeType, name: str) -> str:
-    return line_of(code.co_filename, name, code.co_firstlineno, code.co_name)
-
-
-def _own(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return not path.startswith((OURS, "<")) and not any(part in path for part in LIBRARY)
-
-
-def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[FrameType, str, Any]]:
-    """(frame, name, value): locals and globals of the user's frames, and what their objects hold."""
+def _variables(roots: Roots) -> Iterator[tuple[Found, Any]]:
+    """Names of the user's with what they are bound to, and the containers and tensors that objects among them have."""
     seen: set[int] = set()
-    for frame in filter(_own, frames):
-        scopes = [frame.f_locals] if frame.f_locals is frame.f_globals else [frame.f_locals, frame.f_globals]
-        for name, value in [pair for scope in scopes for pair in list(scope.items())]:
-            if name.startswith("__") or id(value) in seen or isinstance(value, type):
-                continue
+    for found, value in roots.variables():
+        below = "." in found.path or "[" in found.path
+        if id(value) in seen or (below and not ("." in found.path and isinstance(value, (*CONTAINERS, Tensor)))):
+            continue
+        if own(found.file):
             seen.add(id(value))
-            yield frame, name, value
-            if not isinstance(value, (*CONTAINERS, Tensor, torch.optim.Optimizer)):
-                yield from ((frame, key, held) for key, held in _attributes(value) if id(held) not in seen)
-    for frame in frames:  # a model that is only just being made has no name of the user's yet
-        for value in frame.f_locals.values():
-            if isinstance(value, torch.nn.Module) and id(value) not in seen and not _own(frame):
-                seen.add(id(value))
-                yield frame, UNNAMED, value
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """The containers and tensors an object of the user's own classes has."""
-    try:
-        held = vars(value)
-    except TypeError:
-        return []
-    skipped = ("_parameters", "_buffers", "_modules")
-    return [
-        (k, v) for k, v in held.items() if k not in skipped and "hook" not in k and isinstance(v, (*CONTAINERS, Tensor))
-    ]
+            yield found, value
+        elif isinstance(value, torch.nn.Module):  # only just being made: it has no name of the user's yet
+            seen.add(id(value))
+            yield Found(UNNAMED, "", 0, ""), value
 
 
 class _Finder:
@@ -108,99 +82,76 @@ class _Finder:
             self.modules.append(value)
             self.inside |= {id(m) for m in value.modules() if m is not value}
             for t in (*value.parameters(), *value.buffers()):
-                self.owned |= {_storage(t), *([_storage(t.grad)] if t.grad is not None else [])}
+                self.owned |= storages([t, *([t.grad] if t.grad is not None else [])]).keys()
         elif isinstance(value, torch.optim.Optimizer):
-            for state in value.state.values():
-                self.owned |= {_storage(t) for t in state.values() if isinstance(t, Tensor)}
+            self.owned |= storages(_tensors(dict(value.state))).keys()
 
-    def root(self, frame: FrameType, name: str, value: Any) -> Root | None:
+    def held(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Storage -> bytes of tensors on the card that belong to no model and no optimizer."""
+        return {key: size for key, size in storages(t for t in tensors if t.is_cuda).items() if key not in self.owned}
+
+    def root(self, found: Found, value: Any, frames: list[FrameType]) -> Root | None:
         """What a variable keeps; None where that is little."""
-        line = _line(frame.f_code, name) if _own(frame) else ""
+        name, line = found.path.rsplit(".", 1)[-1], line_of(found)
         if isinstance(value, torch.nn.Module):
             return self._model(name, value, line)
         if isinstance(value, BaseException):
-            return self.exception([frame], name, value, line)
+            return self.exception(name, value, frames, line)
         if isinstance(value, Tensor):
-            sizes, passes = self._graph([value])
-            total = sum(sizes.values())
+            saved, passes = self._graph([value])
+            total = sum(saved.values())
             return Root(name, line, "graph", total, passes) if passes > 1 and total >= SMALL else None
         if not isinstance(value, CONTAINERS):
             return None
-        held = list(_tensors(value))
-        sizes = {_storage(t): t.untyped_storage().nbytes() for t in held if t.is_cuda and _storage(t) not in self.owned}
-        graph, _ = self._graph(held)
-        total = sum((sizes | graph).values())
+        tensors = list(_tensors(value))
+        sizes, (saved, _) = self.held(tensors), self._graph(tensors)
+        total = sum((sizes | saved).values())
         if total < SMALL or not sizes:
             return None
-        return Root(
-            name, line, "graph" if sum(graph.values()) > sum(sizes.values()) else "collection", total, len(sizes)
-        )
+        what = "graph" if sum(saved.values()) > sum(sizes.values()) else "collection"
+        return Root(name, line, what, total, len(sizes))  # type: ignore[arg-type]
 
     def _model(self, name: str, module: torch.nn.Module, line: str) -> Root | None:
         if id(module) in self.inside:
             return None
-        sizes = {_storage(p): (p.untyped_storage().nbytes(), p.dtype) for p in module.parameters() if p.is_cuda}
-        total = sum(size for size, _ in sizes.values())
-        wide = sum(size for size, dtype in sizes.values() if dtype == torch.float32)
+        weights = [p for p in module.parameters() if p.is_cuda]
+        sizes = storages(weights)
+        total = sum(sizes.values())
+        wide = sum(storages(p for p in weights if p.dtype == torch.float32).values())
         return Root(name, line, "model", total, len(sizes), wide) if total >= SMALL else None
 
-    def exception(self, frames: list[FrameType], name: str, error: BaseException, line: str = "") -> Root | None:
+    def exception(self, name: str, error: BaseException, frames: list[FrameType], line: str = "") -> Root | None:
         """An error that is being handled, or was kept: its traceback keeps the frames, they keep their tensors."""
-        held = [v for f in _frames(error.__traceback__) if f not in frames for v in f.f_locals.values()]
-        found = [t for value in held for t in _tensors(value)]
-        graph, _ = self._graph(found)
-        sizes = {
-            _storage(t): t.untyped_storage().nbytes() for t in found if t.is_cuda and _storage(t) not in self.owned
-        }
-        total = sum((sizes | graph).values())
-        if not line and error.__traceback__ is not None:
-            caught = error.__traceback__.tb_frame  # where it was caught, and is still being handled
-            line = f"{caught.f_code.co_filename.rsplit('/', 1)[-1]}:{caught.f_lineno}"
+        theirs = _frames(error)
+        found = [t for f in theirs if f not in frames for value in f.f_locals.values() for t in _tensors(value)]
+        sizes = self.held(found)
+        total = sum((sizes | self._graph(found)[0]).values())
+        if not line and theirs:  # where it was caught, and is still being handled
+            line = f"{theirs[0].f_code.co_filename.rsplit('/', 1)[-1]}:{theirs[0].f_lineno}"
         return Root(name, line, "exception", total, len(sizes)) if total >= SMALL else None
 
-    def hooks(self) -> Iterator[Root | None]:
+    def hooks(self) -> Iterator[Root]:
         """What the hooks of modules keep in their closures."""
-        for module in self.modules:
-            for part in module.modules():
-                for hook in (
-                    *part._forward_hooks.values(),
-                    *part._forward_pre_hooks.values(),
-                    *part._backward_hooks.values(),
-                ):
-                    yield from self._closure(hook)
+        for part in (part for module in self.modules for part in module.modules()):
+            kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+            for hook in (hook for kind in kinds for hook in kind.values()):
+                yield from self._closure(hook)
 
-    def _closure(self, hook: Any) -> Iterator[Root | None]:
+    def _closure(self, hook: Any) -> Iterator[Root]:
         code = getattr(hook, "__code__", None)
         if code is None:
             return
         for name, cell in zip(code.co_freevars, hook.__closure__ or (), strict=False):
-            value = cell.cell_contents
-            if isinstance(value, CONTAINERS):
-                held = [t for t in _tensors(value) if t.is_cuda and _storage(t) not in self.owned]
-                sizes = {_storage(t): t.untyped_storage().nbytes() for t in held}
-                line = _line(code, name)
-                yield Root(name, line, "hook", sum(sizes.values()), len(sizes)) if sizes else None
+            sizes = self.held(_tensors(cell.cell_contents)) if isinstance(cell.cell_contents, CONTAINERS) else {}
+            if sizes:
+                line = line_of(Found(name, code.co_filename, code.co_firstlineno, code.co_name))
+                yield Root(name, line, "hook", sum(sizes.values()), len(sizes))
 
-    def _graph(self, held: Iterable[Tensor]) -> tuple[dict[int, int], int]:
+    def _graph(self, tensors: Iterable[Tensor]) -> tuple[dict[int, int], int]:
         """(bytes of each storage that the tensors' autograd graphs saved, how often a leaf is reached: the passes)."""
-        sizes: dict[int, int] = {}
-        reached: dict[int, int] = {}
-        nodes = [t.grad_fn for t in held if t.grad_fn is not None]
-        seen = {id(node): node for node in nodes}
-        while nodes and len(seen) < MOST_NODES:
-            node = nodes.pop()
-            for t in _saved(node):
-                if t.is_cuda and _storage(t) not in self.owned:
-                    sizes[_storage(t)] = t.untyped_storage().nbytes()
-            for after, _ in node.next_functions:
-                if after is None:
-                    continue
-                if hasattr(after, "variable"):
-                    reached[id(after)] = reached.get(id(after), 0) + 1
-                if id(after) not in seen:
-                    seen[id(after)] = after
-                    nodes.append(after)
-        return sizes, max(reached.values(), default=0)
+        nodes = list(graph(tensors))
+        leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
+        return self.held(t for node in nodes for t in _saved(node)), max(leaves.values(), default=0)
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
@@ -222,7 +173,3 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif isinstance(value, CONTAINERS) and depth < DEEP and len(value) <= MOST_ITEMS:
         for part in list(value.values()) if isinstance(value, dict) else list(value):
             yield from _tensors(part, depth + 1)
-
-
-def _storage(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)

@@ -7,7 +7,8 @@ PyTorch keeps the Python object of a tensor that C++ still holds, so what autogr
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,18 @@ def live_bytes() -> int:
 
 def graph_size(root: Tensor) -> int:
     """How many nodes the autograd graph behind a tensor has, up to MOST_NODES."""
-    if root.grad_fn is None:
-        return 0
-    seen = {root.grad_fn}
-    todo = [root.grad_fn]
-    while todo and len(seen) < MOST_NODES:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo.append(node)
-    return len(seen)
+    return sum(1 for _ in graph([root]))
+
+
+def graph(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of the autograd graphs behind tensors, each once, up to MOST_NODES."""
+    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(todo)
+    for _ in range(MOST_NODES):
+        if not todo:
+            return
+        node = todo.pop()
+        yield node
+        fresh = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= fresh
+        todo += fresh

@@ -1,18 +1,19 @@
-"""Where a program's names are: the variables of running functions, and those of modules that are no library."""
+"""Where a program's names are: the variables of functions (running, or of a traceback) and of modules that are no library."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what it looks at
-LIBRARIES = ("site-packages", "dist-packages", "lib/python3", "<frozen")
-WIDEST = 2000  # items of one container that are looked at
+from memfit.explain.evidence import library
 
+OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what it looks at
+WIDEST = 2000  # items of one container that are looked at
 
 Place = tuple[str, int, str]  # of a function: file, first line, name
 
@@ -27,29 +28,39 @@ class Found:
     function: str
 
 
-class Roots:
-    """All names there are now, by the identity of what they are bound to."""
+def running() -> Iterator[FrameType]:
+    """Every function that is running, in every thread, innermost first."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
 
-    def __init__(self) -> None:
+
+@lru_cache(maxsize=4096)
+def own(file: str) -> bool:
+    """Is this file the user's (a notebook's cell, too): no library's, not memfit's, not made by a program?"""
+    return file.startswith("<ipython") or not (file.startswith((OURS, "<")) or library(file))
+
+
+class Roots:
+    """All names there are now, by the identity of what they are bound to. A thing with several has its module's, else that
+    of the first of `frames`; those of library functions come last."""
+
+    def __init__(self, frames: Callable[[], Iterable[FrameType]] = running) -> None:
+        self._frames = frames  # asked anew each time: frames that are kept keep their tensors
         self.names: dict[int, Found] = {}
-        for module in list(sys.modules.values()):
-            self._module(module)
-        self.running: list[Place] = []  # innermost first
-        for frame in _frames():
+        for name, value, file in _globals():
+            self.names.setdefault(id(value), Found(name, file, 0, ""))
+        self.running: list[Place] = []
+        for frame in self._others():
             self._frame(frame)
 
-    def _module(self, module: ModuleType) -> None:
-        file = _file(module)
-        if not file:
-            return
-        for name, value in list(vars(module).items()):
-            if not name.startswith("__") and not isinstance(value, ModuleType):
-                self.names.setdefault(id(value), Found(name, file, 0, ""))
+    def _others(self) -> Iterator[FrameType]:
+        return (frame for frame in self._frames() if not frame.f_code.co_filename.startswith(OURS))
 
     def _frame(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code.co_filename.startswith(OURS):
-            return
         self.running.append((code.co_filename, code.co_firstlineno, code.co_name))
         whole = code.co_name == "<module>"
         for name, value in list(frame.f_locals.items()):
@@ -57,19 +68,16 @@ class Roots:
                 continue
             found = Found(name, code.co_filename, 0 if whole else code.co_firstlineno, "" if whole else code.co_name)
             known = self.names.get(id(value))
-            if known is None or (_library(known.file) and not _library(code.co_filename)):
+            if known is None or (library(known.file) and not library(code.co_filename)):
                 self.names[id(value)] = found
 
     def variables(self) -> Iterator[tuple[Found, Any]]:
         """Every name with what it is bound to, and what lies one level below: attributes and items."""
-        for frame in _frames():
-            if not frame.f_code.co_filename.startswith(OURS):
-                for value in list(frame.f_locals.values()):
-                    yield from self._below(value)
-        for module in list(sys.modules.values()):
-            if _file(module):
-                for value in list(vars(module).values()):
-                    yield from self._below(value)
+        for frame in self._others():
+            for value in list(frame.f_locals.values()):
+                yield from self._below(value)
+        for _, value, _ in _globals():
+            yield from self._below(value)
 
     def _below(self, value: Any) -> Iterator[tuple[Found, Any]]:
         found = self.names.get(id(value))
@@ -90,20 +98,11 @@ def key_text(key: Any) -> str:
     return f"[{key!r}]" if isinstance(key, str) and len(key) < 40 else "[...]"
 
 
-def _frames() -> Iterator[FrameType]:
-    """Every function that is running, in every thread, innermost first."""
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
-
-
-def _file(module: Any) -> str:
-    """The file of a module of the user's; "" for others."""
-    file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-    return file if isinstance(file, str) and not file.startswith(OURS) and not _library(file) else ""
-
-
-def _library(file: str) -> bool:
-    return any(word in file.replace("\\", "/") for word in LIBRARIES)
+def _globals() -> Iterator[tuple[str, Any, str]]:
+    """(name, value, file) of every variable of the user's modules."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and own(file):
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__") and not isinstance(value, ModuleType):
+                    yield name, value, file

@@ -30,17 +30,18 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip()
 
 
-def line_of(file: str, name: str, first: int, function: str) -> str:
-    """ "train.py:12": the last line that adds to `name` (or `self.name`), else that binds it; "" where the source is silent.
+def line_of(found: Found) -> str:
+    """ "train.py:12": the last line that adds to the name (or `self.name`), else that binds it; "" where the source is silent.
 
-    Looked at is the function that begins at line `first`, and the whole file where that has none.
+    Looked at is the function that owns it, and the whole file where that has none.
     """
-    inside = _extent(file, first, function)
+    name = _identifiers(found.path)[0]
+    inside = _extent(found.file, found.first, found.function)
     for span in (inside, None) if inside else (None,):
-        for table in (_stores(file), _bound(file)):
+        for table in (_stores(found.file), _bound(found.file)):
             lines = [line for line in table.get(name, ()) if span is None or line in span]
             if lines:
-                return f"{Path(file).name}:{max(lines)}"
+                return f"{Path(found.file).name}:{max(lines)}"
     return ""
 
 

@@ -1,0 +1,234 @@
+"""Findings from the figures of a text: the run it names (model, cards, how it is sharded), sizes against it, nvidia-smi's list."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+from memfit.explain.clue import FAINT, SURE, WEAK, Clue
+from memfit.explain.concepts import FOUR_BIT, FSDP, MANY, ZERO3
+from memfit.explain.evidence import Evidence
+from memfit.finding import Proof
+from memfit.units import GIB, MIB, human
+
+SAME = 0.01  # of a request: it is printed with three digits
+MOST_OF_CARD, MANY_WORDS = (
+    0.25,
+    100_000,
+)  # a request of so much of the card is hardly anything else where words are so many
+IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
+LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
+STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
+OF_EXPERTS = 0.835  # of "8x7B": what experts have in common is there once. Source: Mixtral-8x7B 46.7 B, 8x22B 140.6 B
+
+_BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
+_MODEL = re.compile(r"(?<![\w.])[a-z][\w.]{0,40}-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
+_EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
+_CARDS = re.compile(
+    r"(?<![\w.])(\d{1,4}) ?(?:x\b(?! ?\d+(?:\.\d+)? ?b\b)|x(?=\d)(?!\d+(?:\.\d+)? ?b\b)|\*(?= ?\w)|(?=gpus|cards))"
+)
+_SIZE = r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b"
+_CARD = re.compile(  # beside a card's name or count, not a size that something takes
+    rf"hardware: [^|]{{0,40}}?{_SIZE}|"
+    rf"(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
+    rf"|{_SIZE} (?:of )?(?:v?ram|gpus?|cards?|hbm|a100|h100|v100|nvidia|rtx)"
+)
+SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
+_FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
+_RAN_OUT = re.compile(r"\boom|out of memory|outofmemory|tried to allocate|not enough|run(?:s|ning)? out")
+_ASKED = re.compile(
+    r"readme|\bdocs?\b|documentation|claim|expected|should fit|how much|requirement|minimum|is it possible|can i\b|can't|cannot|"
+    r"(?:even|still|already) (?:with|at|on)|(?:batch(?: size|_size)?|bs|mbs|micro_batch_size)\W{0,3}1\b|any batch|does not fit|lowest|smallest|table"
+)
+_LATE = re.compile(
+    r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch|\bonly (?:when|if|with|after|once)\b"
+)  # it ran, so weights and states have room
+SHARD_OF = (
+    ("parameters", re.compile(rf"{ZERO3}|{FSDP}")),
+    ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
+)
+_TOKENS = re.compile(
+    r"(?:seq\w*|len\w*|ctx|context|block\w*|cutoff\w*|tokens|max_length)\W{1,3}(\d{2,6})(k?)\b|"
+    r"(?<![\w.])~?(\d{2,6})(k?)[ -](?:tokens|context|ctx)"
+)
+_BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
+# words of the vocabulary, by what a model is called. Source: their config.json
+VOCABULARIES = tuple(
+    (words, re.compile(names))
+    for words, names in (
+        (248_320, r"qwen-?3\.5"), (151_936, r"qwen"), (128_256, r"llama-?3"), (262_144, r"gemma-?3"), (256_000, r"gemma"),
+        (201_088, r"gpt-?oss"), (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"mistral-?nemo"), (32_000, r"llama-?2|mistral|mixtral|vicuna"),
+    )
+)  # fmt: skip
+# GiB of cards that are named without their size, the larger where one name has two. Source: src/memfit/catalogue/gpus.toml
+CARDS = tuple(
+    (size, re.compile(rf"\b(?:rtx ?|gtx ?|tesla ?|nvidia ?)?(?:{names})\b"))
+    for size, names in (
+        (11, r"[12]080 ?ti"), (12, r"k80|3060(?! ?ti)|4070(?! ?ti super)"), (16, r"t4|p100|4080|4060 ?ti|a4000"),
+        (24, r"[34]090(?: ?ti)?|l4|a10g?|a5000|titan rtx"),
+        (32, r"v100|5090"), (48, r"a6000|6000 ada|a40|l40s?"), (80, r"a100|a800|h100(?! nvl)|h800"), (94, r"h100 nvl"), (96, r"h20|gh200"), (141, r"h200"),
+        (180, r"g?b200"), (192, r"mi300x?"),
+    )
+)  # fmt: skip
+# bytes that lie on a card per weight of a model that is not trained whole, at the least; the first row that is said
+FROZEN = (
+    (0.55, re.compile(FOUR_BIT)),
+    (1.05, re.compile(r"8[- ]?bit|int8|fp8")),
+    (2.0, re.compile(r"\blora\b|peft|adapter|prefix|grpo|dora|freeze|frozen")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a text names of a run: weights, cards, bytes of each, and what of its bytes per weight lies on each card."""
+
+    weights: float
+    cards: int
+    each: int
+    per_weight: float  # of all cards
+    states: float  # bytes of weights, gradients and states on one card
+    frozen: bool
+
+
+def run_of(evidence: Evidence) -> Run | None:
+    """The run, where model size and card are named; None where there are several cards and nothing says how many."""
+    text = evidence.text
+    weights = _weights(text)
+    message = evidence.message
+    each = message.total if message and message.total else card_of(text)
+    if not weights or not each:
+        return None
+    found = _CARDS.search(text)
+    if found is None and SEVERAL.search(text):
+        return None
+    cards = int(found[1]) if found else 1
+    frozen = next((size for size, pattern in FROZEN if pattern.search(text)), None)
+    per_weight = frozen or STATES
+    how = next((name for name, pattern in SHARD_OF if pattern.search(text)), "")
+    of_all = {"parameters": per_weight / cards, "gradients": 4 + (per_weight - 4) / cards, "": per_weight}
+    mine = per_weight if frozen and how == "gradients" else of_all[how]
+    return Run(weights, cards, each, per_weight, weights * mine, frozen is not None)
+
+
+def card_of(text: str) -> int:
+    """Bytes of the card that is named first, 0 for none."""
+    if found := _CARD.search(text):
+        return int(float(next(filter(None, found.groups()))) * GIB)
+    return next((size * GIB for size, pattern in CARDS if pattern.search(text)), 0)
+
+
+def _weights(text: str) -> float:
+    """Weights of the model that is named first, 0 for none."""
+    if found := _EXPERTS.search(text):
+        return float(found[1]) * float(found[2]) * OF_EXPERTS * 1e9
+    found = _MODEL.search(text) or _BILLIONS.search(text)
+    return float(found[1]) * 1e9 if found else 0.0
+
+
+def _measured(evidence: Evidence) -> Clue | None:
+    """A size that is not the card's and four bytes for each weight: they were loaded in 32 bits."""
+    weights, card = _weights(evidence.text), card_of(evidence.text)
+    if evidence.when not in ("", "load", "prepare") or not weights:
+        return None
+    for number in map(float, re.findall(_SIZE, evidence.text)):
+        if abs(number * GIB - card) > 0.05 * card and any(
+            abs(unit * number / weights - 4) < 0.2 for unit in (1e9, GIB)
+        ):
+            proof = Proof(f"{number:g} GB are 4 bytes for each of {weights / 1e9:g} B weights", int(number * 1e9))
+            return Clue("wrong-dtype", 78, proof)
+    return None
+
+
+def _logits(evidence: Evidence) -> Clue | None:
+    """A request that is tokens x words of the vocabulary x bytes; or a good part of the card, of a model with many words."""
+    m, text = evidence.message, evidence.text
+    words = next((words for words, pattern in VOCABULARIES if pattern.search(text)), 0)
+    if m is None or not m.tried or not words or evidence.when not in ("", "forward", "loss", "backward"):
+        return None
+    lengths = {int(found[1] or found[3]) * (1024 if found[2] or found[4] else 1) for found in _TOKENS.finditer(text)}
+    batches = {int(found[1]) for found in _BATCH.finditer(text)} | {1}
+    for length, batch, width in product(sorted(lengths)[-4:], sorted(batches)[:3], (4, 2)):
+        if abs(length * batch * words * width - m.tried) <= SAME * m.tried:
+            said = f"{human(m.tried)} are {length * batch:,} tokens x {words:,} words x {width} B"
+            return Clue("logits", 84, Proof(said, m.tried))
+    if m.total and m.tried >= MOST_OF_CARD * m.total and words >= MANY_WORDS:
+        return Clue(
+            "logits", 58, Proof(f"one request of {m.tried / m.total:.0%} of the card, and {words:,} words", m.tried)
+        )
+    return None
+
+
+def _sizing(evidence: Evidence) -> Clue | None:
+    """Weights, gradients and optimizer states that leave no room for activations."""
+    run = run_of(evidence)
+    text = evidence.text
+    if run is None or evidence.when in ("save", "merge", "resume", "predict", "load", "eval") or _LATE.search(text):
+        return None
+    share = run.states / run.each
+    if share < 0.6:
+        return None
+    sure = share >= 0.75 and _FULL.search(text) and "offload" not in text and not run.frozen
+    weight = 85 if sure else 76 if share >= 0.75 else 66
+    if not _RAN_OUT.search(text) and not _ASKED.search(text):
+        weight = WEAK
+    if evidence.when == "loss":  # a whole forward pass had room
+        weight = min(weight, 66)
+    proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
+    return Clue("capacity", weight, Proof(proof, int(run.states)))
+
+
+# nvidia-smi's rows: card, process (one that computes), size
+_LISTED = re.compile(r"(?<![\w.])(\d{1,2}) (?:n/a n/a )?(\d{3,8}) c(?:\+g)? (?:\S+ ){1,4}?\d{1,6} ?mib")
+
+
+def _listed(evidence: Evidence) -> Clue | None:
+    """nvidia-smi's list of processes: one that shares a card with others, and is on a second card, went to the wrong one."""
+    cards: dict[str, set[str]] = {}
+    for found in _LISTED.finditer(evidence.text):
+        cards.setdefault(found[1], set()).add(found[2])
+    on = Counter(process for processes in cards.values() for process in processes)
+    stray = {process for processes in cards.values() if len(processes) > 1 for process in processes if on[process] > 1}
+    if not stray:
+        return None
+    return Clue("ranks-on-one-gpu", SURE, Proof(f"nvidia-smi lists {len(stray)} processes on more than one card"))
+
+
+_IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,2}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))
+
+
+def _idle(evidence: Evidence) -> Clue | None:
+    """Two figures of a report: what is reserved, and how much less of it is allocated."""
+    found = [pattern.search(evidence.text) for pattern in _IDLE]
+    if evidence.memory or evidence.when == "resume" or evidence.messages or not all(found):
+        return None
+    held, taken = (float(m[1].replace(",", "").strip(".")) * (GIB if m[2] == "g" else MIB) for m in found if m)
+    if taken < IDLE * held:
+        return None
+    proof = Proof(f"{human(int(taken))} are reserved, {human(int(held))} of them allocated", int(taken - held))
+    return Clue("fragmentation", 88, proof)
+
+
+def _alone(evidence: Evidence) -> Clue | None:
+    """Nothing else is known: what is told of model and cards, and where it failed, makes one cause the usual one."""
+    run, text = run_of(evidence), evidence.text
+    if evidence.when == "load":
+        if run and run.cards > 1 and not any(pattern.search(text) for _, pattern in SHARD_OF):
+            proof = Proof(f"{run.cards} cards, nothing that shards: every process loads all weights")
+            return Clue("replicated", WEAK + 8, proof)
+        weight = WEAK + 6 * bool(run and run.cards == 1)
+        return Clue("capacity", weight, Proof("it failed while the weights were loaded"))
+    ran_out = evidence.messages or _RAN_OUT.search(text)
+    if evidence.when in ("", "init", "forward", "backward") and _weights(text) >= LARGE and ran_out:
+        asked = _ASKED.search(text)
+        said = f"'{asked[0]}', " if asked else ""
+        proof = Proof(f"{said}a model of {_weights(text) / 1e9:g} B weights")
+        return Clue("capacity", 66 if asked else WEAK - 6, proof)
+    if evidence.when in ("forward", "backward") and evidence.messages:
+        return Clue("activations", FAINT, Proof(f"it failed in the {evidence.when} pass"))
+    return None
+
+
+FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _logits, _measured, _idle, _listed, _alone)
