@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
     },
     "gemma 4, whose embeddings grow with the depth": {
-        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 28,
+        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 28, "num_attention_heads": 5,
         "vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0, "sliding_window": 64,
     },
 }  # fmt: skip

@@ -87,10 +87,17 @@ def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> U
 
     blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp"). Raises NotPeriodic.
     """
-    split = _Split(blocks)
-    kinds = _sizes(shallow, deep, split)
-    one, two = (list(_steps(tape, n, k, split)) for tape, n, k in zip((shallow, deep), layers, kinds, strict=True))
-    return Unrolled(tuple(_parts(one, two)), layers[0], layers[1] - layers[0], shallow.about)
+    try:
+        return _unroll((shallow, deep), layers, _Split(blocks), by_fate=False)
+    except NotPeriodic:
+        return _unroll((shallow, deep), layers, _Split(blocks), by_fate=True)
+
+
+def _unroll(tapes: tuple[Tape, Tape], layers: tuple[int, int], split: _Split, *, by_fate: bool) -> Unrolled:
+    looks = tuple(_looks(tape, split, by_fate) for tape in tapes)
+    kinds = _sizes(tapes, looks)
+    one, two = (list(_steps(*of, split)) for of in zip(tapes, layers, looks, kinds, strict=True))
+    return Unrolled(tuple(_parts(one, two)), layers[0], layers[1] - layers[0], tapes[0].about)
 
 
 def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -121,14 +128,26 @@ Look = tuple[str, str | None, Role, int, tuple[str, str | None] | None]
 Kinds = dict[tuple[Look, int], _Kind]  # with its bytes
 
 
-def _sizes(shallow: Tape, deep: Tape, split: _Split) -> tuple[Kinds, Kinds]:
+def _looks(tape: Tape, split: _Split, by_fate: bool) -> dict[int, Look]:
+    """Of every storage, by id. by_fate: what was born last before it dies tells apart those that die elsewhere in a block."""
+    looks: dict[int, Look] = {}
+    last: tuple[str, str | None] = ("", None)
+    for event in tape.events:
+        if isinstance(event, Alloc):
+            last = head, tail = split(event.label)[:2]
+            looks[event.id] = head, tail, event.role, event.stream, None
+        elif isinstance(event, Free) and by_fate and looks[event.id][1] is None:
+            looks[event.id] = *looks[event.id][:4], last
+    return looks
+
+
+def _sizes(tapes: tuple[Tape, ...], looks: tuple[dict[int, Look], ...]) -> tuple[Kinds, Kinds]:
     """The kinds of either tape. Of what looks the same, sizes that one tape alone has are paired in their order."""
     seen: tuple[dict[Look, dict[int, None]], ...] = (defaultdict(dict), defaultdict(dict))
-    for looks, tape in zip(seen, (shallow, deep), strict=True):
-        fates = _fates(tape, split)
+    for sizes, tape, of in zip(seen, tapes, looks, strict=True):
         for event in tape.events:
             if isinstance(event, Alloc):
-                looks[_look(event, split, fates)][event.size] = None
+                sizes[of[event.id]][event.size] = None
     kinds: tuple[Kinds, Kinds] = ({}, {})
     for look in seen[0] | seen[1]:
         mine, other = seen[0].get(look, {}), seen[1].get(look, {})
@@ -138,23 +157,6 @@ def _sizes(shallow: Tape, deep: Tape, split: _Split) -> tuple[Kinds, Kinds]:
         for a, b in [*zip(less, more, strict=True), *((s, s) for s in mine if s in other)]:
             kinds[0][look, a] = kinds[1][look, b] = _Kind(*look[:4], a, b)
     return kinds
-
-
-def _fates(tape: Tape, split: _Split) -> dict[int, tuple[str, str | None]]:
-    """What was born last, in any block, before a storage dies: it tells apart storages alike that die elsewhere in a block."""
-    fates: dict[int, tuple[str, str | None]] = {}
-    last: tuple[str, str | None] = ("", None)
-    for event in tape.events:
-        if isinstance(event, Alloc):
-            last = split(event.label)[:2]
-        elif isinstance(event, Free):
-            fates[event.id] = last
-    return fates
-
-
-def _look(event: Alloc, split: _Split, fates: dict[int, tuple[str, str | None]]) -> Look:
-    head, tail, _ = split(event.label)
-    return head, tail, event.role, event.stream, fates.get(event.id) if tail is None else None
 
 
 class _Split:
@@ -172,17 +174,15 @@ class _Split:
         return self._known[label]
 
 
-def _steps(tape: Tape, layers: int, kinds: Kinds, split: _Split) -> Iterator[_Step]:
+def _steps(tape: Tape, layers: int, looks: dict[int, Look], kinds: Kinds, split: _Split) -> Iterator[_Step]:
     """A tape of a model of `layers` layers."""
     named = 0
     births: dict[int, tuple[_Kind, int]] = {}  # id -> its kind, and how many of it were born before
     living: dict[_Kind, list[int]] = defaultdict(list)
     born: dict[_Kind, int] = defaultdict(int)
-    fates = _fates(tape, split)
     for event in in_order_of_birth(tape.events):
         if isinstance(event, Alloc):
-            look = _look(event, split, fates)
-            kind, layer = kinds[look, event.size], split(event.label)[2]
+            kind, layer = kinds[looks[event.id], event.size], split(event.label)[2]
             births[event.id] = kind, born[kind]
             born[kind] += 1
             living[kind].append(event.id)
