@@ -49,6 +49,7 @@ FLAGS = {
         "--data",
         "--tokenizer",
         "--from",
+        "--full",
         "--steps",
         "--answer",
         "--save-tape",

@@ -233,6 +233,10 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     "whole weight before it is sharded": _said(
         "the largest weight, sent whole to every card before each keeps its part"
     ),
+    "whole weights before they are sharded": _said(
+        "weights read from the checkpoint whole, before each rank keeps its share"
+    ),
+    "weights before they are flattened": _said("weights as the model holds them, beside DeepSpeed's flat copy of them"),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
     "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),
