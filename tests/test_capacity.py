@@ -12,10 +12,11 @@ from memfit.allocator import Allocator, restore
 from memfit.capacity import CONTEXT_BAND, Capacity, capacity
 from memfit.gpu import Gpu
 from memfit.replay import alive_at, begun, replay, run, to_ops
+from memfit.report.replay import facts
 from memfit.retrace import retrace
 from memfit.smallest import smallest_capacity
 from memfit.snapshot import read
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, SegmentAlloc, Tape
 from memfit.units import GIB, MIB
 
 DATA = Path(__file__).parent / "data"
@@ -97,8 +98,24 @@ def test_no_card_is_large_enough_for_a_fraction_of_nothing() -> None:
 def test_a_recording_says_whether_the_model_agrees() -> None:
     tape = read(DATA / "snapshots" / "plain-full.pickle.gz")
     assert capacity(tape, PLAIN).reproduced == ""
-    other = capacity(tape, parse_alloc_conf("large_segment_size_mb:40")).reproduced
-    assert other is not None and other.startswith("segment call")
+    assert capacity(tape, parse_alloc_conf("large_segment_size_mb:40")).reproduced is None  # it was not recorded so
+    at, first = next((i, e) for i, e in enumerate(tape.events) if isinstance(e, SegmentAlloc))
+    changed = (*tape.events[:at], replace(first, size=2 * first.size), *tape.events[at + 1 :])
+    differs = capacity(replace(tape, events=changed), PLAIN).reproduced
+    assert differs is not None and differs.startswith("segment call")
+
+
+@pytest.mark.parametrize(
+    ("after", "died"),
+    [((), True), ((Free(1),), True), ((Mark("step", "b"), Free(1)), True), ((Alloc(2, 1 * MIB),), False)],
+)
+def test_a_run_that_died_of_an_out_of_memory_promises_no_card(after: tuple[Event, ...], died: bool) -> None:
+    tape = Tape((Mark("step", "a"), Alloc(1, 40 * MIB), Oom(60 * MIB), *after), "traced")
+    for usable, verdict in ((GIB, "tight" if died else "fits"), (0, "misfit")):
+        found = asked(tape, usable)
+        assert found.died is died and found.judgement is not None and found.judgement.verdict == verdict
+    said = dict(facts(found, PLAIN))
+    assert ("at least" in said["smallest:"], bool(said["note:"])) == (died, died)
 
 
 # --- events besides births and deaths ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.gpu import Gpu
 from memfit.plan import Judgement, Verdict
 from memfit.replay import Timeline, replay, to_ops
@@ -41,9 +41,11 @@ class Capacity:
     """The answer of `memfit replay`; sizes in bytes.
 
     `free` is the run on a card without a limit, `timeline` that on the card asked about (the same where none was).
-    `smallest` is the smallest capacity it runs on with its own settings, `expandable` with expandable segments instead
-    (or without them, where they were set). `reproduced` says whether the model took and gave back every segment as the
-    recording did: None where the tape has none, "" where all agree, else the first difference.
+    `smallest` is the smallest capacity it runs on with its own settings, `other` with expandable segments instead
+    (or without them, where they were set); both are only lower bounds where the run `died` of an out-of-memory, because
+    what it would have needed afterwards is not in its tape. `reproduced` says whether the model took and gave back every
+    segment as the recording did: None where the tape has none or other settings were asked for, "" where all agree, else
+    the first difference.
     """
 
     free: Timeline
@@ -53,6 +55,7 @@ class Capacity:
     other: int
     slack: Slack
     reproduced: str | None
+    died: bool = False
 
 
 def capacity(
@@ -82,8 +85,9 @@ def capacity(
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
-        free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch)
-    )
+        free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch),
+        tape.ends_in_oom,
+    )  # fmt: skip
 
 
 def _on_card(
@@ -91,7 +95,8 @@ def _on_card(
 ) -> tuple[Timeline, Judgement]:
     """fits: it also runs with a band less; misfit: not even with a band more; tight: anything between.
 
-    The band is what the card's context is not known to, and for a predicted tape what the prediction may be off.
+    A tape that ends in an out-of-memory is never promised to fit: it may need more afterwards. The band is what the
+    card's context is not known to, and for a predicted tape what the prediction may be off.
     """
     usable, need = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
@@ -108,7 +113,7 @@ def _on_card(
 
     timeline = on(usable)
     verdict: Verdict = "tight"
-    if timeline.oom is None and on(usable - band).oom is None:
+    if timeline.oom is None and not tape.ends_in_oom and on(usable - band).oom is None:
         verdict = "fits"
     elif timeline.oom is not None and on(usable + band).oom is not None:
         verdict = "misfit"
@@ -123,6 +128,8 @@ def _slack(free: Timeline, smallest: int) -> Slack:
 
 def _reproduced(tape: Tape, settings: AllocSettings, torch: Torch) -> str | None:
     """Only what was recorded, under the settings it was recorded under, can be reproduced."""
+    if settings != parse_alloc_conf(tape.about.get("alloc_conf", ""), torch):
+        return None
     segments = any(isinstance(event, SegmentAlloc | SegmentFree) for event in tape.events)
     if tape.source != "measured" or not (segments or tape.start):
         return None

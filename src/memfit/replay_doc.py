@@ -52,7 +52,12 @@ class ReplayDoc(Struct, frozen=True, kw_only=True):
     fits: bool | None
     usable: int | None
     band: int | None
-    smallest: Annotated[int, Meta(description="bytes of the smallest capacity it runs on; 0: none")]
+    died: Annotated[
+        bool, Meta(description="the run ended out of memory: what it would have needed afterwards is unknown")
+    ]
+    smallest: Annotated[
+        int, Meta(description="bytes of the smallest capacity it runs on; at least, if it died; 0: none")
+    ]
     smallest_other: Annotated[int, Meta(description="the same with expandable segments switched the other way")]
     slack: Slack
     reproduced: Annotated[str | None, Meta(description="'' when every recorded segment was taken and given back alike")]
@@ -70,7 +75,7 @@ def replay_doc(tape: Tape, found: Capacity, gpu: Gpu | None, torch: str, alloc_c
         peak=timeline.peak, phases=tuple(phases), retries=timeline.retries, oom=_oom(timeline),
         verdict=judgement.verdict if judgement else None, fits=judgement.verdict == "fits" if judgement else None,
         usable=judgement.usable if judgement else None, band=judgement.band if judgement else None,
-        smallest=found.smallest, smallest_other=found.other, slack=found.slack, reproduced=found.reproduced,
+        died=found.died, smallest=found.smallest, smallest_other=found.other, slack=found.slack, reproduced=found.reproduced,
     )  # fmt: skip
 
 

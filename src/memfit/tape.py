@@ -114,3 +114,9 @@ class Tape:
     source: Literal["formula", "traced", "measured"]
     about: dict[str, str] = field(default_factory=dict)
     start: tuple[Segment, ...] = ()
+
+    @property
+    def ends_in_oom(self) -> bool:
+        """Whether the run died of an out-of-memory: what it would have needed afterwards is not in here."""
+        last = next((event for event in reversed(self.events) if isinstance(event, Oom | Alloc)), None)
+        return isinstance(last, Oom)

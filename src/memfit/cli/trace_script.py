@@ -69,7 +69,7 @@ def said(outcome: Outcome) -> list[str]:
     endings = {
         "enough": f"stopped after {outcome.steps} optimizer steps",
         "finished": f"the script came to its end after {outcome.steps} optimizer steps",
-        "oom": f"out of memory at {outcome.where}: {outcome.message[:160]}",
+        "oom": f"out of memory at {outcome.where}: {_asked(outcome.message)}; a larger --gpu shows what the whole run needs",
     }
     lines = [endings[outcome.ending]]
     if outcome.survived:
@@ -78,6 +78,11 @@ def said(outcome: Outcome) -> list[str]:
         asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
         lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
     return [*lines, *outcome.assumed]
+
+
+def _asked(message: str) -> str:
+    """'CUDA out of memory. Tried to allocate 6.14 GiB': what PyTorch says before the card's figures."""
+    return message.partition(". GPU ")[0]
 
 
 def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:

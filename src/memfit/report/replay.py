@@ -21,6 +21,9 @@ SOURCES = {
     "traced": "traced on a virtual card",
     "measured": "recorded on a card",
 }
+ENDS_IN_OOM = (
+    "the run ended where memory ran out: what it would have needed afterwards is not known, and no card promised"
+)
 MODEL_AGREES = "every recorded segment was taken and given back alike"
 
 
@@ -91,12 +94,14 @@ def _slack(found: Capacity) -> RenderableType:
 def facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
     """The smallest card it runs on, and whether the model did as the recording did."""
     as_is, other = ("with", "without") if settings.expandable_segments else ("without", "with")
+    bound = "at least " if found.died else ""
     smallest = DOT.join(
-        f"{gib(size, 2)} GiB {how} expandable segments" if size else f"none {how} expandable segments"
+        f"{bound}{gib(size, 2)} GiB {how} expandable segments" if size else f"none {how} expandable segments"
         for size, how in ((found.smallest, as_is), (found.other, other))
     )
     checked = MODEL_AGREES if found.reproduced == "" else f"differs from the recording: {found.reproduced}"
     return [
         ("smallest:", f"{smallest} (room for tensors; a card needs its CUDA context besides)"),
+        ("note:", ENDS_IN_OOM if found.died else ""),
         ("model:", "" if found.reproduced is None else checked),
     ]
