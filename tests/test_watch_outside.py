@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,16 +189,28 @@ def test_a_mistake_is_one_line_and_a_hint(
     assert hint.startswith("hint: ")
 
 
+@pytest.mark.parametrize(
+    ("driver", "why", "hint"),
+    [
+        (False, "there is no NVIDIA driver in this machine", "hint: without a card: "),
+        (True, "needs the package nvidia-ml-py", "hint: pip install 'memfit[watch]'"),
+    ],
+)
 def test_without_a_driver_it_says_so_and_measures_the_process(
-    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool, why: str, hint: str
 ) -> None:
+    from memfit.watcher import processes
+
     monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(processes, "DRIVER", tmp_path if driver else tmp_path / "none")
+    which = shutil.which
+    monkeypatch.setattr("shutil.which", lambda name, *rest: None if name == "nvidia-smi" else which(name, *rest))
     log = ("--log", tmp_path / "x.jsonl")
     code, _, err = ran("watch", *log, "--", *python("pass"))
     assert code == 0
-    assert "needs the package nvidia-ml-py: resident memory of the processes is measured instead" in err
+    assert f"{why}: resident memory of the processes is measured instead" in err
     code, _, err = ran("watch", "--measure", "nvml", *log, "--", *python("pass"))
-    assert code == 2 and "hint: pip install 'memfit[watch]'" in err
+    assert code == 2 and hint in err
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

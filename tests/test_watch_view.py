@@ -58,7 +58,11 @@ def test_the_band_is_beside_the_peaks_it_is_about() -> None:
 
 
 def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
-    assert not any("predicted" in line for line in drawn(closing_view(run("tensors")), 100))
+    lines = drawn(closing_view(run("tensors")), 200)
+    assert not any("predicted" in line for line in lines)
+    assert [line for line in lines if line.endswith("not held against the prediction, which is of a card")] == lines[
+        1:2
+    ]
 
 
 def test_small_runs_are_told_in_mebibytes() -> None:

@@ -79,7 +79,9 @@ def closing_view(watched: Watched) -> Group:
     facts += [clock(samples[-1].seconds)] if samples else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
     parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
-    parts.append(text(f"measured: {METERS[header.meter].title}", DIM))
+    meter = METERS[header.meter]
+    unused = "; not held against the prediction, which is of a card" if header.predicted and not meter.compared else ""
+    parts.append(text(f"measured: {meter.title}{unused}", DIM))
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
     return Group(*parts)
 

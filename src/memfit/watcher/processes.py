@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from memfit.footprint import Levels
 from memfit.sample import MeterName
 
 PROC = Path("/proc")
-NVML_HINT = "pip install 'memfit[watch]'; without an NVIDIA driver: memfit watch --measure rss -- ..."
+DRIVER = Path("/proc/driver/nvidia")  # Linux; elsewhere nvidia-smi comes with the driver
+RSS_HINT = "without a card: memfit watch --measure rss -- ..."
+NVML_HINT = f"pip install 'memfit[watch]'; {RSS_HINT}"
 
 
 def family(pid: int) -> set[int]:
@@ -118,12 +121,18 @@ def nvml() -> NvmlMeter:
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
+        if not _driver():
+            raise BadInput("there is no NVIDIA driver in this machine", hint=RSS_HINT) from None
         raise BadInput("watching a card from outside needs the package nvidia-ml-py", hint=NVML_HINT) from None
     try:
         pynvml.nvmlInit()
         return NvmlMeter(pynvml)
     except pynvml.NVMLError as error:
         raise BadInput(f"the NVIDIA driver does not answer: {error}", hint=NVML_HINT) from None
+
+
+def _driver() -> bool:
+    return DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
 def outside_meter(measure: str) -> tuple[RssMeter | NvmlMeter, str]:

@@ -41,7 +41,7 @@ class Log:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="log='memory.jsonl'") from None
+            raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="name another log file") from None
 
     def write(self, line: bytes) -> None:
         """A full disk ends the log, never the run."""
