@@ -86,7 +86,7 @@ def plan() -> Plan:
 def views(plan: Plan) -> dict[str, RenderableType]:
     found = estimate(SMALL, plan.recipe, GPU)
     data = DatasetFacts(
-        path="train.jsonl", lengths=Lengths.of([10, 20, 700, 3000]), layouts=[("messages", 4)], tokenizer="bytes", estimate=True,
+        path="train.jsonl", lengths=Lengths.of([10, 20, 700, 3000]), layouts=[("messages", 4)], tokenizer="bytes",
         longest=[(3000, 4)], broken=[(5, "not JSON")], broken_count=1, complete=False, notes=["a note"],
     )  # fmt: skip
     known = terms(tomllib.loads(GLOSSARY.read_text()))
@@ -465,7 +465,7 @@ def test_an_unknown_word_is_refused_with_what_is_near() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_the_legend_never_parts_a_name_from_its_number(width: int) -> None:
     parts = tuple(Share(word, (i + 1) * GIB) for i, word in enumerate(ROLE_WORDS.values()))
-    lines = printed(StackedBar(parts, 99 * GIB), width).splitlines()[1:]
+    lines = printed(StackedBar(parts, 99 * GIB), width).rstrip().splitlines()[1:]
     assert all(line.startswith("■") for line in lines)
     for part in parts:
         assert any(f"■ {part.word.title} {part.bytes / GIB:.1f}" in line for line in lines)

@@ -42,6 +42,17 @@ def test_human_text_reads_back_within_half_a_percent(size: int) -> None:
     assert units.parse_size(units.human(size)) == pytest.approx(size, rel=0.0055, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("size", "unit", "digits", "text"),
+    [
+        (0, "GiB", 2, "0.00"), (48 << 10, "GiB", 2, "<0.01"), (48 << 20, "GiB", 1, "<0.1"), (52 << 20, "GiB", 1, "0.1"),
+        (-5, "GiB", 1, "-0.0"), (170, "MiB", 1, "<0.01"), (48 << 10, "MiB", 1, "0.05"), (2 << 30, "MiB", 1, "2,048.0"),
+    ],
+)  # fmt: skip
+def test_a_cell_never_calls_something_nothing(size: int, unit: str, digits: int, text: str) -> None:
+    assert units.cell(size, unit, digits) == text
+
+
 def test_negative_sizes_keep_their_sign() -> None:
     assert units.human(-(3 << 30)) == "-3.00 GiB"
 

@@ -31,8 +31,9 @@ def rough(size: int) -> str:
 
 
 def cell(size: int, unit: str, digits: int = 1) -> str:
-    """Bytes as a bare number of GiB with `digits`, or of a smaller unit, for tables of few figures."""
-    return gib(size, digits) if unit == "GiB" else in_unit(size, unit)
+    """Bytes as a bare number of GiB with `digits`, or of a smaller unit, for tables of few figures; '<0.1' is not 0."""
+    digits, shown = (digits, gib(size, digits)) if unit == "GiB" else (2, in_unit(size, unit))
+    return f"<{10**-digits:.{digits}f}" if size > 0 and not float(shown.replace(",", "")) else shown
 
 
 def shared_unit(largest: int) -> str:

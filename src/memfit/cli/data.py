@@ -47,7 +47,7 @@ def run(
     from memfit.report.dataset import DatasetFacts, dataset_view
 
     facts = DatasetFacts(
-        path=found.path, lengths=found.lengths, layouts=found.layouts, tokenizer=found.tokenizer, estimate=found.estimate,
+        path=found.path, lengths=found.lengths, layouts=found.layouts, tokenizer=found.tokenizer,
         longest=found.longest, broken=[(b.line, b.reason) for b in found.examples], broken_count=found.broken,
         complete=found.complete, notes=found.notes,
     )  # fmt: skip

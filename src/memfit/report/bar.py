@@ -47,7 +47,7 @@ def cells(sizes: Sequence[int], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """The peak's parts against the card's usable bytes."""
+    """The peak's parts against the card's usable bytes, and an empty line where anything is shown."""
 
     parts: tuple[Share, ...]
     usable: int
@@ -67,12 +67,14 @@ class StackedBar:
         if options.is_terminal:
             yield self._bar(options.max_width, options.ascii_only)
             yield self._legend(options.max_width, options.ascii_only)
+            yield ""
         elif self.rows_in_pipes:
             for part in self.parts:
                 size = cell(part.bytes, self.unit)
                 yield Text(f"{part.word.title:<17} {size:>7} {self.unit} {part.bytes / self.need:>4.0%}")
             title = "reserved + NCCL" if any(p.word is NCCL for p in self.parts) else "reserved peak"
             yield Text(f"{title:<17} {cell(self.need, self.unit):>7} {self.unit} of {gib(self.usable)} GiB usable")
+            yield ""
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""
@@ -100,7 +102,7 @@ class StackedBar:
         mark, lines = "#" if ascii_only else "■", [Text()]
         for part in self.parts:
             size = cell(part.bytes, self.unit)
-            if size == cell(0, self.unit):
+            if size.startswith("<"):
                 continue
             item = Text.assemble(
                 (mark, part.word.colour), f" {part.word.title} {size}{'' if self.unit == 'GiB' else f' {self.unit}'}"

@@ -23,7 +23,6 @@ class DatasetFacts:
     lengths: Lengths
     layouts: Sequence[tuple[str, int]]
     tokenizer: str
-    estimate: bool
     longest: Sequence[tuple[int, int]]  # (tokens, line)
     broken: Sequence[tuple[int, str]]  # (line, reason) of the first few
     broken_count: int
@@ -35,7 +34,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     """Summary, histogram, sequence lengths to choose from, and problems."""
     found = data.lengths
     about = [
-        f"{tokens(found.count)} samples",
+        f"{tokens(found.count)} sample{'s' if found.count > 1 else ''}",
         f"{tokens(found.tokens)} tokens",
         f"mean {found.tokens / found.count:,.0f}",
     ]
@@ -53,8 +52,6 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     ]
     facts = [("tokenizer:", data.tokenizer), ("layout:", DOT.join(f"{name} ({tokens(n)})" for name, n in data.layouts))]
     facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
-    if data.estimate:
-        facts.append(("not known:", "these counts are an estimate; --tokenizer PATH counts exactly"))
     if not data.complete:
         facts.append(("not known:", "reading stopped at the limit: the rest of the file may hold longer samples"))
     if data.broken_count:

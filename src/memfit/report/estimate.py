@@ -42,7 +42,7 @@ def estimate_view(
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
         hanging(Text(words, style), said), "",
-        StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False), "",
+        StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False),
         _lines(footprint), "", _phases(footprint), "",
         paragraphs([*beliefs(footprint, judgement), *facts]),
     ]  # fmt: skip

@@ -35,7 +35,7 @@ _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
 def plan_view(plan: Plan, next_up: Sequence[str] = ()) -> Group:
     """Everything a plan says, most important first. `next_up`: what could be typed next."""
     parts: list[RenderableType] = [_head(plan), text(_asked(plan), "dim"), "", verdict(plan), ""]
-    parts += [StackedBar(shares(plan.footprint.peak, plan.judgement), plan.judgement.usable), ""]
+    parts.append(StackedBar(shares(plan.footprint.peak, plan.judgement), plan.judgement.usable))
     if len(plan.ladder) > 1:
         parts += [Ladder(plan), ""]
     if plan.alternatives:
