@@ -143,6 +143,12 @@ def test_exit_codes_say_the_verdict(ran: Ran, arguments: tuple[str, ...], code: 
     assert ran(*arguments)[0] == code
 
 
+@pytest.mark.parametrize("arguments", [("estimate", *RUN, "--why"), ("plan", *RUN), ("techniques", *RUN)])
+def test_a_pipe_has_no_two_empty_lines(ran: Ran, arguments: tuple[str, ...]) -> None:
+    out = ran(*arguments)[1]
+    assert "\n\n" in out and "\n\n\n" not in out
+
+
 def test_too_tight_to_promise_is_four(ran: Ran) -> None:
     """A card with exactly the memory the peak needs leaves nothing for being wrong."""
     need = json.loads(ran("estimate", *RUN, "--json")[1])["need"]
@@ -164,13 +170,15 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
     same = json.loads(ran("estimate", "--from", folder / "recipe.toml", "--json")[1])
     assert same["recipe"]["micro_batch"] == written.recipe.micro_batch
     assert same["gpu"]["short"] == CARD
-    code, _, err = ran("plan", *RUN, "--out", folder)
-    assert (code, "already holds" in err, "--force" in err) == (2, True, True)
+    code, out, err = ran("plan", *RUN, "--out", folder)
+    assert (code, out, "already holds recipe.toml" in err, "--force" in err) == (2, "", True, True)
     assert ran("plan", *RUN, "--out", folder, "--force")[0] == 0
 
 
 def test_export_turns_a_recipe_into_other_files(ran: Ran, tmp_path: Path) -> None:
     ran("plan", *RUN, "--out", tmp_path / "run")
+    hint = ran("export", tmp_path / "run" / "recipe.toml", "--target", "axolotl")[2].splitlines()[-1]
+    assert hint.endswith("--target axolotl --out run-axolotl/")
     code, out, err = ran(
         "export", tmp_path / "run" / "recipe.toml", "--target", "axolotl", "--out", tmp_path / "axolotl"
     )

@@ -355,8 +355,11 @@ def test_without_a_network_one_request_is_made_and_nothing_is_retried(monkeypatc
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", never)
     with pytest.raises(BadInput, match="cannot be reached") as caught:
         resolve_model("org/surely-not-cached")
-    assert "config.json" in caught.value.hint
+    assert "config.json" in caught.value.hint and "did you mean" not in caught.value.hint
     assert len(asked) == 1
+    with pytest.raises(BadInput, match="cannot be reached") as caught:
+        resolve_model("Qwen/Qwen2.5-7BB")
+    assert caught.value.hint.startswith("did you mean qwen/qwen2.5-7b or ")
 
 
 def test_offline_without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,15 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("qwen2.5-0.5b", "--cpu"), "no data"),
         (("missing.toml", "--cpu"), "there is no file"),
         (("qwen2.5-0.5b", "--cpu", "--memory-limit", "much"), "not a size"),
+        (("--cpu", "--data", "../broken.jsonl"), "line 2: not JSON"),
     ],
 )
 def test_bad_input_is_refused_with_a_hint(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    tmp_path = tmp_path / "here"
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     code, out, err = ran("train", *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err

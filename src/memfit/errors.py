@@ -40,10 +40,14 @@ class UnknownName(BadInput):
     """A name that is in no table; says what is near."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), sorted(known), n=3, cutoff=0.5)
-        suggestion = f"did you mean {' or '.join(near)}?" if near else ""
         shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-        super().__init__(f"unknown {what} '{shown}'", hint=" ".join(filter(None, (suggestion, hint))))
+        super().__init__(f"unknown {what} '{shown}'", hint=suggested(name, known, hint))
+
+
+def suggested(name: str, known: Iterable[str], hint: str, cutoff: float = 0.5) -> str:
+    """`hint` after the names of `known` that are nearest to `name`, where any is near enough."""
+    near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), sorted(known), n=3, cutoff=cutoff)
+    return " ".join(filter(None, (f"did you mean {' or '.join(near)}?" if near else "", hint)))
 
 
 class MissingExtra(MemfitError):

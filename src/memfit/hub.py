@@ -14,7 +14,7 @@ from typing import Any
 from memfit import catalogue, checkpoint
 from memfit.architecture import Architecture
 from memfit.catalogue import Entry, names
-from memfit.errors import BadInput, UnknownName
+from memfit.errors import BadInput, UnknownName, suggested
 from memfit.families import architecture
 
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
@@ -22,6 +22,7 @@ MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some M
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REACH_SECONDS = 5.0  # to connect, and again to answer
 NOT_REACHED = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
+MISTYPED = 0.9  # of a name's letters agree with a catalogued one: a slip, not another model
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -172,7 +173,7 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
         hint = "private models need a token: 'hf auth login'"
         raise UnknownName("model", name, names.known(), hint=hint) from error
     except errors.LocalEntryNotFoundError as error:
-        raise BadInput(f"{name}: the Hub cannot be reached", hint=NOT_REACHED) from error
+        raise _not_reached(name) from error
     except errors.EntryNotFoundError as error:
         hint = "is it an adapter or a GGUF file? name the base model instead"
         raise BadInput(f"{name} has no config.json", hint=hint) from error
@@ -188,6 +189,11 @@ def _cached(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
+def _not_reached(name: str) -> BadInput:
+    hint = suggested(name, names.known(), NOT_REACHED, cutoff=MISTYPED)
+    return BadInput(f"{name}: the Hub cannot be reached", hint=hint)
+
+
 def _reach(name: str, token: str | None) -> None:
     """One short request without retries, because a download would retry for half a minute where there is no network."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
@@ -199,7 +205,7 @@ def _reach(name: str, token: str | None) -> None:
     except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError):
         raise
     except Exception as error:  # every HTTP library has its own kind for a host that does not answer
-        raise BadInput(f"{name}: the Hub cannot be reached", hint=NOT_REACHED) from error
+        raise _not_reached(name) from error
 
 
 @contextmanager

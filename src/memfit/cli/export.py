@@ -19,9 +19,9 @@ def run(file: str, **flags: Any) -> int:
     from memfit.export import export, notes, target, write
     from memfit.export.again import plan_of_file
 
-    if not flags.get("out"):
-        raise BadInput("--out is missing", hint=f"memfit export {file} --target trl --out run/")
     row = target(flags.get("target") or "trl")
+    if not flags.get("out"):
+        raise BadInput("--out is missing", hint=f"memfit export {file} --target {row.key} --out run-{row.key}/")
     plan = plan_of_file(Path(file), flags.get("gpu") or "")
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(

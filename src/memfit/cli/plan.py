@@ -82,9 +82,10 @@ def _target(flags: dict[str, Any]) -> Target | None:
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.export import target
+    from memfit.export import check_free, target
     from memfit.trainers import script_of
 
+    check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
     return target(flags.get("target") or script_of(str(flags.get("trainer"))))
 
 

@@ -141,6 +141,8 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     settings = _settings(what, flags)
     try:
         if what is None:
+            if flags["data"]:
+                _check_data(flags["data"])
             prepare(folder, flags["force"])
             plan, notes = _planned(_embedded(folder, flags), flags, settings)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -108,16 +108,22 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     )  # fmt: skip
 
 
+def check_free(folder: Path, files: Iterable[str], force: bool) -> None:
+    """Raises Refused where one of the files exists and `force` is not set."""
+    taken = [name for name in files if os.path.lexists(folder / name)]
+    if taken and not force:
+        raise Refused(
+            f"{folder} already holds {', '.join(taken)}", hint="add --force to overwrite, or name another folder"
+        )
+
+
 def write(files: dict[str, str], folder: Path, force: bool = False) -> tuple[Path, ...]:
     """Write the files under `folder`, each atomically, and return their paths.
 
     Raises Refused, before anything is written, when one of them exists and `force` is not set.
     """
     paths = {folder / _inside(name): text for name, text in files.items()}
-    taken = [path for path in paths if os.path.lexists(path)]
-    if taken and not force:
-        names = ", ".join(path.name for path in taken)
-        raise Refused(f"{folder} already holds {names}", hint="add --force to overwrite, or name another folder")
+    check_free(folder, files, force)
     try:
         for path, text in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)

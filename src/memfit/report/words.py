@@ -106,8 +106,9 @@ def card_title(gpu: Gpu, count: int) -> str:
 
 
 def card_room(gpu: Gpu, usable: int, count: int) -> str:
-    """'23.2 GiB usable of 24 GB', of each card when there are several."""
-    return f"{gib(usable)} GiB usable of {gpu.sold_bytes / GB:.0f} GB{' each' if count > 1 else ''}"
+    """'23.2 GiB usable of 24 GB', of each card when there are several; of '24.0 GiB' where these were given."""
+    sold = rough(gpu.total_bytes) if gpu.sold_bytes == gpu.total_bytes else f"{gpu.sold_bytes / GB:.0f} GB"
+    return f"{gib(usable)} GiB usable of {sold}{' each' if count > 1 else ''}"
 
 
 def room(judgement: Judgement) -> str:
