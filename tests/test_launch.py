@@ -92,11 +92,15 @@ def test_a_trainjob_has_the_shape_of_kubeflow() -> None:
     assert {"name": "PYTORCH_ALLOC_CONF", "value": CONF} in trainer["env"]
     assert all(isinstance(pair["value"], str) for pair in trainer["env"])  # Kubernetes refuses anything else
     assert "COPY requirements.txt" in files["Dockerfile"]
+    assert not any(mark in files["trainjob.yaml"] for mark in ("&id", "*id"))
+    assert "docker push me/mine:1" in files["trainjob.yaml"].splitlines()[1]
 
 
 def test_a_sky_task_has_the_shape_of_skypilot() -> None:
     spec = spec_of(planned(), 2)
-    task = yaml.safe_load(TARGETS["skypilot"].write(spec)["sky.yaml"])
+    text = TARGETS["skypilot"].write(spec)["sky.yaml"]
+    assert "setup: |\n  pip install -r requirements.txt\n" in text
+    task = yaml.safe_load(text)
     assert task["resources"] == {"accelerators": "H100:8", "memory": f"{spec.host_gib}+"} and task["num_nodes"] == 2
     assert task["envs"]["PYTORCH_ALLOC_CONF"] == CONF and "torchrun" in task["run"]
     with pytest.raises(BadInput, match="accelerator"):
@@ -166,6 +170,7 @@ def test_launch_writes_and_does_not_overwrite(ran: Ran, written: Path, tmp_path:
     words = ("launch", written, "--target", key, "--nodes", 2, "--out", tmp_path / "job")
     code, out, err = ran(*words)
     assert code == 0 and TARGETS[key].file in out and " ".join(TARGETS[key].submit) in err
+    assert TARGETS[key].before in err and "no data is named" in err
     names = {path.name for path in (tmp_path / "job").iterdir()}
     assert {"train.py", "recipe.toml", "requirements.txt", TARGETS[key].file} <= names
     code, _, err = ran(*words)

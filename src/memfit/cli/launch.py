@@ -39,6 +39,7 @@ def run(file: str, **flags: Any) -> int:
     """
     from memfit.export import export, write
     from memfit.export.again import plan_of_file
+    from memfit.export.script import NO_DATA
     from memfit.run.folder import target_of
     from memfit.run.jobs import target
     from memfit.run.jobs.spec import spec_of
@@ -58,6 +59,8 @@ def run(file: str, **flags: Any) -> int:
     folder = Path(flags["out"])
     paths = write(export(plan, target_of(plan)) | row.write(spec), folder, flags["force"])
     line = shlex.join(row.submit)
+    if not plan.job.dataset:
+        terminal.note(f"no data is named: train.py reads {NO_DATA} beside it")
     _show(flags["json"], row, paths, line, spec.host_bytes)
     return subprocess.run(row.submit, cwd=folder, check=False).returncode if flags["submit"] else 0
 
@@ -78,4 +81,6 @@ def _show(json: bool, row: Target, paths: tuple[Path, ...], line: str, host: int
         return
     for path in paths:
         print(path)
+    if row.before:
+        terminal.note(f"first: {row.before}")
     terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {line}")

@@ -34,12 +34,26 @@ def comment(value: str) -> str:
     return kept.replace("\\", "/").replace('"', "'").strip()
 
 
+class _Plain(yaml.SafeDumper):
+    """YAML as people write it: nothing refers to something above, and text of several lines is a block of them."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Say everything where it belongs."""
+        return True
+
+
+_Plain.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
 def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = None, head: Sequence[str] = ()) -> str:
     """YAML of a flat or nested mapping in its own order; `notes` puts a comment behind a top-level key."""
     lines = list(head)
     for key, value in settings.items():
         plain = repr(value).isprintable() and "\\" not in repr(value)  # else escapes, which survive every reader
-        dumped = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=plain, width=10**6)
+        dumped = yaml.dump({key: value}, Dumper=_Plain, sort_keys=False, allow_unicode=plain, width=10**6)
         first, *rest = dumped.rstrip("\n").split("\n")
         note = (notes or {}).get(key, "")
         lines += [f"{first}  # {note}" if note else first, *rest]

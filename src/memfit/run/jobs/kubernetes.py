@@ -24,6 +24,7 @@ def write(spec: Spec) -> dict[str, str]:
         raise Unsupported(
             f"Kubernetes has no device plugin memfit knows for the {spec.gpu.name}", hint="--target torchrun"
         )
+    image = spec.image or f"{spec.name}:latest"
     amounts = {"memory": f"{spec.host_gib}Gi", RESOURCES[spec.gpu.platform]: spec.gpus}
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -32,7 +33,7 @@ def write(spec: Spec) -> dict[str, str]:
         "spec": {
             "runtimeRef": {"name": RUNTIME},
             "trainer": {
-                "image": spec.image or f"{spec.name}:latest",
+                "image": image,
                 "command": ["torchrun", "train.py"],
                 "numNodes": spec.nodes,
                 "numProcPerNode": spec.gpus,
@@ -41,5 +42,5 @@ def write(spec: Spec) -> dict[str, str]:
             },
         },
     }
-    head = [f"# {spec.head}", f"# docker build -t {spec.image or spec.name + ':latest'} . && kubectl apply -f {FILE}"]
+    head = [f"# {spec.head}", f"# docker build -t {image} . && docker push {image} && kubectl apply -f {FILE}"]
     return {FILE: yaml_text(job, head=head), "Dockerfile": DOCKERFILE}
