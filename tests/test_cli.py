@@ -175,6 +175,15 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
     assert ran("plan", *RUN, "--out", folder, "--force")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "memfit estimate --from")],
+)
+def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint: str) -> None:
+    code, out, err = ran(command, "run/recipe.toml", "--gpu", CARD)
+    assert (code, out) == (2, "") and "settings" in err and err.splitlines()[-1].startswith(f"hint: {hint}")
+
+
 def test_export_turns_a_recipe_into_other_files(ran: Ran, tmp_path: Path) -> None:
     ran("plan", *RUN, "--out", tmp_path / "run")
     hint = ran("export", tmp_path / "run" / "recipe.toml", "--target", "axolotl")[2].splitlines()[-1]

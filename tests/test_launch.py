@@ -170,11 +170,13 @@ def test_launch_writes_and_does_not_overwrite(ran: Ran, written: Path, tmp_path:
     words = ("launch", written, "--target", key, "--nodes", 2, "--out", tmp_path / "job")
     code, out, err = ran(*words)
     assert code == 0 and TARGETS[key].file in out and " ".join(TARGETS[key].submit) in err
-    assert TARGETS[key].before in err and "no data is named" in err
+    assert TARGETS[key].before in err and "no data is named" not in err
     names = {path.name for path in (tmp_path / "job").iterdir()}
     assert {"train.py", "recipe.toml", "requirements.txt", TARGETS[key].file} <= names
     code, _, err = ran(*words)
     assert code == 2 and "--force" in err
+    written.write_text(written.read_text().replace('data = "rows.jsonl"\n', ""))
+    assert "no data is named: train.py reads data.jsonl" in ran(*words, "--force")[2]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memfit.data import Dataset
     from memfit.lengths import Lengths
 
+SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 QLORA_BASE = "nf4-double"
 LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -46,6 +47,9 @@ class Asked:
 
 def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
     """Read flags and files. Raises BadInput; nothing is estimated yet."""
+    if model and Path(model).suffix in SETTINGS:
+        before = "" if "from_" in flags else "memfit estimate "
+        raise BadInput(f"{model} holds settings and is no model", hint=f"{before}--from {model}")
     adopted = _adopted(flags.get("from_"))
     name = model or (adopted.model if adopted else None)
     if not name:
