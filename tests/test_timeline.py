@@ -118,7 +118,8 @@ def test_the_page_names_what_was_alive() -> None:
     event, roles, allocated, reserved, named = data["columns"][4]
     assert event == 4 and (allocated, reserved) == (45 * MIB + 1024, 62 * MIB)
     assert dict(zip([row[0] for row in data["roles"]], roles, strict=True))["activations"] == 5 * MIB
-    assert [data["tensors"][n][0] for n in named] == ["layers.0.weight", "layers.0 <output>", ""]
+    assert [data["tensors"][n][0] for n in named] == ["", "layers.0.weight", "layers.0 <output>"]
+    assert "not recorded" in page(TAPE) and data["roles"][data["tensors"][named[0]][2]][0] == "unknown"
     assert [row[1:] for row in data["marks"]] == [["load", "weights"], ["first step", "forward"], ["step", "forward"]]
 
 

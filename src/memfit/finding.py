@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from memfit.tape import Role
+from memfit.tape import Alloc, Role
 
 Cause = Literal[
     "capacity", "activations", "logits", "attention", "kv-cache", "long-sample", "image-tokens", "pairs", "group-batch",
@@ -17,6 +17,12 @@ Cause = Literal[
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
 Part = Role | Literal["unknown"]  # unknown: older than the recording or without a stack, and nothing tells what it is
+
+
+def part_of(alloc: Alloc) -> Part:
+    """The role of an allocation; one that is neither labelled nor known to be more than a temporary is unknown."""
+    return "unknown" if alloc.role == "temporaries" and not alloc.label else alloc.role
+
 
 CAUSES: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states alone are more than the card has, or nearly all of it",

@@ -15,9 +15,10 @@ import msgspec
 
 from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.finding import Part, part_of
 from memfit.replay import alive_at_start, begun
-from memfit.report.words import ROLE_WORDS, phase_title
-from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Role, Tape
+from memfit.report.words import part_word, phase_title
+from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
 from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
@@ -25,7 +26,7 @@ NAMED = 6  # tensors named per column and role
 NARROW = 5  # per cent of the width that the name of a phase needs
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
 FAR = 2.5  # a card's line further above the run than this many times its peak is not drawn, to keep the run readable
-SHOWN: tuple[Role, ...] = tuple(role for role in ROLES if role not in ("context", "fragmentation"))
+SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | No
     roles = [0] * len(SHOWN)
     owner = {alloc.id: alloc for alloc in start}
     for alloc in start:
-        roles[place[alloc.role]] += alloc.size
+        roles[place[part_of(alloc)]] += alloc.size
     width = max(1, -(-len(tape.events) // COLUMNS))
     drawing = Drawing([], [], [], [], len(tape.events), None)
     try:
@@ -97,11 +98,11 @@ def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | No
             if isinstance(event, Alloc):
                 live[event.id] = allocator.malloc(event.size, event.stream)
                 owner[event.id] = event
-                roles[place[event.role]] += event.size
+                roles[place[part_of(event)]] += event.size
             elif isinstance(event, Free):
                 allocator.free(live.pop(event.id))
                 gone = owner.pop(event.id)
-                roles[place[gone.role]] -= gone.size
+                roles[place[part_of(gone)]] -= gone.size
             elif isinstance(event, Mark):
                 drawing.marks.append((index // width, event))
             elif isinstance(event, EmptyCache):
@@ -128,10 +129,10 @@ def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | No
 
 def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
     """The largest tensors of each role alive at each column's instant."""
-    alive: dict[Role, dict[int, tuple[int, int, Alloc]]] = {role: {} for role in SHOWN}
+    alive: dict[Part, dict[int, tuple[int, int, Alloc]]] = {part: {} for part in SHOWN}
     for alloc in start:
-        alive[alloc.role][alloc.id] = (alloc.size, -1, alloc)
-    role_of = {alloc.id: alloc.role for alloc in start}
+        alive[part_of(alloc)][alloc.id] = (alloc.size, -1, alloc)
+    role_of = {alloc.id: part_of(alloc) for alloc in start}
     numbers: dict[tuple[int, int], int] = {}  # (id, birth) -> place among the named
     wanted = iter(drawing.columns)
     column = next(wanted, None)
@@ -139,8 +140,8 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
         if column is None:
             break
         if isinstance(event, Alloc):
-            alive[event.role][event.id] = (event.size, index, event)
-            role_of[event.id] = event.role
+            role_of[event.id] = part_of(event)
+            alive[role_of[event.id]][event.id] = (event.size, index, event)
         elif isinstance(event, Free):
             del alive[role_of.pop(event.id)][event.id]
         if index == column.event:
@@ -246,7 +247,7 @@ def _legend(drawing: Drawing) -> str:
     rows = []
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):
-            rows.append(f'<li><i class="{role}"></i>{ROLE_WORDS[role].title} <b>{human(peak)}</b></li>')
+            rows.append(f'<li><i class="{role}"></i>{part_word(role).title} <b>{human(peak)}</b></li>')
     slack = max((c.reserved - c.total for c in drawing.columns), default=0)
     rows.append(f'<li><i class="slack"></i>reserved, no tensor <b>{human(slack)}</b></li>')
     return "\n".join(rows)
@@ -270,10 +271,10 @@ def _data(drawing: Drawing, top: int) -> str:
     """What the script tells under the mouse, as JSON that cannot end the script element."""
     marks = [[column, phase_title(mark.phase), mark.instant] for column, mark in drawing.marks]
     data = {
-        "roles": [[role, ROLE_WORDS[role].title] for role in SHOWN],
+        "roles": [[role, part_word(role).title] for role in SHOWN],
         "columns": [[c.event, c.roles, c.allocated, c.reserved, c.tensors] for c in drawing.columns],
         "tensors": [
-            [a.label, a.size, SHOWN.index(a.role), born, a.stream]
+            [a.label, a.size, SHOWN.index(part_of(a)), born, a.stream]
             for a, born in zip(drawing.named, drawing.born, strict=True)
         ],
         "marks": marks, "top": top,
