@@ -248,6 +248,35 @@ def test_errors_name_the_line_and_what_to_do(elsewhere: Path, text: str, message
     assert kept.read_text() == "mine"
 
 
+RANKS = """import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+for layer in model:
+    fully_shard(layer)
+optimizer = torch.optim.AdamW(fully_shard(model).parameters())
+for _ in range(3):
+    model(torch.randn(8, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_for_torchrun_is_traced_as_its_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(tmp_path, RANKS)
+    states = {}
+    for size in (2, 8):
+        tape, outcome = trace_script(script, [], "a100-80gb", world_size=size)
+        assert outcome.steps == 2 and f"rank 0 of {size}" in " ".join(outcome.assumed)
+        states[size] = sum(e.size for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
+    assert states[2] > 3.5 * states[8] > 0
+    assert cli.main(["trace", str(script), "--gpu", "8xa100-80gb"]) == 0
+    assert "rank 0 of 8" in capsys.readouterr().err
+    assert cli.main(["trace", str(script), "--gpu", "a100-80gb"]) == 2
+    assert "--gpu 8xh100" in capsys.readouterr().err
+    assert cli.main(["trace", str(script), "--gpu", "8xa100-80gb", "--num-gpus", "4"]) == 2
+
+
 def test_a_model_in_eval_mode_that_is_trained_is_no_evaluation(tmp_path: Path) -> None:
     script = written(
         tmp_path,

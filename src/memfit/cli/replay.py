@@ -83,16 +83,22 @@ def check(flags: dict[str, Any]) -> None:
 
 def card(flags: dict[str, Any]) -> Gpu | None:
     """The card asked about, one of them; None where none was named."""
+    gpu, count = cards_of(flags)
+    if count > 1:
+        raise BadInput(f"a tape is of one card, --gpu {flags['gpu']} asks for {count}", hint="name the card alone")
+    return gpu
+
+
+def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
+    """The card asked about, and how many of them."""
     from memfit import cards
     from memfit.units import parse_size
 
     named, memory = flags["gpu"], flags["gpu_memory"]
     if named == "local":
-        return cards.local_gpu()
+        return cards.local_gpu(), 1
     gpu, count = cards.parse_gpu(named) if named else (None, 1)
-    if count > 1:
-        raise BadInput(f"a tape is of one card, --gpu {named} asks for {count}", hint="name the card alone")
-    return cards.custom_gpu(parse_size(memory), gpu) if memory else gpu
+    return (cards.custom_gpu(parse_size(memory), gpu) if memory else gpu), count
 
 
 def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:

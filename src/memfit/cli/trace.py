@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.verdict import EXIT_OF, with_nccl
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
@@ -122,14 +121,7 @@ def traced(
     answer = capacity(part, settings, torch, found.gpu, found.reserve + nccl, tell, known)
     data = Path(found.dataset.path).name if found.dataset else ""
     footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), found.gpu.context_bytes, nccl)
-    return footprint, _with_nccl(answer, nccl), tape, settings
-
-
-def _with_nccl(answer: Capacity, nccl: int) -> Capacity:
-    """The judgement of a run that also holds NCCL's buffers, which lie beside PyTorch's."""
-    held = answer.judgement
-    assert held is not None
-    return replace(answer, judgement=replace(held, usable=held.usable + nccl, need=held.need + nccl))
+    return footprint, with_nccl(answer, nccl), tape, settings
 
 
 def beliefs(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import recipe_values
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.verdict import EXIT_OF, with_nccl
 from memfit.errors import EXIT_MISFIT, BadInput
 
 if TYPE_CHECKING:
@@ -23,28 +23,30 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 
     from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
-    from memfit.cli.replay import card, reserve, write
+    from memfit.cli.replay import reserve, write
+    from memfit.formula.sharding import NCCL_BYTES
     from memfit.supported import check_trace
     from memfit.traced import judged
 
-    gpu, conf = _checked(flags, card(flags)), flags["alloc_conf"] or ""
+    (gpu, world_size), conf = _checked(flags), flags["alloc_conf"] or ""
     check_trace()
     from memfit.virtual.answers import Answers
 
     answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
     from memfit.virtual.script import trace_script
 
-    kept = reserve(flags, gpu)
+    nccl = NCCL_BYTES if world_size > 1 else 0
+    kept = reserve(flags, gpu) + nccl
     with contextlib.redirect_stdout(sys.stderr):
         tape, outcome = trace_script(
             Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept),
+            capacity=gpu.usable_bytes(kept), world_size=world_size,
         )  # fmt: skip
     version = tape.about["torch"]
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
     with terminal.progress() as tell:
-        answer = capacity(judged(tape), settings, torch, gpu, kept, tell)
+        answer = with_nccl(capacity(judged(tape), settings, torch, gpu, kept, tell), nccl)
     judgement = answer.judgement
     assert judgement is not None
     if outcome.survived and outcome.ending != "oom":  # the script made itself small enough
@@ -85,12 +87,14 @@ def _asked(message: str) -> str:
     return message.partition(". GPU ")[0]
 
 
-def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:
-    """A script has its own recipe, and needs a card."""
+def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
+    """The card a script needs, and how many of its kind; it has its own recipe."""
+    from memfit.cli.replay import cards_of
+
     if flags["full"]:
         raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
     given = sorted(
-        set(recipe_values(flags)) - {"alloc_conf"}
+        set(recipe_values(flags)) - {"alloc_conf", "num_gpus"}
         | ({"from"} if flags["from_"] else set())
         | {n for n in ("data", "tokenizer") if flags[n]}
     )
@@ -99,6 +103,10 @@ def _checked(flags: dict[str, Any], gpu: Gpu | None) -> Gpu:
         raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")
     if flags["steps"] is not None and flags["steps"] < 1:
         raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="2 is enough: later steps are alike")
+    gpu, named = cards_of(flags)
     if gpu is None:
         raise BadInput("no card named", hint="memfit trace train.py --gpu l4")
-    return gpu
+    count = flags["num_gpus"] or named
+    if count < 1 or named not in (1, count):
+        raise BadInput(f"--num-gpus {count} and --gpu {flags['gpu']} are two answers", hint="--gpu 8xh100 says both")
+    return gpu, count

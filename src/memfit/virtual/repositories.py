@@ -148,7 +148,7 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
 
 
 def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]]:
-    """Module of transformers -> what is done to it."""
+    """Module of transformers or PEFT -> what is done to it."""
 
     @contextmanager
     def files(module: ModuleType) -> Iterator[None]:
@@ -178,7 +178,11 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
     def models(module: ModuleType) -> Any:
         return patched(module, {"safe_open": HollowFile})
 
+    def adapters(module: ModuleType) -> Any:
+        """PEFT asks the Hub whether the vocabulary has grown since; nothing here has."""
+        return patched(module, {"check_file_exists_on_hf_hub": lambda *_, **__: False})
+
     return {
         "transformers.utils.hub": files, "transformers.tokenization_utils_base": tokenizers,
-        "transformers.modeling_utils": models,
+        "transformers.modeling_utils": models, "peft.utils.save_and_load": adapters,
     }  # fmt: skip

@@ -59,8 +59,9 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
     ("NotImplementedError", "", "the operator has no shape function: torch.library.register_fake gives it one"),
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
-    ("RuntimeError", "NCCL", "trace runs one process on one card: leave out torchrun and init_process_group"),
-    ("RuntimeError", "process group", "trace runs one process on one card: leave out init_process_group"),
+    ("RuntimeError", "NCCL", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
+    ("ValueError", "rendezvous", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
+    ("RuntimeError", "process group", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
 )
 _APPROXIMATE = (  # the start of an operator's name, and what is not known of its CUDA kernel
     ("convolution", "convolutions: without cuDNN's workspaces"),
@@ -73,20 +74,23 @@ _OTHER = (
 
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
-    answers: Answers | None = None, capacity: int | None = -1,
+    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1,
 ) -> tuple[Tape, Outcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
+    world_size: more than 1 runs it as torchrun would start rank 0 of so many processes, with a card each.
     Raises BadInput for what cannot be run, naming the script's line.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
-    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers) as card:
+    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size) as card:
         observer = ScriptObserver(card, steps)
         run = _Run(path, observer)
+        if world_size > 1:
+            run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
         with run.prepared(list(args)):
             ending, error = run.attempt()
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
