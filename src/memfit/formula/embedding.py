@@ -67,7 +67,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     forward = rec.taken()
     del held
     if not e.checkpointed:
-        made.clear()
+        del made[: len(made) - (e.masks.saved and style.grad)]
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
@@ -75,6 +75,8 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         into_own.append(rec.like(own, "gradient of every layer's input"))
     exits = rec.taken()
     del own
+    made.clear()  # blocks save them, or get them as arguments: they outlive the forward, not the first block's backward
+    tables.clear()
     if style.grad and (e.trained or x.grad_fn):
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
         del x
@@ -86,8 +88,6 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     waiting = waited.storage.id if waited and waited.storage else 0
     del waited
     gradient.clear()
-    made.clear()
-    tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one
     backward = [event for event in rec.taken() if event != -output]
     return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
