@@ -124,7 +124,9 @@ class Architecture:
     head: tuple[Weight, ...]  # empty when tied to the embedding
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
-    embedding_scale: bool = False  # Gemma multiplies the embedding output
+    embedding_scale: Literal["none", "module", "model"] = (
+        "none"  # who multiplies the embedding output: its module, or the model
+    )
     logits_softcap: bool = False
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown

@@ -123,7 +123,7 @@ class Dialect:
     attention_dropout: str = "attention_dropout"  # config keys; absent and without a default: 0
     residual_dropout: str = ""
     embedding_dropout: str = ""
-    embedding_scale: bool = False
+    embedding_scale: Literal["none", "module", "model"] = "none"
 
     def activation_of(self, f: Fields) -> str:
         return self.activation[1:] if self.activation.startswith("=") else f.text(self.activation)

@@ -68,9 +68,7 @@ class Account:
                 architecture, recipe, gpu, self.numerics, self.trainer
             )
         self.padded = padded
-        self.static: Static = static_of(
-            architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit
-        )
+        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
