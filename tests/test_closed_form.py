@@ -49,6 +49,16 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("deepseek-v2-lite", LORA.but(precision="fp32", lora_targets=("attention",)), "h100", {"num_hidden_layers": 2}),
     ("qwen1.5-moe-a2.7b", Recipe(sequence_length=128, loss="fused"), "h100", {"num_hidden_layers": 1}),  # experts apart
     ("gpt-oss-20b", LORA.but(precision="bf16-mixed", attention="eager"), "h100", SMALL_GPT_OSS),  # scores as wide as sinks
+    ("falcon-rw-1b", LORA.but(precision="bf16-mixed", sequence_length=1024), "a100-80gb", {"num_hidden_layers": 2}),  # bias apart
+    ("falcon-rw-1b", LORA.but(trainer="transformers", loss="full", checkpointing="none"), "a100-80gb", {"num_hidden_layers": 2}),
+    ("falcon-7b", LORA.but(trainer="transformers", loss="full", checkpointing="none"), "a100-80gb", {"num_hidden_layers": 1}),
+    ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
+    ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # and cast in backward
+    ("olmo-2-0425-1b", MIXED.but(optimizer="adafactor"), "a100-80gb", {"num_hidden_layers": 2}),  # norms come last
+    ("granite-3.1-2b", LORA, "a100-80gb", {"num_hidden_layers": 2}),  # the model scales the embedding
+    ("qwen3.5-0.8b", LORA.but(precision="fp32", checkpointing="none"), "a100-80gb", HYBRID),  # laid out token by token
+    ("olmo-1b", LORA, "a100-80gb", {"num_hidden_layers": 2}),  # norms without weight
+    ("tinyllama-1.1b", LORA.but(precision="bf16-mixed"), "a100-80gb", {"num_hidden_layers": 2}),  # one piece of the head
     ("bert-base-cased", Recipe(trainer="transformers", sequence_length=512), "a100-80gb", {"num_hidden_layers": 2}),
 )  # fmt: skip
 

@@ -37,9 +37,10 @@ class Weight:
 class Norm:
     """A normalisation layer as the model's code computes it."""
 
-    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32"]
+    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
     # rms: fp32 inside, weight multiplied after the cast back; rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2,
-    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere)
+    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere); layer_bare: one of
+    # an fp32 copy, without weight (OLMo)
 
 
 @dataclass(frozen=True, slots=True)

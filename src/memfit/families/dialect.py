@@ -12,7 +12,7 @@ from memfit.families.parts import Weights
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
 Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]
-NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32"]
+NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
 QkNorm = Literal["none", "head", "full"]
 Flag = bool | str  # a fact of the modeling code, or the config key that decides it
 Head = tuple[Weights, Task, bool]  # weights above the blocks, the task, whether the output matrix is the embedding

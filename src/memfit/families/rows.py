@@ -139,7 +139,7 @@ DECODERS: dict[str, Dialect] = {
         out_bias=False, mlp_bias=False, qk_norm="head", body=POST_INNER, placement="post_inner",
         window=windows.every(4), rotary=windows.rotary_where_sliding,
     ),
-    "olmo": replace(LLAMA, defaults=UNTIED, mlp_bias=False, norm="layer_fp32", norm_weights=False),
+    "olmo": replace(LLAMA, defaults=UNTIED, mlp_bias=False, norm="layer_bare", norm_weights=False),
     "cohere2": replace(
         LLAMA, defaults={**TIED, "sliding_window": 4096}, mlp_bias=False, norm="layer_fp32",
         body=("@attention", "@mlp", "input_layernorm"), placement="parallel",
