@@ -70,7 +70,7 @@ def predicted(case: dict[str, Any]) -> dict[str, int]:
     )  # fmt: skip
     n, o = numerics(recipe, row), optimizer(recipe.optimizer)
     meter = Meter(Dims(case["mb"], case["seq"], *MULTIPROCESSORS[case["cc"]], case["label_frac"]))
-    static = static_of(model, recipe, n, o, row.embeddings_32bit)
+    static = static_of(model, recipe, n, o, row)
     situation = Situation(
         padded=case["mask"] == "pad", mask_given=case["mask"] != "none" and case["method"] != "sft",
         use_cache=case["method"] == "torch" and case["ckpt"] == "none" and model.task == "causal-lm",

@@ -37,9 +37,10 @@ class Weight:
 class Norm:
     """A normalisation layer as the model's code computes it."""
 
-    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32"]
+    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
     # rms: fp32 inside, weight multiplied after the cast back; rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2,
-    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere)
+    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere); layer_bare: one of
+    # an fp32 copy, without weight (OLMo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ class Architecture:
     head: tuple[Weight, ...]  # empty when tied to the embedding
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
-    embedding_scale: bool = False  # Gemma multiplies the embedding output
+    embedding_scale: Literal["none", "module", "model"] = (
+        "none"  # who multiplies the embedding output: its module, or the model
+    )
     logits_softcap: bool = False
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown

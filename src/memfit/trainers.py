@@ -55,6 +55,11 @@ class Trainer:
         ("fused", "liger"),
     )  # --loss -> code
 
+    @property
+    def decayed_first(self) -> bool:
+        """transformers' Trainer: weights with decay are one group of the optimizer, norms and biases the next."""
+        return self.code == "transformers" and self.name != "torch"
+
     def head(self, loss: str) -> str:
         """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.losses.LOSSES."""
         return dict(self.heads)[loss]

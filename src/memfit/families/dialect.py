@@ -12,7 +12,7 @@ from memfit.families.parts import Weights
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
 Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]
-NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32"]
+NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
 QkNorm = Literal["none", "head", "full"]
 Flag = bool | str  # a fact of the modeling code, or the config key that decides it
 Head = tuple[Weights, Task, bool]  # weights above the blocks, the task, whether the output matrix is the embedding
@@ -123,7 +123,7 @@ class Dialect:
     attention_dropout: str = "attention_dropout"  # config keys; absent and without a default: 0
     residual_dropout: str = ""
     embedding_dropout: str = ""
-    embedding_scale: bool = False
+    embedding_scale: Literal["none", "module", "model"] = "none"
 
     def activation_of(self, f: Fields) -> str:
         return self.activation[1:] if self.activation.startswith("=") else f.text(self.activation)

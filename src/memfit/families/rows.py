@@ -47,7 +47,7 @@ QWEN3 = replace(
 )  # fmt: skip
 GEMMA = replace(
     LLAMA, defaults={**TIED, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}, mlp_bias=False,
-    norm="rms_gemma", embedding_scale=True, activation="=gelu_pytorch_tanh",
+    norm="rms_gemma", embedding_scale="module", activation="=gelu_pytorch_tanh",
 )  # fmt: skip
 GEMMA2 = replace(
     GEMMA, defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -116,7 +116,7 @@ DECODERS: dict[str, Dialect] = {
         norm="layer", norm_bias=True, window=windows.uniform,
         residual_dropout="residual_dropout", embedding_dropout="embedding_dropout",
     ),
-    "granite": LLAMA,  # its multipliers scale tensors that are there anyway
+    "granite": replace(LLAMA, embedding_scale="model"),  # its other multipliers scale tensors that are there anyway
     "seed_oss": replace(
         LLAMA, defaults={**UNTIED, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
                          "head_dim": 128, "attention_dropout": 0.1, "residual_dropout": 0.1},
@@ -139,7 +139,7 @@ DECODERS: dict[str, Dialect] = {
         out_bias=False, mlp_bias=False, qk_norm="head", body=POST_INNER, placement="post_inner",
         window=windows.every(4), rotary=windows.rotary_where_sliding,
     ),
-    "olmo": replace(LLAMA, defaults=UNTIED, mlp_bias=False, norm="layer_fp32", norm_weights=False),
+    "olmo": replace(LLAMA, defaults=UNTIED, mlp_bias=False, norm="layer_bare", norm_weights=False),
     "cohere2": replace(
         LLAMA, defaults={**TIED, "sliding_window": 4096}, mlp_bias=False, norm="layer_fp32",
         body=("@attention", "@mlp", "input_layernorm"), placement="parallel",
@@ -164,7 +164,7 @@ DECODERS: dict[str, Dialect] = {
         ),
     ),
     "granitemoe": replace(
-        LLAMA, mlp_bias=False, mlp_module="block_sparse_moe",
+        LLAMA, embedding_scale="model", mlp_bias=False, mlp_module="block_sparse_moe",
         body=("@attention", "input_layernorm", "post_attention_layernorm", "@mlp"), mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", order=("router", "experts"),
         ),

@@ -11,7 +11,7 @@ from memfit.errors import Unsupported
 from memfit.formula.afterwards import loaded_again, merging, taken_apart
 from memfit.formula.codes import CODES
 from memfit.formula.fold import Peak, fold, meter_of
-from memfit.formula.numerics import Numerics, gathered, numerics
+from memfit.formula.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
 from memfit.formula.sharding import Share, share_of
@@ -59,14 +59,16 @@ class Account:
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         architecture = CODES[self.trainer.code].stored(architecture)
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
-        self.padded = masks_needed(recipe) if padded is None else padded
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         if self.trainer.optimizer_in_backward:
             self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
-        self.static: Static = static_of(
-            architecture, recipe, self.numerics, self.optimizer, self.trainer.embeddings_32bit
-        )
+        if padded is None:
+            padded = masks_needed(recipe) and not _worse_unmasked(
+                architecture, recipe, gpu, self.numerics, self.trainer
+            )
+        self.padded = padded
+        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
         self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
@@ -293,6 +295,19 @@ def masks_needed(recipe: Recipe) -> bool:
     if recipe.padding == "packing":
         return recipe.attention != "flash"
     return recipe.micro_batch > 1
+
+
+def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Trainer) -> bool:
+    """Whether a batch that happens to be of one length needs more than a padded one.
+
+    It has no mask, so grouped keys are not repeated before the kernel is chosen, and where the fused ones take no
+    grouped heads all scores are written out.
+    """
+    if r.padding == "packing" or t.code != "transformers":
+        return False
+    width, cc = kernel_width(r, n), gpu.compute_capability
+    pairs = ([attention_kernel(x.attention, r, width, cc, masked) for masked in (False, True)] for x in a.kinds)
+    return any(unmasked == "math" != masked for unmasked, masked in pairs)
 
 
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}

@@ -27,7 +27,7 @@ def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
 def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
     """What lies on the card after resuming: PEFT loads 16-bit adapters in fp32, bitsandbytes paged states to the card."""
     wide = n if r.method == "full" else replace(n, adapter=4)
-    return static_of(a, r, wide, replace(o, paged=False), t.embeddings_32bit)
+    return static_of(a, r, wide, replace(o, paged=False), t)
 
 
 def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from memfit.formula.per_layer import gated_in, scaled_in_place
 
 def forward(block: Block, x: Tensor) -> Tensor:
     """Run the block's own code; local variables live as long as they do in the model's Python."""
+    if block.layer.attention.code == "falcon":
+        return _falcon(block, x)
     return {
         "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _post_inner, "parallel": _parallel
     }[block.layer.placement](block, x)  # fmt: skip
@@ -70,6 +72,21 @@ def _parallel(block: Block, x: Tensor) -> Tensor:
         x = block.norm(residual, "mlp_norm")
     fed = _dropout(block, mlp(block, x))
     return ops.add(block.rec, ops.add(block.rec, fed, attended, "attention + mlp"), residual, "residual")
+
+
+def _falcon(block: Block, x: Tensor) -> Tensor:
+    """FalconDecoderLayer: what is normed and attended stays a local variable; one sum of a parallel block is in place."""
+    rec, parallel = block.rec, block.layer.placement == "parallel"
+    residual, normed = x, block.norm(x, "input_norm")
+    fed = block.norm(x, "mlp_norm") if parallel and block.layer.norms > 1 else normed
+    attended = attention(block, normed)
+    if not parallel:
+        residual = ops.add(rec, residual, _dropout(block, attended), "residual")
+        fed = block.norm(residual, "mlp_norm")
+    out = mlp(block, fed)
+    if parallel:
+        out = rec.record(out.view(), [out, attended], [], lambda g: [g, g])
+    return ops.add(rec, residual, _dropout(block, out), "residual")
 
 
 def _dropout(block: Block, x: Tensor) -> Tensor:

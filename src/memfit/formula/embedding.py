@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal
 
 from memfit.architecture import Norm
 from memfit.formula import ops
@@ -29,7 +30,7 @@ class EmbeddingStyle:
     positions: int = 0  # rows of a learned position table
     types: int = 0  # rows of BERT's token type table
     norm: Norm | None = None  # right after the embedding
-    scaled: bool = False  # Gemma
+    scaled: Literal["none", "module", "model"] = "none"  # see Architecture.embedding_scale
     dropout: float = 0.0
     module: bool = False  # the embeddings are a module of their own, whose local variables die early
     leaf: bool = False  # frozen, but its output made to need a gradient: a leaf that stays with the graph, as its .grad
@@ -67,7 +68,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     forward = rec.taken()
     del held
     if not e.checkpointed:
-        made.clear()
+        del made[: len(made) - (e.masks.saved and style.grad)]
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
@@ -75,6 +76,8 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         into_own.append(rec.like(own, "gradient of every layer's input"))
     exits = rec.taken()
     del own
+    made.clear()  # blocks save them, or get them as arguments: they outlive the forward, not the first block's backward
+    tables.clear()
     if style.grad and (e.trained or x.grad_fn):
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
         del x
@@ -86,8 +89,6 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     waiting = waited.storage.id if waited and waited.storage else 0
     del waited
     gradient.clear()
-    made.clear()
-    tables.clear()  # blocks save them, or get them as arguments: they outlive the backward of the first one
     backward = [event for event in rec.taken() if event != -output]
     return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
@@ -96,10 +97,12 @@ def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list
     """The sum of all embeddings, what the model's code still holds besides, and the leaf among them, if there is one."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
-    if e.scaled:
+    if e.scaled == "module":
         x = ops.scale(rec, x, "scaled embedding")
     leaf = x if e.leaf else None
     x.requires_grad |= e.leaf
+    if e.scaled == "model":
+        x = ops.scale(rec, x, "scaled embedding")
     held = [x]
     if e.types:
         held.append(_table(rec, e, hidden, e.types, "type embedding"))

@@ -12,6 +12,7 @@ from memfit.architecture import Architecture
 from memfit.cautions import cautions
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
+from memfit.formula.numerics import attention_kernel, kernel_width
 from memfit.formula.sharding import BUCKET_ELEMENTS
 from memfit.formula.timeline import Schedule, play
 from memfit.formula.unroll import Memory, Pass, Tape
@@ -203,10 +204,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _kernels(account: Account) -> set[str]:
-    from memfit.formula.numerics import attention_kernel
-
-    n, r = account.numerics, account.recipe
-    width = n.autocast or (n.residual if r.method == "qlora" else n.weight)
+    r, width = account.recipe, kernel_width(account.recipe, account.numerics)
     return {
         attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded)
         for x in account.architecture.kinds

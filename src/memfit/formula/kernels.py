@@ -23,8 +23,13 @@ def scaled_dot_product_attention(
     mask: elements of the bool mask as given, or of a float mask; None when the kernel masks causally by itself.
     """
     q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
+    if mask is not None and mask.itemsize != 1:
+        mask = ops.autocast(rec, mask)
     if style.kernel == "math":
-        return _math(rec, q, k, v, a, dropout, mask)
+        compute, rec.autocast = rec.autocast, 0  # the call as a whole was autocast, nothing within it is
+        out = _math(rec, q, k, v, a, dropout, None if mask is None else _bias(rec, mask, q.itemsize))
+        rec.autocast = compute
+        return out
     bias = None if mask is None else _bias(rec, mask, q.itemsize)
     if bias is not None and style.kernel == "efficient" and style.mask_per_head:
         bias = rec.new({("mask", a.heads, MASK_ALIGNMENT): 1}, q.itemsize, "mask of every head")
@@ -134,10 +139,9 @@ def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: T
     return rec.record(out, [q, k, v], [bias, k, q, v, logsumexp, out], backward)
 
 
-def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, mask: Tensor | None) -> Tensor:
+def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None) -> Tensor:
     """The fallback: fp32 copies of 16-bit operands and all scores, written out."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
-    bias = None if mask is None else _bias(rec, mask, origin)
     q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
     q = ops.scale(rec, q, "scaled queries")
     if bias is None:

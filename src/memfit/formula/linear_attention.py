@@ -134,8 +134,11 @@ def _chunk_rule(block: Block, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: 
     cumulated = _cumsum(rec, decay)
     pairwise = _pairwise(rec, cumulated)
     square = pairwise.elements
-    system = ops.mul(rec, ops.bmm(rec, k_beta, k, square, "k_beta @ keys"), pairwise, "ut_system")
-    intra = ops.mul(rec, ops.bmm(rec, q, k, square, "queries @ keys"), pairwise, "attention within chunks")
+    lie = _laid_by_token if before == 4 else _as_is
+    system = ops.bmm(rec, lie(rec, k_beta), lie(rec, k), square, "k_beta @ keys")
+    system = ops.mul(rec, system, pairwise, "ut_system")
+    intra = ops.bmm(rec, lie(rec, q), lie(rec, k), square, "queries @ keys")
+    intra = ops.mul(rec, intra, pairwise, "attention within chunks")
     decayed = ops.mul(rec, k_beta, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed k_beta")
     new_values = _solve_triangular(rec, system, v_beta)
     seen = _solve_triangular(rec, system, decayed)
@@ -170,6 +173,16 @@ def _padded(rec: Recorder, x: Tensor) -> Tensor:
     whole, before = {"T64": x.elements["T"]}, x.elements
     out = rec.new(whole, x.itemsize, "padded", heads_first=True)
     return rec.record(out, [x], [], lambda g: [rec.new(before, g.itemsize, "cut gradient", heads_first=True)])
+
+
+def _as_is(rec: Recorder, x: Tensor) -> Tensor:
+    return x
+
+
+def _laid_by_token(rec: Recorder, x: Tensor) -> Tensor:
+    """fp32 operands were never copied head by head; a padding of nothing keeps that, and a product copies them."""
+    out = rec.new({("whole", CHUNK, 0): x.elements["T64"]}, x.itemsize, "contiguous", heads_first=True).view(x.elements)
+    return rec.record(out, [x], [], lambda g: [ops.viewed(g.detach())])
 
 
 def _cumsum(rec: Recorder, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from memfit.formula import litgpt, ops, shifted, torchtune
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.logits import HeadStyle, logits_of
+from memfit.formula.size import TILE_TOKENS
 from memfit.formula.style import Style
 
 Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward
@@ -72,7 +73,7 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
             rec.new({"tile": TILE_VOCABULARY}, compute, "tile of logits"),
             _narrow(rec, {"tile": h.width}, like, compute),
         ]
-        tile += [_narrow(rec, _vocabulary_chunk(h), weight_like, compute) for _ in range(2)]
+        tile += [_narrow(rec, piece, weight_like, compute) for piece in (_vocabulary_chunk(h), _next_chunk(h))]
         del tile[2:]
         result = ops.cast(rec, hidden, like.itemsize, "gradient of hidden states")
         return [
@@ -91,6 +92,14 @@ def _narrow(rec: Recorder, elements: Elements, x: Tensor, itemsize: int) -> Tens
 
 def _vocabulary_chunk(h: HeadStyle) -> Elements:
     return {"1": min(TILE_VOCABULARY, h.vocabulary) * h.width}
+
+
+def _next_chunk(h: HeadStyle) -> Elements:
+    """What is made while the chunk before it is still there: the rest of the vocabulary, or that of the next tokens."""
+    rest = h.vocabulary - TILE_VOCABULARY
+    if rest > 0:
+        return {"1": min(TILE_VOCABULARY, rest) * h.width}
+    return {("past", TILE_TOKENS, 0): h.vocabulary * h.width}
 
 
 def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:

@@ -17,6 +17,8 @@ class MaskStyle:
     additive: int = 0  # itemsize of a float mask (eager attention); 0: a bool mask, skipped where it can be
     causal: bool = True
     always: bool = False  # Falcon: made even when the kernel could mask by itself
+    itemsize: int = 2  # of the hidden states
+    saved: bool = False  # the attention kernel saves the mask itself, not a copy in its dtype
     alibi: int = 0  # heads of a position bias; Falcon adds it to the mask, BLOOM and MPT keep it beside
 
 
@@ -25,7 +27,7 @@ def masks(rec: Recorder, m: MaskStyle) -> list[Tensor]:
     made = [rec.new({"T": m.alibi}, 4, "position bias", "activations")] if m.alibi else []
     made += [mask for mask in (_mask(rec, m, window) for window in m.windows) if mask is not None]
     if m.alibi and m.always:
-        made[-1] = rec.new({"TS": m.alibi}, 2, "mask with position bias", "activations")
+        made[-1] = rec.new({"TS": m.alibi}, m.itemsize, "mask with position bias", "activations")
     return made
 
 

@@ -64,9 +64,16 @@ class Block:
             b = bias.numel if bias else 0
             if style.lora_rank and name in style.lora_targets:
                 return self._adapted(x, numel, shape, b, key)
-            return base_linear(rec, style, x, numel, shape, b, key)
+            return self._base(x, numel, shape, b, key)
         finally:
             rec.leave()
+
+    def _base(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+        """The layer itself, as the family's class of linear layer runs it."""
+        rec, style = self.rec, self.style
+        if self.layer.attention.code == "falcon" and style.quantization == "none":
+            return _falcon_linear(rec, style, x, numel, shape, bias, name)
+        return base_linear(rec, style, x, numel, shape, bias, name)
 
     def _adapted(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
         """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype.
@@ -74,7 +81,7 @@ class Block:
         The one for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
         """
         rec, style, rank = self.rec, self.style, self.style.lora_rank
-        y = base_linear(rec, style, x, numel, shape, bias, name)
+        y = self._base(x, numel, shape, bias, name)
         before, ins, outs = y.itemsize, next(iter(x.elements.values())), next(iter(shape.values()))
         quantized = style.quantization != "none"
         if quantized:
@@ -112,3 +119,13 @@ def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Eleme
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     b = ops.weight(bias, style.weight, f"{name}.bias", style.trained) if bias else None
     return ops.linear(rec, x, w, shape, b)
+
+
+def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+    """FalconLinear: x @ weight.T, a view, whose cast autocast does not cache; the bias is added afterwards, uncast."""
+    w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
+    turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
+    y = ops.linear(rec, x, turned, shape)
+    if not bias:
+        return y
+    return ops.add(rec, y, ops.weight(bias, style.weight, f"{name}.bias", style.trained), "with bias")

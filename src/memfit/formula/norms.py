@@ -19,7 +19,9 @@ def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: 
             return ops.layer_norm(rec, x, w, b, rows)
         if style.liger and style.liger.norm and kind.kind in ("rms", "rms_gemma"):
             return liger.rms_norm(rec, x, w, rows, in_place=style.liger.norm == "in_place")
-        return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32}[kind.kind](rec, x, w, rows)
+        return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32, "layer_bare": _layer_bare}[kind.kind](
+            rec, x, w, rows
+        )
     finally:
         rec.leave()
 
@@ -81,6 +83,12 @@ def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     x = ops.mul(rec, ops.sub(rec, x, center, "centred"), rsqrt(rec, variance), "normalised fp32")
     x = ops.mul(rec, ops.cast(rec, w, 4, "fp32 weight"), x, "scaled fp32")
     return ops.cast(rec, x, before, "scaled")
+
+
+def _layer_bare(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+    """OlmoLayerNorm: F.layer_norm of an fp32 copy, without weight and shift."""
+    out = ops.layer_norm(rec, ops.cast(rec, x, 4, "fp32 copy"), None, None, rows)
+    return ops.cast(rec, out, x.itemsize, "normalised")
 
 
 def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:

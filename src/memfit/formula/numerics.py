@@ -63,6 +63,11 @@ def gathered(n: Numerics) -> Numerics:
     return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
 
 
+def kernel_width(r: Recipe, n: Numerics) -> int:
+    """Itemsize of the queries, keys and values that reach the attention kernel."""
+    return n.autocast or (n.residual if r.method == "qlora" else n.weight)
+
+
 def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:
     """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
 
@@ -73,11 +78,11 @@ def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capab
     if recipe.attention == "flash":
         return "flash2"
     cc = capability or (8, 0)
-    grouped = a.heads != a.kv_heads
+    grouped = a.heads != a.kv_heads and not masked  # with a mask transformers repeats keys and values itself
     if a.code == "falcon" and a.kv_heads == 1:  # one key head is broadcast, which only the math path takes
         return "math"
     if width == 4:
-        return "math" if grouped and not masked else "efficient"
+        return "math" if grouped else "efficient"
     if a.head_dim % 8:
         return "math" if masked else "flash"
     if cc < (8, 0):

@@ -43,24 +43,27 @@ def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -
 def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
 
-    MatMul4Bit keeps no activation; backward dequantises again. Double quantisation first restores the fp32 scales.
+    MatMul4Bit keeps no activation. Its backward restores the weight in the dtype that was quantised and casts it to the
+    compute dtype, its forward restores it in the compute dtype at once (gemm_4bit, since bitsandbytes 0.50). Double
+    quantisation first restores the fp32 scales.
     """
-    before, compute = x.itemsize, 2
+    before, compute = x.itemsize, style.autocast or style.weight
     x = ops.cast(rec, x, compute, "quantised input")
     need, elements, double = x.requires_grad, x.elements, style.quantization == "nf4-double"
 
-    def dequantised() -> Tensor:
+    def dequantised(width: int) -> Tensor:
         scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
-        weight = rec.new({"1": numel}, compute, "dequantised weight")
+        weight = rec.new({"1": numel}, width, "dequantised weight")
         del scales
-        return rec.new({"1": numel}, compute, "cast weight") if style.dequantised_cast else weight
+        wanted = style.dequantised_cast or width != compute
+        return rec.new({"1": numel}, compute, "cast weight") if wanted else weight
 
-    weight = dequantised()
+    weight = dequantised(compute)
     y = rec.new(shape, compute, "output")
     del weight
 
     def backward(g: Tensor) -> list[Tensor | None]:
-        held = dequantised()
+        held = dequantised(style.weight)
         result = rec.new(elements, compute, "input gradient") if need else None
         del held
         return [result]

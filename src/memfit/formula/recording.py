@@ -11,7 +11,7 @@ from memfit.formula.account import Account
 from memfit.formula.estimate import replayable, tape_of
 from memfit.formula.numerics import adapted, adapter_weights
 from memfit.formula.run import MicroStep, Step
-from memfit.formula.static import arrival
+from memfit.formula.static import arrival, in_groups
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Role, Tape
 
 Name = tuple[Role, str]
@@ -63,6 +63,9 @@ def _names(account: Account) -> Iterator[Name | str]:
         yield "optimizer step"
         if number == 0:
             trained = _trained(account)
+            if recipe.method == "full":
+                named = list(zip(account.architecture.weights, trained, strict=True))
+                trained = [name for _, name in in_groups(named, account.trainer.decayed_first)]
             first = len(static.state_tensors) - len(trained)
             for at, group in enumerate(static.state_tensors):
                 owner = trained[at - first] if at >= first else "optimizer tables"

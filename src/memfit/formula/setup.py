@@ -9,7 +9,7 @@ from memfit.formula import shifted
 from memfit.formula.embedding import EmbeddingStyle
 from memfit.formula.logits import HeadStyle
 from memfit.formula.masks import MaskStyle
-from memfit.formula.numerics import Capability, Numerics, adapted, attention_kernel
+from memfit.formula.numerics import Capability, Numerics, adapted, attention_kernel, kernel_width
 from memfit.formula.per_layer import per_layer_of
 from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
@@ -84,8 +84,7 @@ def _embedding_norm(a: Architecture) -> Norm | None:
 
 
 def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
-    width = n.autocast or (n.residual if r.method == "qlora" else n.weight)
-    return attention_kernel(layer.attention, r, width, capability, masked)
+    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked)
 
 
 def _written_out(a: Attention, r: Recipe) -> bool:
@@ -117,7 +116,8 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
     kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
     first = a.layers[0].attention
     return MaskStyle(
-        windows=() if _package(first, r) else tuple(sorted(kinds)), always=first.code == "falcon",
+        windows=() if _package(first, r) else tuple(sorted(kinds)), always=first.code == "falcon", itemsize=n.residual,
+        saved=first.code == "falcon" and first.alibi and not _written_out(first, r) and n.autocast in (0, n.residual),
         alibi=first.heads if first.alibi else 0, given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
         additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
     )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from memfit.architecture import Architecture, Weight
 from memfit.formula.numerics import Numerics, adapted, adapter_weights, has_adapter
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.trainers import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Static:
 @lru_cache(maxsize=512)
 def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
-    optimizer: Optimizer, embeddings_32bit: bool,
+    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
 ) -> Static:  # fmt: skip
     """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
@@ -84,6 +86,7 @@ def static_bytes(
         adapter = sum(w.numel * size for w, size in trained)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
     states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
@@ -123,6 +126,13 @@ def trained_weights(
     return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
 
 
+def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
+    """What is trained, in the order an optimizer goes through it; transformers gives norms and biases, which it does not
+    decay, a group of their own behind all others.
+    """
+    return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
+
+
 def _state_tensors(
     trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
 ) -> tuple[tuple[int, ...], ...]:
@@ -140,9 +150,11 @@ def _state_tensors(
     return tuple(tensors)
 
 
-def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, embeddings_32bit: bool) -> Static:
+def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
     """`static_bytes` for a recipe."""
-    return static_bytes(a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit)
+    return static_bytes(
+        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, t.embeddings_32bit, t.decayed_first
+    )
 
 
 def _largest_adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> int:

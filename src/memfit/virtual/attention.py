@@ -24,6 +24,8 @@ def choose(
     q: [B, N, S, H]; k, v: [B, K, S, H]; grouped: enable_gqa with fewer heads of keys than of queries.
     """
     width, widest = q.shape[-1], max(q.shape[-1], v.shape[-1])
+    if q.shape[-3] != k.shape[-3] and not grouped:  # check_batch_size_and_num_heads_dense: no fused kernel broadcasts
+        return "math"
     enabled = torch.backends.cuda
     half, aligned = q.dtype in _HALF, width % 8 == 0 and v.shape[-1] % 8 == 0
     if capability[0] in (9, 10) and half and aligned and enabled.cudnn_sdp_enabled():
