@@ -53,7 +53,7 @@ class Observer:
         self._roles: dict[int, Role] = {}
         self._titles: dict[int, str] = {}  # what tagged allocations are, in the place of the operator that made them
         self._began = 0  # number of the first allocation of the forward pass under way
-        self._in_backward = False
+        self._in_backward = self._learned = False  # _learned: there was a backward pass
         self._path: list[str] = []
         self.mark("load", "load")
 
@@ -119,7 +119,7 @@ class Observer:
                 if number >= self._began:
                     self._roles.setdefault(number, "activations")
             self.mark(self.phase, "backward")
-            self._in_backward = True
+            self._in_backward = self._learned = True
             try:
                 real(*args, **kwargs)
             finally:
@@ -132,7 +132,7 @@ class Observer:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
-        if self._roots:
+        if self._learned:
             self.mark(self.phase, "optimizer step")
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
@@ -141,7 +141,7 @@ class Observer:
             for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
                 for t in tensors(held):
                     self._tag(t, "optimizer_states", f"{key} of {name}")
-        if not self._roots:  # DeepSpeed steps once while it loads, to make the states
+        if not self._learned:  # DeepSpeed steps once while it loads, to make the states
             return
         self.mark(self.phase, "after the step")
         self.done += 1
