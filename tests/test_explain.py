@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -242,6 +243,48 @@ def test_the_line_is_the_users_own() -> None:
 def test_two_loud_causes_leave_no_certainty() -> None:
     both = CASES["fragmented"][0] + "\nvLLM engine, gpu_memory_utilization=0.9"
     assert {f.confidence for f in explain(read_text(both))} <= {"likely", "possible"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [  # a setting, a sum that assumes how it trains, a framework's name: told in words, beside a message's numbers
+        (
+            f"SFT LoRA with FSDP on 8 GPUs, state_dict_type: FULL_STATE_DICT: out of memory at step 164\n{NOW}",
+            "long-sample",
+        ),
+        (f"llama-7b full, adamw, zero-2, 8x 24GB\n{NOW}", "capacity"),
+        (f"GRPO with vllm and sleep mode\n{NOW}", "inference-engine"),
+        (f"horovod resnet-50: memory grows until it fails\n{NOW}", "leak"),
+    ],
+)
+def test_what_was_only_said_is_never_certain(text: str, cause: Cause) -> None:
+    found = explain(read_text(text))[0]
+    assert (found.cause, found.confidence) == (cause, "likely")
+
+
+BACKWARD = TRACE + frame(LIB + "transformers/trainer.py", 3800, "training_step", "self.accelerator.backward(loss)") + frame(LIB + "torch/autograd/graph.py", 825, "_engine_run_backward", "return Variable._execution_engine.run_backward(")  # fmt: skip
+OF_LOGITS = (
+    "CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 23.64 GiB of which 3.10 GiB is free."
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "confidence", "why"),
+    [
+        ("model: meta-llama/Llama-3.2-1B\n", 0, "likely", "16,384 tokens x 128,256 words x 4 B, 33% of the card"),
+        ("", 128_256, "likely", "16,384 tokens x 128,256 words x 4 B, 33% of the card"),
+        ("", 0, "possible", "one request of 33% of the card"),
+    ],
+)
+def test_one_large_request_of_a_language_model_is_its_logits(model: str, words: int, confidence: str, why: str) -> None:
+    found = explain(replace(read_text(model + BACKWARD + OF_LOGITS), words=words))[0]
+    assert (found.cause, found.confidence) == ("logits", confidence)
+    assert why in found.evidence[0].text
+
+
+def test_offloading_is_no_loading() -> None:
+    text = "GRPO with vllm colocate, offload_model, offload_optimizer: out of memory in the rollout"
+    assert explain(read_text(text))[0].cause == "inference-engine"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,8 @@ def run(what: str, **flags: Any) -> int:
     content, tape = _read(what, flags["device"])
     evidence = _evidence(content, memory_of(tape) if tape else None)
     planned = _Planned.of(flags, evidence)
+    if planned:
+        evidence = replace(evidence, words=planned.job.architecture.vocabulary)
     findings = explain(evidence, planned.price if planned else None)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if flags["json"]:

@@ -35,19 +35,19 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     ranked = sorted(best, key=lambda cause: -best[cause])
     top = best[ranked[0]] if ranked else 0
     found = [
-        _finding(cause, _confidence(cause, best, evidence), [c for c in told if c.cause == cause], evidence, price)
+        _finding(cause, _confidence(cause, best, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
         if best[cause] >= top - NEAR
     ]
     return tuple(found) or (_unknown(evidence),)
 
 
-def _confidence(cause: Cause, best: dict[Cause, int], evidence: Evidence) -> Confidence:
-    """Certain: seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words alone never are."""
+def _confidence(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> Confidence:
+    """Certain: seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words and settings never are."""
     weight = best[cause]
     rivals = sum(other > weight - RIVAL for other in best.values())
-    hard = evidence.memory is not None or evidence.frames or evidence.messages
-    if weight >= CERTAIN and rivals == 1 and hard and cause != "not-known":
+    seen = any(clue.seen and clue.weight >= CERTAIN for clue in told if clue.cause == cause)
+    if seen and rivals == 1 and cause != "not-known":
         return "certain"
     return "likely" if weight >= LIKELY else "possible"
 

@@ -14,9 +14,11 @@ SHOWN = 10  # what a history shows over what a text says of the same thing
 
 @dataclass(frozen=True, slots=True)
 class Clue:
-    """`line`: the user's own line it happens at, where that is known."""
+    """`line`: the user's own line it happens at, where that is known. `seen`: in a frame, an error's own line, the numbers of a
+    message or a history; false of words, of settings, and of sums that assume what was not said. Only what was seen is certain."""
 
     cause: Cause
     weight: int
     proof: Proof
     line: str = ""
+    seen: bool = True

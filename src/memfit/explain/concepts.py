@@ -17,21 +17,40 @@ WHOLE = r"full|whole|entire|complete|cop(?:y|ies)|replica|duplicat|all (?:the )?
 FOUR_BIT = r"4[- ]?bit|qlora|nf4|\bbnb|bitsandbytes|quantization_config|int4|\bhqq\b"
 QUANTIZED = r"fp8|mxfp4|nvfp4|gptq|\bawq\b|int8|8[- ]?bit|pre-?quanti[sz]ed|quanti[sz]ed (?:checkpoint|model|weights)"
 ADAPTER = r"peft|lora|adapter"
-DIFFUSION = r"diffus|\bflux|\bsd(?:xl?|3|15)?\b|dreambooth|\bvae\b|text[_ ]?encoder|\bt5\b|\bunet\b|\bwan ?2|hunyuan|cogvideo|\bltx"
+DIFFUSION = (
+    r"diffus|\bflux|\bsd(?:xl?|3|15)?\b|dreambooth|\bvae\b|text[_ ]?encoder|\bt5\b|\bunet\b|\bwan ?2|hunyuan|"
+    r"cogvideo|\bltx|controlnet|qwen[- ]?image|z-?image|pixart|kandinsky|auraflow|\bsana\b|kolors|hidream|mochi|"
+    r"musubi|kohya|onetrainer|simpletuner|ai-toolkit"
+)
 PREFERENCE = r"\bdpo|\borpo\b|\bkto\b|\bcpo\b|\bsimpo\b|concatenated_forward"
 ROLLOUTS = r"\bgrpo|\brloo|\bgspo|\bdapo"
 RL = rf"{ROLLOUTS}|\bppo\b|\bverl\b|openrlhf|skyrl|nemo[- ]?rl|\brlhf\b|reinforce"
-ENGINE = r"(?<![\w-])vllm(?!-project)|(?<!/)\bsglang|gpu_memory_utilization|cache blocks|warming up sampler|sleep_mode"
+ENGINE = (
+    r"(?<![\w-])vllm(?!-project)|(?<!/)\bsglang|gpu_memory_utilization|cache blocks|warming up sampler|sleep_mode|"
+    r"lmdeploy|tensorrt[- ]?llm|mem_fraction_static|max_num_seqs|free_cache_engine|use_vllm|engine_core|llm_engine"
+)
 IMAGES = r"image|\bvision\b|\bvl\b|llava|video|pixel|screenshot|visual"
 
 # ---- what is done ---------------------------------------------------------------------------------------------------
 
 EVALUATION = r"\beval|validat|(?<!_)\btest (?:set|loop|epoch)|\bval\b"
 GENERATION = r"predict_with_generate|generat(?:e|es|ed|ing|ion)\b|num_beams|beam search|max_new_tokens"
-OPTIMIZER = r"optimi[sz]er|\badam\w*|\bsgd\b|adafactor|prodigy|\blion\b|\bmoments?\b|\bmomentum|exp_avg"
-LOADING = r"load(?!er)|from_pretrained|start-?up"
+OPTIMIZER = r"optimi[sz]er|\boptim\b|\badam\w*|\bsgd\b|adafactor|prodigy|\blion\b|\bmoments?\b|\bmomentum|exp_avg"
+LOADING = (
+    r"(?<!off)(?<!up)(?<!down)load(?!er)|from_pretrained|start-?up|materiali[sz]e|state_dict_into|checkpoint shards"
+)
+# what an optimizer keeps of each weight
+STATES = (
+    r"exp_avg|\bmoments?\b|momentum|variance|optim(?:i[sz]er)?[ _]states?|adam[ _]states?|\bqmap|master (?:weights|cop|param)|fp32_from|"
+    r"fp32_groups|single_partition_of_fp32|state_steps|second[- ]order"
+)
+# clipping as code and in words: the settings (max_grad_norm, gradient_clipping) and a log's grad_norm are in every run
+CLIP = (
+    r"clip_grad_|clip_by_\w*norm|clip_coef|unscale_(?:and_clip_)?grads|multi_tensor_l2norm|foreach_norm|"
+    r"grad(?:ient)?s?[ -](?:norm )?clip\w*|clip\w* (?:of )?(?:the )?grad"
+)
 UPCAST = r"up-?cast|cast\w*|convert\w*|turn\w*|kept|keeps?|\bin\b|\bto\b|\bas\b"
-FP32 = r"fp32|float ?32|32[- ]?bits?\b|full[- ]precision|single[- ]precision|\.float\(\)"
+FP32 = r"fp32|float[_ ]?32|32[- ]?bits?\b|full[- ]precision|single[- ]precision|\.float\(\)|\bf32\b"
 WITHOUT = r"without|\bno\b|\bnot\b|forgot|missing|never|isn't|aren't|unset|instead of"
 HELPS = r"help|fix|solv|work(?:s|ed)\b|avoid|resolv|drop|reduc|-+>|\bto [\d.]+ ?gi?b|got rid"
 
@@ -50,16 +69,27 @@ SHAPES = (
     r"(?:different|var(?:y|ying|iable|ied|ies)|dynamic|changing|random|multiple)[ -](?:\w+ ){0,2}(?:shapes?|sizes?|lengths?|resolutions?)|"
     r"multi-?scale|bucketing"
 )
+# one card that holds more than its neighbours
+_FULLER = r"more|twice|double|\dx|2 ?times|much|higher|fuller|larger|bigger|exceeds|skewed|than (?:the )?(?:other|rest)"
+UNEVEN = (
+    rf"(?:{ONE_CARD}|main gpu|master gpu)\W+(?:\w+\W+){{0,5}}?(?:{_FULLER})\b.{{0,40}}\b(?:others?|rest|second|gpu ?\d|each)|"
+    rf"[\d.]+ ?[gm]i?b\w* (?:\w+ ){{0,2}}(?:on|in|of) (?:the )?(?:{ONE_CARD}).{{0,30}}[\d.]+ ?[gm]i?b\w* (?:\w+ ){{0,2}}(?:on|in) (?:the )?(?:other|rest)|"
+    rf"(?:{ONE_CARD}) (?:only )?(?:has|with) (?:only )?[\d.]+ ?g\w* (?:usable|free|left|available)|"
+    r"imbalanc|unbalanc|uneven|not (?:evenly|balanced)|only (?:the )?(?:first|one) (?:gpu|card)"
+)
 LATER = (
     r"random(?:ly)?\b|sporadic|intermittent|occasional|sometimes|unpredictabl|\blate(?:r)? (?:oom|in training)|"
     r"(?:at|after) (?:about |around |~ ?)?(?:\d+ )?(?:hours?|several|various|some|many|a few|a while|thousands|hundreds)|"
     r"mid[- ]?(?:run|training|epoch)|mid(?:dle|way)\b|in the (?:second|2nd|third) ?epoch|"
     r"(?:oom|memory|crash\w*|fail\w*) (?:\w+ )?(?:at|after|on|around) (?:about |around |~ ?)?(?:step |iteration |iter |update |batch )?#?\d[\d,.]+k?\+?"
 )
+RESERVED = r"reserved(?! (?:in total|by pytorch|but[ -]unalloc))"  # said by somebody, not by the message itself
 SUDDEN = r"sudden|abrupt|\bjump|all at once|out of nowhere"
 LONGEST = (
     r"group_by_length|lengthgrouped|longest|very long|too long|max[-_ ]?duration|long audio|utterance|"
     r"(?:a|one|few|some|certain|single|rare|several) (?:\w+ ){0,2}(?:long(?:er)?|large|huge|big)\b|"
     r"long(?:er)? (?:sample|batch|example|sequence|row|document|prompt|text)|outlier|sequence length (?:var|was|is|differ)|length (?:varies|distribution)|"
-    r"un(?:limited|bounded|truncated)|variable[- ]length batch|\d+k?[- ]tokens? (?:sample|example|sequence|row)|[\d.]+ ?(?:-|to) ?\d+ ?s(?:ec\w*)?\b"
+    r"un(?:limited|bounded|truncated)|(?:no|without|not) (?:\w+ )?truncat|truncation\W{1,3}(?:false|none|off)|"
+    r"is longer than the specified maximum|over-?long|long[- ]tail|variable[- ]length batch|"
+    r"\d+k?[- ]tokens? (?:sample|example|sequence|row)|[\d.]+ ?(?:-|to) ?\d+ ?s(?:ec\w*)?\b"
 )

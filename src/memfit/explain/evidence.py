@@ -30,6 +30,7 @@ CUT = (
     "memfit/live/",
 )  # the same in paths that a report has cut
 
+_ERROR = re.compile(r"^(?:\S{1,40}: )?[\w.]{0,100}(?:Error|Exception|Warning): [^\n]{1,400}", re.MULTILINE)
 _BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
 _NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
@@ -88,8 +89,10 @@ class Evidence:
 
     text: str = ""
     messages: tuple[Message, ...] = ()
+    traced: str = ""  # of the text, what the program itself printed when it failed: frames, and the lines of its errors
     frames: tuple[Frame, ...] = ()  # outermost first
     when: When = ""
+    words: int = 0  # of the model's vocabulary, where the model is known
     memory: Memory | None = None
     roots: tuple[Root, ...] = ()
     seen: tuple[Clue, ...] = ()  # what a watch of the run found already
@@ -128,5 +131,7 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
     flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower())
-    when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
-    return Evidence(flat, found, frames, when, memory, roots)
+    lines = [f"{f.path} {f.function} {f.code}" for f in frames]
+    traced = " ".join([*lines, *_ERROR.findall(words)]).lower()
+    when = when_it_failed(lines, words, flat)
+    return Evidence(flat, found, traced, frames, when, 0, memory, roots)

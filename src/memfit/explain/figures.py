@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from itertools import product
 
 from memfit.explain.clue import FAINT, SURE, WEAK, Clue
-from memfit.explain.concepts import FOUR_BIT, FSDP, MANY, ZERO3
+from memfit.explain.concepts import DIFFUSION, FOUR_BIT, FSDP, IMAGES, MANY, ZERO3
 from memfit.explain.evidence import Evidence
-from memfit.finding import Proof
+from memfit.explain.signs import PASS
+from memfit.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
 SAME = 0.01  # of a request: it is printed with three digits
-MOST_OF_CARD, MANY_WORDS = (
-    0.25,
-    100_000,
-)  # a request of so much of the card is hardly anything else where words are so many
+MOST_OF_CARD = 0.25  # a request of so much of the card, in training a language model, is hardly anything but logits
+MANY_WORDS = 100_000  # surely where the words of its vocabulary are so many
+ROUND = (
+    1024  # tokens of a batch that is filled or padded come in such numbers; one in ten other requests does by chance
+)
+PRINTED = 0.006 * GIB  # how far a size that is printed in GiB is from itself
 IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
+FAR_TOO_MUCH = 2.0  # of the card: the states fail because of all the rest, not of themselves
 STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
 OF_EXPERTS = 0.835  # of "8x7B": what experts have in common is there once. Source: Mixtral-8x7B 46.7 B, 8x22B 140.6 B
 
@@ -38,11 +42,18 @@ _CARD = re.compile(  # beside a card's name or count, not a size that something 
 )
 SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
 _FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
+_STARTED = re.compile(r"torchrun|\bddp\b|accelerate|distributed|process|\branks?\b|in total|horovod")
 _RAN_OUT = re.compile(r"\boom|out of memory|outofmemory|tried to allocate|not enough|run(?:s|ning)? out")
 _ASKED = re.compile(
     r"readme|\bdocs?\b|documentation|claim|expected|should fit|how much|requirement|minimum|is it possible|can i\b|can't|cannot|"
     r"(?:even|still|already) (?:with|at|on)|(?:batch(?: size|_size)?|bs|mbs|micro_batch_size)\W{0,3}1\b|any batch|does not fit|lowest|smallest|table"
 )
+_LANGUAGE = re.compile(
+    r"causallm|language model|\bllms?\b|llama|qwen|mistral|mixtral|gemma|\bphi-?\d|\bgpt|deepseek|\bglm|falcon|"
+    r"\bopt-|bloom|pythia|olmo|smollm|granite|\bsft|\btrl\b|tokenizer|transformers/trainer"
+)
+_FUSED = re.compile(r"liger|fused[ _](?:linear|loss|ce\b|cross)|linear_cross|cut[ _-]?cross|chunked")  # no whole logits
+_PICTURES = re.compile(f"{IMAGES}|{DIFFUSION}")
 _LATE = re.compile(
     r"(?:at|after) (?:step )?\d{2,}\+?(?: steps|\b(?! ?%))|epoch|\bonly (?:when|if|with|after|once)\b"
 )  # it ran, so weights and states have room
@@ -50,8 +61,13 @@ SHARD_OF = (
     ("parameters", re.compile(rf"{ZERO3}|{FSDP}")),
     ("gradients", re.compile(r"zero[-_ ]?2|stage.{0,3}2\b")),
 )
+# what the same card did at another time, which the sum of weights and states cannot have refused
+_RAN = re.compile(
+    r"trains? fine|(?:works?|fits?|runs|fine|ok) (?:with|on|at|in|without|under)\b|worked|used to|"
+    r"same (?:code|run|config|script) (?:\w+ ){0,4}(?:fine|works|runs)|(?:only|shape,?|first|reduced to|cut to) \d+ layers\b"
+)
 _TOKENS = re.compile(
-    r"(?:seq\w*|len\w*|ctx|context|block\w*|cutoff\w*|tokens|max_length)\W{1,3}(\d{2,6})(k?)\b|"
+    r"(?:seq\w*|len\w*|ctx|context|block\w*|cutoff\w*|tokens|max_length|max_words)\W{1,3}(\d{2,6})(k?)\b|"
     r"(?<![\w.])~?(\d{2,6})(k?)[ -](?:tokens|context|ctx)"
 )
 _BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
@@ -59,8 +75,9 @@ _BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
 VOCABULARIES = tuple(
     (words, re.compile(names))
     for words, names in (
-        (248_320, r"qwen-?3\.5"), (151_936, r"qwen"), (128_256, r"llama-?3"), (262_144, r"gemma-?3"), (256_000, r"gemma"),
-        (201_088, r"gpt-?oss"), (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"mistral-?nemo"), (32_000, r"llama-?2|mistral|mixtral|vicuna"),
+        (248_320, r"qwen[- _]?3\.5"), (151_936, r"qwen"), (128_256, r"llama[- _]?3"), (262_144, r"gemma[- _]?3"), (256_000, r"gemma"),
+        (201_088, r"gpt-?oss"), (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"mistral-?nemo"),
+        (32_000, r"llama[- _]?2|mistral|mixtral|vicuna"),
     )
 )  # fmt: skip
 # GiB of cards that are named without their size, the larger where one name has two. Source: src/memfit/catalogue/gpus.toml
@@ -89,7 +106,8 @@ class Run:
     cards: int
     each: int
     per_weight: float  # of all cards
-    states: float  # bytes of weights, gradients and states on one card
+    of_all: float  # bytes of weights, gradients and states of the whole model
+    states: float  # the same of one card
     frozen: bool
 
 
@@ -108,9 +126,9 @@ def run_of(evidence: Evidence) -> Run | None:
     frozen = next((size for size, pattern in FROZEN if pattern.search(text)), None)
     per_weight = frozen or STATES
     how = next((name for name, pattern in SHARD_OF if pattern.search(text)), "")
-    of_all = {"parameters": per_weight / cards, "gradients": 4 + (per_weight - 4) / cards, "": per_weight}
+    of_all = {"parameters": per_weight / cards, "gradients": 2 + (per_weight - 2) / cards, "": per_weight}
     mine = per_weight if frozen and how == "gradients" else of_all[how]
-    return Run(weights, cards, each, per_weight, weights * mine, frozen is not None)
+    return Run(weights, cards, each, per_weight, weights * per_weight, weights * mine, frozen is not None)
 
 
 def card_of(text: str) -> int:
@@ -143,22 +161,57 @@ def _measured(evidence: Evidence) -> Clue | None:
 
 
 def _logits(evidence: Evidence) -> Clue | None:
-    """A request that is tokens x words of the vocabulary x bytes; or a good part of the card, of a model with many words."""
-    m, text = evidence.message, evidence.text
-    words = next((words for words, pattern in VOCABULARIES if pattern.search(text)), 0)
-    if m is None or not m.tried or not words or evidence.when not in ("", "forward", "loss", "backward"):
+    """A request that is tokens x words of the vocabulary x bytes; or a good part of the card, of a language model."""
+    m, words = evidence.message, vocabulary(evidence)
+    if evidence.when not in PASS:
         return None
-    lengths = {int(found[1] or found[3]) * (1024 if found[2] or found[4] else 1) for found in _TOKENS.finditer(text)}
-    batches = {int(found[1]) for found in _BATCH.finditer(text)} | {1}
-    for length, batch, width in product(sorted(lengths)[-4:], sorted(batches)[:3], (4, 2)):
-        if abs(length * batch * words * width - m.tried) <= SAME * m.tried:
-            said = f"{human(m.tried)} are {length * batch:,} tokens x {words:,} words x {width} B"
+    if m is None or not m.tried:
+        return _logits_asked(evidence, words)
+    share = m.tried / m.total if m.total else 0.0
+    large = share >= MOST_OF_CARD
+    of = f", {share:.0%} of the card" if large else ""
+    for tokens, width in product(_tokens(evidence.text) if words else (), (4, 2)):
+        if abs(tokens * words * width - m.tried) <= SAME * m.tried:
+            said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
             return Clue("logits", 84, Proof(said, m.tried))
-    if m.total and m.tried >= MOST_OF_CARD * m.total and words >= MANY_WORDS:
+    for width in (4, 2) if words >= MANY_WORDS and m.tried > GIB else ():
+        tokens = ROUND * round(m.tried / (words * width * ROUND))
+        if abs(tokens * words * width - m.tried) <= PRINTED:
+            said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
+            return Clue("logits", 80 if large else 54, Proof(said, m.tried), seen=False)
+    if large and (words >= MANY_WORDS or (_LANGUAGE.search(evidence.text) and not _PICTURES.search(evidence.text))):
+        said = (
+            f", and {words:,} words" if words else " of a language model: one tensor so large is hardly anything else"
+        )
         return Clue(
-            "logits", 58, Proof(f"one request of {m.tried / m.total:.0%} of the card, and {words:,} words", m.tried)
+            "logits", 58 if words >= MANY_WORDS else 54, Proof(f"one request of {share:.0%} of the card{said}", m.tried)
         )
     return None
+
+
+def _logits_asked(evidence: Evidence, words: int) -> Clue | None:
+    """No size of a request is told: the logits that the named run makes at once, in fp32, against the card."""
+    card, tokens = card_of(evidence.text), max(_lengths(evidence.text), default=0)  # of one sample, at the least
+    size = tokens * words * 4
+    if not card or size < MOST_OF_CARD * card or not evidence.when or _FUSED.search(evidence.text):
+        return None
+    said = f"{tokens:,} tokens x {words:,} words x 4 B are {size / card:.0%} of the card"
+    return Clue("logits", 80, Proof(said, size), seen=False)
+
+
+def vocabulary(evidence: Evidence) -> int:
+    """Words of the model's vocabulary, 0 where it is not known."""
+    return evidence.words or next((words for words, pattern in VOCABULARIES if pattern.search(evidence.text)), 0)
+
+
+def _lengths(text: str) -> set[int]:
+    return {int(found[1] or found[3]) * (1024 if found[2] or found[4] else 1) for found in _TOKENS.finditer(text)}
+
+
+def _tokens(text: str) -> list[int]:
+    """Tokens that a batch may have, by the lengths and batch sizes that are named."""
+    batches = {int(found[1]) for found in _BATCH.finditer(text)} | {1}
+    return [length * batch for length, batch in product(sorted(_lengths(text))[-4:], sorted(batches)[:3])]
 
 
 def _sizing(evidence: Evidence) -> Clue | None:
@@ -171,13 +224,23 @@ def _sizing(evidence: Evidence) -> Clue | None:
     if share < 0.6:
         return None
     sure = share >= 0.75 and _FULL.search(text) and "offload" not in text and not run.frozen
-    weight = 85 if sure else 76 if share >= 0.75 else 66
+    weight = 84 if sure else 76 if share >= 0.75 else 66
+    if _RAN.search(text):
+        weight = WEAK
+    elif share >= FAR_TOO_MUCH and sure and evidence.when in ("init", "optimizer"):
+        weight = SURE + 1
     if not _RAN_OUT.search(text) and not _ASKED.search(text):
         weight = WEAK
-    if evidence.when == "loss":  # a whole forward pass had room
+    m = evidence.message
+    one = m is not None and m.tried and m.total and m.tried >= MOST_OF_CARD * m.total
+    if evidence.when == "loss" or (one and evidence.when in PASS):  # a forward pass had room; no weight is so large
         weight = min(weight, 66)
     proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {run.cards} card{'s' * (run.cards > 1)}: {share:.0%} of each"
-    return Clue("capacity", weight, Proof(proof, int(run.states)))
+    spread = (
+        run.frozen and run.states == run.of_all and run.of_all < 0.75 * run.cards * run.each
+    )  # it would fit, sharded
+    cause: Cause = "replicated" if spread and run.cards > 1 and _STARTED.search(text) else "capacity"
+    return Clue(cause, weight, Proof(proof, int(run.states)), seen=False)  # how it trains is an assumption
 
 
 # nvidia-smi's rows: card, process (one that computes), size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Literal
 
 from memfit.units import GIB, KIB, MIB
@@ -35,7 +36,7 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
              r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
              r"|exit ?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
 )  # fmt: skip
-_BEGIN = re.compile("|".join(f"(?P<k{n}>{words})" for n, (_, words) in enumerate(BEGINS)), re.IGNORECASE)
+_BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)  # of small letters: three times as fast as no case
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
     "tried": rf"tried to allocate (?:more than )?{_SIZE}",
@@ -87,16 +88,23 @@ class Message:
 
 def messages(text: str) -> tuple[Message, ...]:
     """The messages in a text, the same one of many ranks once; the fullest first."""
+    text = text.lower()
     starts: list[tuple[int, Kind]] = []
-    asked = False  # the message under way has said what it asked for
-    for found in _BEGIN.finditer(text):
-        kind = BEGINS[int(str(found.lastgroup)[1:])][0]
-        asks = found[0].lower() == ASKS
-        if starts and asks and found.start() - starts[-1][0] < APART and not asked:
+    asked, end = False, 0  # the message under way has said what it asked for; where its first words end
+    begun = (
+        (hit.start(), order, hit, kind)
+        for order, (kind, words) in enumerate(_BEGIN)
+        for hit in islice(words.finditer(text), 4 * MOST)
+    )
+    for begin, _, hit, kind in sorted(begun, key=lambda row: row[:2]):
+        if begin < end:
+            continue
+        end, asks = hit.end(), hit[0] == ASKS
+        if starts and asks and begin - starts[-1][0] < APART and not asked:
             asked = True  # "CUDA out of memory. Tried to allocate": one message
             continue
         asked = asks
-        starts.append((found.start(), kind))
+        starts.append((begin, kind))
         if len(starts) == MOST:
             break
     edges = [begin for begin, _ in starts] + [len(text)]

@@ -42,7 +42,8 @@ def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
         return None
     words = ", ".join(repr(hit[0][:80]) for hit in hits)
     said = f"it says {words}" if words else f"it failed in the phase: {evidence.when}"
-    return Clue(sign.cause, sign.weight, Proof(said))
+    seen = bool(evidence.frames) and all(pattern.search(evidence.traced) for pattern in sign.patterns)
+    return Clue(sign.cause, sign.weight, Proof(said), seen=seen)
 
 
 def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:
