@@ -17,7 +17,6 @@ from memfit.tape import Alloc, EmptyCache, Free, Mark, Role
 GPU = find_gpu("a100-80gb")
 RECIPES = {
     "full": Recipe(precision="bf16"),
-    "master": Recipe(precision="bf16-master"),
     "mixed": Recipe(precision="bf16-mixed", checkpointing="full", loss="fused"),
     "accumulated": Recipe(precision="bf16", accumulation=3, optimizer="adamw-8bit"),
     "lora": Recipe(method="lora", micro_batch=2, checkpointing="full"),

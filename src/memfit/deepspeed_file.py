@@ -6,10 +6,8 @@ import json
 from typing import Any
 
 import memfit.launch as launch
+from memfit.formula.coordinator import BUCKET
 from memfit.job import Recipe
-
-# DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
-BUCKET = 50_000_000
 
 
 def to_json(settings: dict[str, Any]) -> str:

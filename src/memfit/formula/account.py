@@ -14,7 +14,8 @@ from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
-from memfit.formula.sharding import Share, share_of
+from memfit.formula.sharding import share_of
+from memfit.formula.share import Share
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
 from memfit.gpu import Gpu
@@ -106,7 +107,7 @@ class Account:
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
-        shards = r.num_gpus if self.share.gathered else 0
+        shards = r.num_gpus if self.share.by_block else 0
         situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
@@ -133,8 +134,8 @@ class Account:
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "fp32 master weights", share.master),
-            ("gradients", "gradients", share.gradients if gradients else 0),
-            ("optimizer_states", "optimizer states", share.states if states else 0),
+            ("gradients", "gradients", share.gradients if gradients or share.lasting_gradients else 0),
+            ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
             ("temporaries", "communication buckets", share.buckets),
             ("temporaries", "gathered blocks", buffers),
             ("activations", "batch", self.batch),
@@ -146,41 +147,45 @@ class Account:
         """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
         found = []
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
-        # sharded gradients fill up while whole ones come and go; in backward only a tied weight waits for its second
-        sharded = self.share.gradients if self.released else 0
-        if self.optimizer.in_backward:
-            sharded = self.tied_gradient
+        tied = self.tied_gradient if self.optimizer.in_backward else 0  # waits for its second half
         for later in (False, True) if accumulating else (False,):
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
             if self.share.gathered is not None:
                 found += self._gathered(phase, micro, where, states=states, gradients=later)
                 continue
-            lines = self.resident(states=states, gradients=later, buffers=self.share.forward)
+            lines = self.resident(states=states, gradients=later)
             before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
             if before:
                 lines = (*lines, ("activations", "inputs kept by the graph of the step before", before))
             level, top = sum(line[2] for line in lines), fold(micro.until_loss, self.meter)
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
-            change = self.share.backward - self.share.forward + (0 if later else sharded)
-            filling = later or bool(sharded and not self.optimizer.in_backward)
-            lines = self.resident(states=states, gradients=filling, buffers=self.share.backward)
-            if self.optimizer.in_backward and sharded:
-                lines = (*lines, ("gradients", "gradient of the tied embedding", sharded))
-            level, top = level + top.left - before + change, fold(micro.from_loss, self.meter)
+            lines = self.resident(states=states, gradients=later)
+            if tied:
+                lines = (*lines, ("gradients", "gradient of the tied embedding", tied))
+            level, top = level + top.left - before + tied, fold(micro.from_loss, self.meter)
             found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
         return found
 
-    def _gathered(self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool) -> list[Instant]:
+    def _gathered(
+        self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int = 7
+    ) -> list[Instant]:
         """The worst instant of each part of a pass whose weights are gathered part by part."""
-        whole, streams = self.share.gathered, self.share.streams
+        special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
+        share = special or self.share
+        whole, streams = share.gathered, share.streams
         assert whole is not None and streams is not None
         found, left = [], 0
-        for stretch, buffers, used in zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True):
-            lines = self.resident(states=states, gradients=gradients, buffers=buffers)
+        levels = zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True)
+        for number, (stretch, buffers, used) in enumerate(levels):
+            if number == parts:
+                break
+            # sharded gradients fill up while whole ones come and go
+            filling = gradients or (self.released and number >= BACKWARD)
+            lines = self.resident(states=states, gradients=filling, buffers=buffers)
             top = fold(stretch, self.meter)
             level = sum(line[2] for line in lines) + left + top.height
-            idle = streams.gathering - used + streams.reducing - (self.share.gradients if gradients else 0)
+            idle = streams.gathering + streams.reducing - used - (streams.kept if filling else 0)
             found.append(Instant(phase, _named(top) + where, level, lines, top, idle))
             left += top.left
         return found
@@ -188,44 +193,42 @@ class Account:
     def optimizer_step(self, phase: Phase) -> Instant:
         """All gradients and states exist, and the step's own buffers."""
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
-        buffers = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
+        stepping = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
+        buffers = max(stepping, self.share.step_bytes)
         lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
         if self.optimizer.in_backward and self.tied_gradient:
             lines = (*lines, ("gradients", "gradient of the tied embedding", self.tied_gradient))
         if buffers:
             lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
-        return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines)
+        streams = self.share.streams
+        idle = streams.gathering + streams.reducing - streams.kept if streams and self.recipe.zero else 0
+        return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines, idle=idle)
 
     def evaluation(self) -> Instant:
         """One forward without gradients; its logits and loss exist at once. Or the gathering that it begins with."""
-        micro, whole = self.micro(train=False), self.share.gathered
-        buffers = max(whole.forward, whole.loss) if whole else self.share.forward
-        lines = self.resident(states=True, gradients=False, buffers=buffers)
-        top = fold(micro.until_loss, self.meter)
-        found = Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
-        if whole is None:
-            return found
-        lines = self.resident(states=True, gradients=False, buffers=whole.entry)
-        gathering = Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines)
-        return max(found, gathering, key=lambda instant: instant.requested)
+        micro, share = self.micro(train=False), self.share.evaluated or self.share
+        if share.gathered is None:
+            lines = self.resident(states=True, gradients=False)
+            top = fold(micro.until_loss, self.meter)
+            return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
+        found = self._gathered("eval", micro, "", states=True, gradients=False, parts=2)
+        lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
+        found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
+        return max(found, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
         """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
-        lines: tuple[tuple[Role, str, int], ...] = tuple(
-            line for line in self.resident(states=False, gradients=False) if line[0] == "parameters"
-        )
+        kept = ("parameters", "gradients", "optimizer_states")
+        lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] in kept)
         if self.static.passing:
             lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
-        if self.recipe.shard == "parameters":
+        if self.share.by_block:
             whole, largest = self.static.base + self.static.scales, self.static.largest * self.numerics.weight
             # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
             before = whole if self.recipe.method == "qlora" else largest
             lines = (*lines, ("temporaries", "whole weights before they are sharded", before))
-        if self.recipe.zero and self.recipe.shard in ("optimizer", "gradients"):
-            lines = (
-                *lines,
-                ("temporaries", "weights before they are flattened", max(self.share.weights - self.share.master, 0)),
-            )
+        if self.share.loading:
+            lines = (*lines, ("temporaries", "weights being flattened or sharded", self.share.loading))
         return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
 
     def save(self) -> Instant:
@@ -310,6 +313,7 @@ def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Traine
     return any(unmasked == "math" != masked for unmasked, masked in pairs)
 
 
+BACKWARD = 3  # the first part of a pass, in the order of `Gathered`, in which gradients of blocks exist
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}
 
 

@@ -12,8 +12,9 @@ from memfit.architecture import Architecture
 from memfit.cautions import cautions
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account, Instant
+from memfit.formula.coordinator import BUCKET
 from memfit.formula.numerics import attention_kernel, kernel_width
-from memfit.formula.sharding import BUCKET_ELEMENTS
+from memfit.formula.pools import reserved
 from memfit.formula.timeline import Schedule, play
 from memfit.formula.unroll import Memory, Pass, Tape
 from memfit.gpu import Gpu
@@ -50,10 +51,16 @@ def estimate(
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
             worst[instant.phase] = instant
     exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
+    if replay and real and recipe.zero and account.share.streams:
+        allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
+        exact = {phase: Levels(0, 0, size, size) for phase, size in reserved(account, allocator)}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
         if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
             held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
+    cached = 0
+    for phase in worst:  # the cache is never given back between phases
+        cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
     phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
     return Footprint(phases, "formula", *_said(account, bool(exact)))
 
@@ -77,8 +84,8 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def replayable(recipe: Recipe) -> bool:
-    """Is the run unrolled tensor by tensor? Sharded and offloaded ones are known by their sums alone."""
-    return recipe.shard == "none" and recipe.offload == "none" and recipe.num_gpus == 1
+    """Is the run unrolled tensor by tensor? Those of several cards and DeepSpeed's are known by their sums alone."""
+    return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
 def played(account: Account, memory: Memory) -> Iterator[Phase]:
@@ -138,18 +145,19 @@ def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], 
     requested = instant.requested
     if known is not None:
         requested = max(requested, 0)
-        allocated, reserved = max(known.allocated, requested), max(known.reserved, requested)
+        allocated = max(known.allocated, requested + int(ROUNDING_SHARE * requested) * (not known.allocated))
+        held = max(known.reserved, allocated)
     elif exact and instant.phase not in ("load", "first_step"):
         allocated = requested + int(ROUNDING_SHARE * requested)
-        reserved = max(exact["step"].reserved, allocated)  # the cache is never given back between phases
+        held = max(exact.get("eval", exact["step"]).reserved, allocated)
     else:
         allocated = requested + int(ROUNDING_SHARE * requested)
-        reserved = max(held, allocated)
+        held = max(held, allocated)
     nccl = account.share.nccl
-    levels = Levels(requested, allocated, reserved, reserved + context + nccl)
+    levels = Levels(requested, allocated, held, held + context + nccl)
     lines = [Line(role, label, size) for role, label, size in instant.static]
     lines += _moving_lines(account, instant)
-    lines.append(Line("fragmentation", "allocator slack", reserved - requested))
+    lines.append(Line("fragmentation", "allocator slack", held - requested))
     lines.append(Line("context", "CUDA context", context))
     if nccl:
         lines.append(Line("context", "NCCL buffers", nccl))
@@ -179,7 +187,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
-        assumptions.append(f"ZeRO buckets of {BUCKET_ELEMENTS:.0e} elements (DeepSpeed's own default is 5e8)")
+        assumptions.append(f"ZeRO buckets of {BUCKET:.0e} elements (DeepSpeed's own default is 5e8)")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = account.static.trained * account.traced.weight
         assumptions.append(

@@ -25,8 +25,8 @@ def recorded(account: Account) -> Tape:
     recipe = account.recipe
     if not replayable(recipe):
         raise Unsupported(
-            "no tape is written of sharded and offloaded runs: only their sums are known",
-            hint="leave out --shard, --offload and --num-gpus",
+            "no tape is written of DeepSpeed's runs and those of several cards: only their sums are known",
+            hint="leave out --shard, --offload and --num-gpus, and take --precision bf16 or bf16-mixed",
         )
     names = _names(account)
     events: list[Event] = []

@@ -52,6 +52,7 @@ class Pass:
     gradients: list[Any] = field(default_factory=list)
     waiting: Any = None  # the head's gradient of a tied table
     sizes: dict[int, list[int]] = field(default_factory=dict)
+    late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
@@ -62,11 +63,14 @@ class Pass:
             self.memory.malloc(workspace)
         for step in self.micro.exits:
             self._segment(step, None)
-        flow = None
+        flow, buffers = None, list[Any]()
         for number, step in enumerate(self.micro.backward):
             flow = self._segment(step, flow, backward=True)
-            if number == 0 and workspace:
+            if number == 0:
                 self.memory.malloc(workspace)
+                buffers = [self.memory.malloc(size) for size in self.late]
+        for buffer in buffers:
+            self.memory.free(buffer)
         for part, live in self.live.items():
             for held in part.program.attributes:
                 self.memory.free(live.pop(held, None))

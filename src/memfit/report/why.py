@@ -236,7 +236,9 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     "whole weights before they are sharded": _said(
         "weights read from the checkpoint whole, before each rank keeps its share"
     ),
-    "weights before they are flattened": _said("weights as the model holds them, beside DeepSpeed's flat copy of them"),
+    "weights being flattened or sharded": _said(
+        "weights as the model holds them, beside DeepSpeed's flat copy of them"
+    ),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
     "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),

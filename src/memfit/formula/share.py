@@ -1,0 +1,72 @@
+"""What one GPU holds of a run that is spread: its share of the static bytes, and the buffers of every part of a pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Bytes of gathered weights and communication buffers while the parts of a pass run, under FSDP2 as accelerate wraps it.
+
+    Embedding, blocks, and (norm, head) are groups of their own; tied, the ends are one group. Source, and what the
+    recorded runs confirm: torch 2.13 _fsdp_param_group.py, _fsdp_collectives.py; accelerate 1.15 utils/fsdp_utils.py.
+    A gathered group is its weights and the all-gather's output they are copied out of. In the forward that output lives
+    until the next group has gathered its own; after the model's forward nothing but the last group's weights is left.
+    In the backward it dies at once, but the next group is prefetched and one reduce-scatter input is kept.
+    """
+
+    entry: int  # the embedding's group whole, beside its all-gather output and this rank's share of it as it was sent
+    forward: int  # a block: its weights, its all-gather output
+    loss: int
+    loss_backward: int
+    last: int  # backward of the last block, the first to run
+    middle: int
+    first: int
+    embedding: int  # backward of it
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Bytes that the pools of a framework's own streams hold: what one stream has cached, no other can use.
+
+    All-gather outputs come from one stream's pool and reduced gradients from another's; `gathering` and `reducing` are
+    their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and `kept`
+    the sharded gradients among the reduced.
+    """
+
+    gathering: int
+    reducing: int
+    gathered: Gathered
+    kept: int = 0
+    events: tuple[int, ...] = ()  # of the gathering: n > 0 allocates n bytes, n < 0 frees allocation -n, from 1
+    reduced: tuple[int, ...] = ()  # buffers of the reducing, one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one GPU."""
+
+    weights: int
+    gradients: int
+    states: int
+    master: int
+    nccl: int
+    buckets: int = 0  # permanent communication buffers
+    release_gradients: bool = False  # whole gradients die as soon as they exist
+    gathered: Gathered | None = None  # buffers that come and go in a pass
+    streams: Streams | None = None
+    first: Share | None = None  # while DeepSpeed still records the order of the modules
+    evaluated: Share | None = None  # during evaluation, where that is not `gathered`
+    by_block: bool = False  # FSDP2: the gradients of a block are reduced together
+    lasting_gradients: bool = False  # ZeRO-3: sharded gradients have a place of their own from the beginning on
+    early_states: bool = False  # the optimizer's states exist from loading on
+    loading: int = 0  # what DeepSpeed needs beside the weights while it takes them over
+    late: tuple[int, ...] = ()  # buffers from the first gradient to the end of the backward
+    step_tensors: tuple[tuple[int, ...], ...] = ()  # the large ones among the next, those of a group together
+    step_bytes: int = 0  # copies that the framework makes of its gradients before it steps
+
+
+def part(size: int, gpus: int) -> int:
+    """An equal share, rounded up."""
+    return -(-size // gpus)
