@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import multiprocess  # of datasets: it sends closures
 from safetensors.torch import load_file
 
 import memfit.run.attempt
@@ -150,18 +149,17 @@ WAIT = 120  # seconds: longer than any attempt of these runs takes on a loaded m
 def forked(
     spoil: Callable[[int, list[Keeper]], Before | None] = lambda rank, keepers: None, processes: int = 2
 ) -> Start:
-    """What torchrun starts, without its imports: forks of this process that run the worker. `spoil` says what befalls each.
+    """What torchrun starts, without its imports: forks of a process that has made them, and used no virtual card.
 
-    It is called in the process, once, with its rank and the list that its Keeper will be in; what it returns is asked before
+    `spoil` says what befalls each. It is called in the process, once, with its rank and the list that its Keeper will be in; what it returns is asked before
     every allocation. Their output goes to log.txt.
     """
 
     def start(run: folder.Run, tell: Any) -> Outcome:
         (run.path / folder.OUTCOME_FILE).unlink(missing_ok=True)
-        context, port = multiprocessing.get_context("fork"), free_port()
-        ranks: list[BaseProcess] = [
-            context.Process(target=_rank, args=(run, rank, processes, port, spoil)) for rank in range(processes)
-        ]
+        context, port = multiprocess.get_context("forkserver"), free_port()
+        context.set_forkserver_preload(["runs", "trl.trainer.sft_trainer", "peft"])
+        ranks = [context.Process(target=_rank, args=(run, rank, processes, port, spoil)) for rank in range(processes)]
         for process in ranks:
             process.start()
         for process in ranks:
