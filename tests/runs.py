@@ -167,7 +167,10 @@ def forked(
         late = [process for process in ranks if process.is_alive()]
         for process in late:
             process.kill()
-        assert not late and run.outcome is not None, (run.path / folder.LOG_FILE).read_text()[-4000:]
+        log = (run.path / folder.LOG_FILE).read_text()
+        assert not late and run.outcome is not None, log[-4000:]
+        if run.outcome.status == "failed":  # pytest shows it where the test did not expect that
+            print("exit codes", [process.exitcode for process in ranks], log[-8000:], sep="\n")
         return run.outcome
 
     return start

@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 
 from memfit import cli, codec
 from memfit.cards import list_gpus
+from memfit.catalogue import Entry, config
 from memfit.explain import Evidence, explain, messages, read_text
 from memfit.explain.clue import SURE
-from memfit.explain.figures import card_of
+from memfit.explain.figures import card_of, vocabulary
 from memfit.explain.memory import holders, unnumbered
 from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
 from memfit.finding import CAUSES, Cause
+from memfit.hub import list_models
 from memfit.job import RECIPE_FIELDS
 from memfit.snapshot import read
 from memfit.tape import Alloc, Free, Mark, Oom, Tape
@@ -218,6 +220,18 @@ def test_cards_are_as_large_as_in_the_catalogue() -> None:
     assert all(said in (0, pytest.approx(total, rel=0.09)) for said, total in known.values())
     assert sum(said > 0 for said, _ in known.values()) > 30
     assert (card_of("tesla v100"), card_of("8x a100")) == (g(32), g(80))  # of two sizes the larger
+
+
+@pytest.mark.parametrize("entry", list_models(), ids=lambda entry: entry.id)
+def test_vocabularies_are_as_large_as_in_the_catalogue(entry: Entry) -> None:
+    words = vocabulary(Evidence(text=entry.id.lower()))
+    told = config(entry)
+    said = told.get("text_config", told).get("vocab_size", 0)
+    assert words in (0, pytest.approx(said, rel=0.002))
+
+
+def test_most_models_of_the_catalogue_have_a_known_vocabulary() -> None:
+    assert sum(vocabulary(Evidence(text=entry.id.lower())) > 0 for entry in list_models()) > 60
 
 
 def test_words_that_stand_far_apart_say_nothing_together() -> None:

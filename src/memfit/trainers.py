@@ -32,9 +32,7 @@ class Trainer:
     chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
     merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
     clip_grad: bool = True
-    warms_cache: bool = (
-        True  # transformers 5 asks for all bytes of a model it loads onto the card at once, and frees them
-    )
+    warms_cache: bool = True  # transformers 5 asks for all bytes of a model before it loads it onto the card
     selective_adapters: bool = True  # selective checkpointing works on a PEFT model
     returns_cache: bool = False  # use_cache stays on without checkpointing; accelerate casts keys and values to fp32
     mask_per_head: bool = False  # PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads it

@@ -94,7 +94,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-logits", STRONG, (r"outputs|\blogits|predictions|torch\.cat|prediction_loop|evaluation_loop",), at=EVAL, never=GENERATION),
     Sign("eval-logits", FAINT, (), at=("eval",)),
     Sign("eval-leftovers", 88, (r"(?:right |directly |immediately )?after (?:the )?(?:first |an? |each |every )?(?:eval|validat)\w*\b|(?:until|up to) the (?:first )?(?:eval|validat)\w*[^.]{0,30}then",), never=r"return to training after|after (?:the )?evaluat\w* (?:starts|begins)"),
-    Sign("eval-leftovers", 88, (r"only (?:when|if|with|after|once) (?:\w+ ){0,3}eval",), never="eval"+r"\w* (?:starts|begins)"),
+    Sign("eval-leftovers", 88, (r"only (?:when|if|with|after|once) (?:\w+ ){0,3}eval",), never=r"eval\w* (?:starts|begins)"),
     Sign("eval-leftovers", 80, (r"eval\w* (?:\w+ )?(?:in the middle of|during|between) (?:the )?train",)),
     Sign("eval-leftovers", 84, (r"(?:once|when) (?:the )?(?:eval|validat)\w* (?:has |is )?(?:run|ran|finish\w*|done|over|complete\w*)|(?:eval|validat)\w* ran|(?:with|if) (?:the )?(?:eval|validat)\w* (?:is )?(?:off|disabled)|(?:without|disabl\w+|no) (?:eval|validat)\w* (?:it )?(?:works|runs|is fine|fits)",)),
     Sign("eval-leftovers", 88, (r"(?:return(?:ing)?|back|resum\w+) (?:to )?train\w*.{0,30}after|train after eval",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from memfit.architecture import Architecture
@@ -168,18 +169,16 @@ class Account:
         return found
 
     def _gathered(
-        self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int = 7
+        self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
     ) -> list[Instant]:
-        """The worst instant of each part of a pass whose weights are gathered part by part."""
+        """The worst instant of each of the first `parts` of a pass (None: all) whose weights are gathered part by part."""
         special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
         share = special or self.share
         whole, streams = share.gathered, share.streams
         assert whole is not None and streams is not None
         found, left = [], 0
         levels = zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True)
-        for number, (stretch, buffers, used) in enumerate(levels):
-            if number == parts:
-                break
+        for number, (stretch, buffers, used) in enumerate(islice(levels, parts)):
             # sharded gradients fill up while whole ones come and go
             filling = gradients or (self.released and number >= BACKWARD)
             lines = self.resident(states=states, gradients=filling, buffers=buffers)
@@ -211,7 +210,7 @@ class Account:
             lines = self.resident(states=True, gradients=False)
             top = fold(micro.until_loss, self.meter)
             return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
-        found = self._gathered("eval", micro, "", states=True, gradients=False, parts=2)
+        found = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
         lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
         found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
         return max(found, key=lambda instant: instant.requested)
@@ -313,6 +312,7 @@ def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Traine
     return any(unmasked == "math" != masked for unmasked, masked in pairs)
 
 
+FORWARD = 2  # parts of a pass without gradients, in the order of `Gathered` from its second field on: blocks, loss
 BACKWARD = 3  # the first part of a pass, in the order of `Gathered`, in which gradients of blocks exist
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}
 

@@ -96,10 +96,8 @@ class _Coordinator:
 
     def run(self, count: int, *, recorded: bool = True) -> Iterator[tuple[str, Level]]:
         """The first `count` steps of a pass; `recorded`: the order of the modules is known."""
-        for p in {
-            p for step in self.steps for p in step.parameters if p.handle is not None
-        }:  # fetched ahead for nobody
-            self._wait(p)
+        for p in dict.fromkeys(p for step in self.steps for p in step.parameters if p.handle is not None):
+            self._wait(p)  # it was fetched ahead, and nothing used it
             self._give_back(p)
         self.available = 0
         self.queue = (

@@ -144,7 +144,6 @@ def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], 
     known = exact.get(instant.phase)
     requested = instant.requested
     if known is not None:
-        requested = max(requested, 0)
         allocated = max(known.allocated, requested + int(ROUNDING_SHARE * requested) * (not known.allocated))
         held = max(known.reserved, allocated)
     elif exact and instant.phase not in ("load", "first_step"):

@@ -19,6 +19,13 @@ SUB_GROUP = 1_000_000_000  # sub_group_size, DeepSpeed's default: elements that 
 NOTHING = Gathered(*[0] * 8)
 
 
+def in_backward(held: Gathered, size: int) -> Gathered:
+    """The same with `size` bytes more in every part of the backward that blocks take part in."""
+    return replace(
+        held, last=held.last + size, middle=held.middle + size, first=held.first + size, embedding=held.embedding + size
+    )
+
+
 def stage_0(s: Static, n: Numerics, whole: Share) -> Share:
     """BF16_Optimizer, which steps once while it is made; it widens all gradients before it steps."""
     widened = s.trained * n.master
@@ -41,8 +48,8 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     buckets = 2 * coordinator.BUCKET * n.gradient
     copied = max(reduced, _apart_in_blocks(a, r, n))
     late = buckets + waiting + copied
-    gathered = replace(NOTHING, last=late + apart, middle=late, first=late, embedding=late + apart)
-    used = replace(NOTHING, last=copied, middle=copied, first=copied, embedding=copied)
+    gathered = replace(in_backward(NOTHING, late), last=late + apart, embedding=late + apart)
+    used = in_backward(NOTHING, copied)
     norm = NORM_BYTES * min(largest, share)
     kept = shared if released else 0
     return replace(
@@ -75,22 +82,8 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
     def during(*, recorded: bool, evaluated: bool = False) -> Share:
         live, events = _live(a, r, n, s, recorded=recorded, evaluated=evaluated)
         held = Gathered(*(level.running for level in live))
-        late = waiting + reduced + apart + norm
-        gathered = replace(
-            held,
-            last=held.last + late,
-            middle=held.middle + late,
-            first=held.first + late,
-            embedding=held.embedding + late,
-        )
         beside = reduced + norm
-        used = replace(
-            held,
-            last=held.last + beside,
-            middle=held.middle + beside,
-            first=held.first + beside,
-            embedding=held.embedding + beside,
-        )
+        gathered, used = in_backward(held, waiting + beside + apart), in_backward(held, beside)
         pools = Streams(
             max(level.fetching for level in live), beside + after, used, events=events, reduced=_fills(a, r, n)
         )

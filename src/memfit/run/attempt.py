@@ -35,10 +35,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes"
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
 LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
 BETWEEN_STEPS = ("forward and backward", "eval")  # stages in which weights and states are those of a whole step
-STATES = (
-    "optimizer.pt",
-    "optimizer.bin",
-)  # of a checkpoint, where they lie in a file of their own; the second is FSDP's
+STATES = ("optimizer.pt", "optimizer.bin")  # a checkpoint's files of nothing else; the second is FSDP's
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes))")
 _HELD = re.compile(r"Of the allocated memory ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes)) is allocated")

@@ -36,13 +36,21 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 @contextmanager
+def finding(finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
+    """While the block is open the finder is asked first."""
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
 def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
     """Module -> what to do to it: at once where it is imported already, else right after its import."""
     with ExitStack() as stack:
         for name, change in changes.items():
             if sys.modules.get(name) is not None:
                 stack.enter_context(change(sys.modules[name]))
-        finder = _Finder({n: c for n, c in changes.items() if sys.modules.get(n) is None}, stack)
-        sys.meta_path.insert(0, finder)
-        stack.callback(sys.meta_path.remove, finder)
-        yield
+        with finding(_Finder({n: c for n, c in changes.items() if sys.modules.get(n) is None}, stack)):
+            yield

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.imports import when_imported
+from memfit.virtual.imports import finding, when_imported
 from memfit.virtual.patching import patched
 
 COMPILER = "torch._dynamo"
@@ -106,12 +106,10 @@ def _compiler_put_off() -> Iterator[None]:
             importlib.import_module(f"{COMPILER}.{name}")
     vars(module).update(_EAGER)
     module.__class__ = _PutOff
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
     try:
-        yield
+        with finding(_Finder()):
+            yield
     finally:
-        sys.meta_path.remove(finder)
         if isinstance(module, _PutOff):
             del torch._dynamo
             for name in (COMPILER, *(f"{COMPILER}.{light}" for light in LIGHT)):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memfit.virtual.imports import finding
 from memfit.virtual.patching import patched
 
 
@@ -86,12 +87,10 @@ def installed() -> Iterator[None]:
         if sys.modules.get(name) is not None and name not in _DONE:
             _DONE.add(name)
             prepare(sys.modules[name])
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
     try:
-        yield
+        with finding(_Finder()):
+            yield
     finally:
-        sys.meta_path.remove(finder)
         _forget()
 
 
