@@ -75,7 +75,7 @@ VOCABULARIES = tuple(
     for words, names in (
         (248_320, r"qwen[- _]?3\.5"), (152_064, r"qwen(?:1\.5|2(?:\.5)?)?-(?:vl-)?(?:7|14|32|72)b"), (151_936, r"qwen"),
         (128_256, r"llama[- _]?3(?!\d)"), (262_144, r"medgemma|gemma[- _]?[34]"), (256_000, r"gemma"), (201_088, r"gpt-?oss"),
-        (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"ministral|mistral-?nemo|mistral-small-24b"),
+        (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"ministral|devstral|mistral-?nemo|mistral-small-24b"),
         (32_768, r"mistral-7b-(?:instruct-)?v0\.3|mistral-large|mistral-small|mixtral-8x22b"), (32_000, r"llama[- _]?2|mistral|mixtral|vicuna"),
     )
 )  # fmt: skip
