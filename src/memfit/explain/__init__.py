@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from memfit.explain.clue import Clue
+from memfit.explain import learned
+from memfit.explain.clue import STRONG, Clue
 from memfit.explain.evidence import Evidence, Frame, Root, read_text
 from memfit.explain.history import memory_clues
 from memfit.explain.memory import Memory, holders
@@ -32,24 +34,37 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     best: dict[Cause, int] = {}
     for clue in told:
         best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
-    ranked = sorted(best, key=lambda cause: -best[cause])
-    top = best[ranked[0]] if ranked else 0
+    measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
+    chances = {} if measured else learned.probabilities(evidence)
+    heard = learned.heard(chances, bool(best), bool(evidence.messages))
+    told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard]
+    top = max(best.values(), default=0)
+    near = [cause for cause in dict.fromkeys((*best, *heard)) if cause in heard or best[cause] >= top - NEAR]
+    ranked = sorted(near, key=lambda cause: -_standing(cause, best, chances))
     found = [
         _finding(cause, _confidence(cause, best, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
-        if best[cause] >= top - NEAR
     ]
     return tuple(found) or (_unknown(evidence),)
 
 
+def _standing(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float]) -> float:
+    """In a clue's weight: the best sign, and the words of the report."""
+    neutral = 1 / max(len(chances), 1)  # of a cause that no report had
+    return best.get(cause, 0) + learned.POINTS * math.log(chances.get(cause, neutral))
+
+
 def _confidence(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> Confidence:
-    """Certain: seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words and settings never are."""
-    weight = best[cause]
-    rivals = sum(other > weight - RIVAL for other in best.values())
-    seen = any(clue.seen and clue.weight >= CERTAIN for clue in told if clue.cause == cause)
-    if seen and rivals == 1 and cause != "not-known":
+    if _certain(cause, best, told):
         return "certain"
-    return "likely" if weight >= LIKELY else "possible"
+    return "likely" if best.get(cause, 0) >= LIKELY else "possible"
+
+
+def _certain(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> bool:
+    """Seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words and settings never are."""
+    rivals = sum(other > best.get(cause, 0) - RIVAL for other in best.values())
+    seen = any(clue.seen and clue.weight >= CERTAIN for clue in told if clue.cause == cause)
+    return seen and rivals == 1 and cause != "not-known"
 
 
 def _finding(

@@ -258,7 +258,7 @@ def _listed(evidence: Evidence) -> Clue | None:
     return Clue("ranks-on-one-gpu", SURE, Proof(f"nvidia-smi lists {len(stray)} processes on more than one card"))
 
 
-_IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,2}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))
+_IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,4}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))
 
 
 def _idle(evidence: Evidence) -> Clue | None:

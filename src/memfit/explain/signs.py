@@ -104,6 +104,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-generate", 78, (r"\beval\w*|validation", GENERATION), at=("",), never=RL),
     Sign("eval-generate", STRONG, (), at=("predict",)),
     Sign("eval-batch", 79, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|(?:eval\w*|validation|val) batch(?: size| of)|(?:eval\w*|validation) uses? (?:a )?batch",), at=("eval",)),
+    Sign("eval-batch", 78, (r"yolo|ultralytics",), at=EVAL),  # its loader of the validation takes twice the batch
     Sign("eval-batch", 78, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|validation batch(?: size| of)|eval\w* uses (?:a )?batch", r"(?:\boom|memory\b|fail\w*|crash\w*).{0,60}(?:\beval|validat)|(?:\beval|validat)\w*\b.{0,60}(?:\boom|memory\b|fail|crash)"), at=("",)),
     Sign("eval-batch", 72, (r"(?:whenever|as soon as|immediately|when|once|every time|each time|at) (?:the )?(?:first )?(?:eval|validat)\w* (?:starts?|begins?|runs?|kicks|step|batch|is (?:called|reached|triggered))|(?:reach|enter|get|hit)\w* (?:to )?(?:the )?(?:eval|validat)|(?:first|start of|begin\w* of) (?:the )?(?:eval|validat)",), at=("eval", "")),
     Sign("eval-batch", 74, (EVALUATION, r"(?<!train_)(?<!train )batch[_ ]size"), at=("eval",), never=GENERATION),
@@ -133,6 +134,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("stale-checkpoint", 75, (r"nanogpt|train\.py",), at=("resume",), never="trainer|accelerat|megatron"),
     Sign("stale-checkpoint", 75, (r"\bpkl\b|pickle|\.pth?\b|\.ckpt|snapshot",), at=("resume",), never=rf"trainer|accelerat|megatron|{OPTIMIZER}|zero|{FSDP}|{MANY}"),
     Sign("ranks-on-one-gpu", 71, (rf"{MANY}|\b[2-9]\d* ?x\b",), at=("resume",), never=rf"{FSDP}|zero|deepspeed|megatron|optimi[sz]er"),
+    Sign("ranks-on-one-gpu", 87, (r"gpu ?0 holds \d+ processes|as many processes as|(?:loaded|put|lands?|go(?:es)?)(?: \w+,?){0,3} on (?:one|the same|the first) (?:card|gpu)|(?:all|every)[\w ]{0,30} (?:on|onto) (?:gpu|cuda:) ?0\b",), never="visible|dataparallel"),
     Sign("ranks-on-one-gpu", 86, (r"only.{0,20}multi[- ]gpu|every rank|each rank|all (?:ranks|processes)|map_location|" + ONE_CARD,), at=("resume",), never=r"world_size|gpu 0; |gpu 0 has a total|gpu 0 total"),
     # saving and merging
     Sign("save-gather", SURE, (r"full_state_dict|gather_16bit_weights|rank0_only|get_(?:model_)?state_dict",), at=("save",), never="load_full_state|load_state|set_model_state|broadcast_from_rank0"),
@@ -170,6 +172,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("modules-to-save", SURE, (r"modules_to_save|additional_target|train\w* (?:the )?(?:lm_head|embed)|embed_tokens.{0,12}lm_head|lm_head.{0,12}embed_tokens",)),
     Sign("modules-to-save", 80, (r"resize_token_embeddings|resiz\w+ (?:the )?embed|(?:add\w*|new|special|extra) (?:\w+ )?tokens|tokens? (?:are |were )?added|trainable embedding|embedding layers? (?:is|are) trained|trains? (?:\w+ ){0,2}embed", ADAPTER), never=ZERO3),
     Sign("replicated", SURE, (r"device_map\W{1,4}(?:\"\"|'')\W{1,4}\w*(?:rank|index|device)",), never="mxfp4"),
+    Sign("replicated", 84, (r"(?:model|weights|\d+b) (?:\w+ ){0,3}(?:on|onto) (?:each|every|all) (?:of the )?(?:\d+ )?(?:gpu|card)",), never=f"{ZERO3}|{FSDP}"),
     Sign("replicated", 86, (ZERO12, r"(?:whole|full|entire|complete) (?:\w+ )?(?:model|copy)|on each gpu|(?:param\w*|weights) (?:are |is )?not|not shard|does(?:n't| not) (?:shard|partition|split)|replicat"),),
     Sign("replicated", 76, (ZERO12,), at=("load",)),
     Sign("replicated", TOLD, (r"\bddp\b|distributed|device_map|torchrun|accelerate|multi[- ]?gpu|process|data parallel", EACH, rf"(?:{WHOLE}|loads?|holds?|own) (?:\w+ ){{0,2}}(?:model|weights|copy|\d+b)|cop(?:y|ies)|replica"), never=f"{ZERO3}|{FSDP}|dataparallel\\(|ref|mxfp4|context"),
@@ -190,9 +193,9 @@ SIGNS: tuple[Sign, ...] = (
     Sign("fsdp-wrap", WEAK, (FSDP,), at=("backward", "forward"), never=FOUR_BIT),
     Sign("fsdp-wrap", 70, (FSDP, r"regress|upgrad|since v?\d|after updat|downgrad|doubled|used to|previous version|twice"), never="upcast|float32|fp32"),
     Sign("companion-models", TOLD, (DIFFUSION, r"encoder|\bvae\b|\bt5\b|\bclip\b|cache|latents|resident"), at=BEGIN, never="second run|zombie"),
-    Sign("companion-models", 75, (DIFFUSION,), at=("load", "init"), never="second run|zombie|(?:whole|entire) model"),
+    Sign("companion-models", 62, (DIFFUSION,), at=("load", "init"), never="second run|zombie|(?:whole|entire) model"),
     Sign("companion-models", 72, (DIFFUSION,), at=EVAL),
-    Sign("companion-models", FAINT + 10, (DIFFUSION,), at=("", "forward", "backward")),
+    Sign("companion-models", FAINT, (DIFFUSION,), at=("", "forward", "backward")),
     # checkpointing, attention, the cache
     Sign("activations", 56, (r"(?:without|no|disabl\w*|not using) (?:gradient|activation|grad)[_ ]checkpoint|(?:gradient|activation|grad)_checkpoint\w*\W{1,3}(?:false|off|no)\b",), at=("forward", "backward", ""), never=ADAPTER),
     Sign("input-grads", SURE, (r"not requir\w* grad|not have a grad_fn|make_inputs_require_grad|none of the inputs have requires_grad|enable_input_require_grads|requires?_grad=true\. gradients will be none",)),
@@ -209,6 +212,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("capacity", 66, (r"how (?:much|many) (?:\w+ ){0,3}(?:v?ram|memory|gpus?|cards)|(?:v?ram|memory|hardware|gpu) requirements?|requirements? (?:for|to|of) (?:full |lora )?(?:fine|train)|minimum (?:\w+ )?(?:v?ram|memory|gpu|hardware)|smallest batch|is (?:it|\w+) (?:enough|sufficient)",), never=r"\beval|resum|(?:host|system|cpu) (?:ram|memory)"),
     # data
     Sign("long-sample", TOLD, (LONGEST,), at=(*PASS, "data"), never=f"{IMAGES}|{PREFERENCE}|{RESERVED}|generations|(?<!by pytorch but )unallocated|kernel"),
+    Sign("long-sample", 68, (r"on some (?:data|images|samples|batches)|(?:objects|boxes|instances|(?:ground )?truths|gt) per image|\d+\+? (?:boxes|objects|instances)|very many boxes|dense (?:images|datasets)|way into training|median \d+ tokens?, max",), at=STEP),
     Sign("long-sample", 72, (LATER,), at=PASS, never=rf"{GROWS}|{IMAGES}|{EVALUATION}|swap|inactive|{RESERVED}|\bleak|fragment|{PREFERENCE}|host|\bram\b|contiguous"),
     Sign("long-sample", 84, (r"\b(?:one|a single) \w+ (?:with|of|has) [\d,.]{2,}k?\b",), at=PASS, never=r"\bimages|pictures|pages"),
     Sign("long-sample", 78, (SUDDEN,), at=PASS, never=rf"{IMAGES}|\beval|engine"),
@@ -217,7 +221,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign("image-tokens", STRONG, (r"image|\bvision\b|\bvl\b|llava|\bvlm\b",), at=("forward", ""), never=rf"{GROWS}|{DIFFUSION}|coco|detection|\bpx\b|fsdp|zero|over \d+ (?:epochs|steps)"),
     # preference and reinforcement
     Sign("inference-engine", 88, (ENGINE,), at=("", *BEGIN[:3], "eval", "predict", "save"), never="long sample|\\d completion|completion \\d"),
-    Sign("inference-engine", 78, (ENGINE,), at=("forward", "backward", "loss", "optimizer", "resume"), never="long sample"),  # it is there, and trains
+    Sign("inference-engine", 86, (ENGINE, r"mem\w* (?:fraction|util)|mem\w*_(?:fraction|util)|gpu_memory_utili[sz]ation"), at=("forward", "backward", "loss", "optimizer", "resume"), never="long sample"),
+    Sign("inference-engine", 66, (ENGINE,), at=("forward", "backward", "loss", "optimizer", "resume"), never="long sample"),  # it is there, and trains
     Sign("inference-engine", 78, (r"colocat|wake_?up|rollout engine|inference engine|hybrid engine",), never=r"unallocated"),
     Sign("reference-model", SURE, (r"ref_model|ref_policy|ref_logps|reference[ _](?:model|policy)|ref model|create_reference_model|compute_ref_log",)),
     Sign("reference-model", 80, (r"(?:ref|reference|value|reward|critic|teacher)\b.{0,25}\bmodels?\b|two models|second model",), never=f"optimi[sz]er|{ROLLOUTS}"),
@@ -232,7 +237,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("ranks-on-one-gpu", 75, (ONE_CARD, r"ranks|processes|torchrun|\bddp\b|usable of|only|larger|more than"), at=("init", "load"), never=FSDP + "|quantization|gpu 0; |gpu 0 has a total"),
     Sign("ranks-on-one-gpu", 89, (UNEVEN, r"process|\branks?\b|\bddp\b|torchrun|accelerate launch|horovod|distributed"), never=r"(?<!distributed)dataparallel|vllm"),
     Sign("data-parallel", 78, (UNEVEN,), at=STEP, never=f"process|ranks?\\b|{FSDP}|ddp|torchrun|zero|horovod|vllm|device_map|pipeline"),
-    Sign("data-parallel", SURE, (r"parallel_apply|data_parallel\.py|scatter_gather\.py|reduce_add_coalesced|gather_map|parallel/replicate|cuda_available_devices|replicas = ",)),
+    Sign("data-parallel", SURE, (r"parallel_apply|(?<!sharded_)data_parallel\.py|scatter_gather\.py|reduce_add_coalesced|gather_map|parallel/replicate|cuda_available_devices|replicas = ",)),
     Sign("data-parallel", 86, (r"(?<!distributed)(?<!distributed )(?<!sharded)dataparallel|nn\.dp\b",)),
     Sign("data-parallel", 86, (r"python \S*\.py with (?:several|multiple|\d+) gpus|trainer dp\b|without torchrun|plain python",)),
     Sign("data-parallel", 80, (r"gpu ?0\W+(?:has |uses |takes )?[\d.]+ ?[gm]\w*\W.{0,15}(?:others?|rest|gpu ?1)|gpu ?0 (?:is )?full.{0,15}gpu ?1|gpu ?1 (?:is )?(?:half|empty|idle|free)",), never=r"\branks?\b|\bddp|torchrun"),
@@ -243,10 +248,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign("other-process", 80, (r"nothing (?:else )?(?:runs|is running|running)|no (?:other )?process\w* (?:is )?(?:running|listed|shown)|restart\w* (?:of )?(?:the |my )?(?:runtime|kernel|notebook|machine|server|container|pc|computer)|interrupt|ctrl-?c|kill -9|nvidia-smi shows (?:\w+ )?(?:python|process)",), never=f"{MANY}|checkpoint"),
     Sign("other-process", 78, (r"\bheld by|second run|re-?run(?:ning)?\b|run(?:ning)? (?:it |the \w+ )?(?:again|twice)|\bserver process|deploy",), at=("load", "init", ""), never=f"second run inside|{MANY}|checkpoint|state_dict|{ROLLOUTS}"),
     Sign("nccl", 80, (r"communicators?\b|comminit|commcreate|nccl_cumem|symmetric memory",)),
+    Sign("nccl", 84, (r"out[- ]of[- ]memory error from nccl|nccl\b.{0,40}out of memory|memory_reserved\W+(?:is )?(?:well |far )?below|although \S*reserved\S* .{0,30}below",)),
     Sign("nccl", 86, (r"process groups?\b|nccl (?:buffer|communicator)|nccl_buffsize|process_group|communicators?", r"gb|gib|mb|mib|per|nccl"), never="init_process_group\\("),
     Sign("nccl", 80, (r"\bnccl\b", r"(?:per|each|every) (?:[\w-]+ )?(?:process )?group|[\d.]+ ?[gm]i?b (?:per|each)")),
     Sign("nccl", 72, (r"\bnccl\b", r"buffer|communicator|outside|overhead|alloc")),
     Sign("buckets", SURE, (r"reduce_bucket_size|allgather_bucket_size|bucket_size|gradient_as_bucket_view|bucket_cap",)),
+    Sign("buckets", 80, (r"stage 1 (?:\w+ ){0,3}(?:trains|works|runs|fits)\b.{0,20}stage 2|higher the stage|more memory (?:\w+ )?(?:stage|zero)",)),
     Sign("buckets", 86, (r"bucket", r"zero|deepspeed|\bddp\b|gradient|buffer"), never="length|bucketing by|aspect|resolution"),
     Sign("buckets", 80, (r"ipg_bucket|grad_buffer|param_and_grad_buffer|main_grad|flat(?:tened)? (?:gradient|grad) buffer",), at=(*STEP, "init")),
     Sign("buckets", 72, (r"\bbuffers?\b", ZERO12 + r"|deepspeed|\bddp\b"), at=(*STEP, "init"), never="nccl|activation|replay|cache|optimi"),
@@ -279,8 +286,11 @@ SIGNS: tuple[Sign, ...] = (
     Sign("host-ram", 89, (r"\b(?:ram|cpu memory|host memory)\b", r"process\w*|workers|ranks", r"\d ?g\w* (?:each|per)|each (?:\w+ )?(?:takes|uses|loads|holds|needs)"), never="vram"),
     Sign("host-ram", 84, (r"(?:cpu|host|system) (?:memory|ram) (?:\w+ ){0,2}(?:above|over|exceed|full|exhaust|runs? out|grow|more than|usage|peak)|ram (?:usage|is full|full|runs? out|exhaust|explod|overflow)",), never="vram|gpu ram"),
     Sign("host-ram", 84, (r"(?:oom|memory|killed|crash\w*) (?:while|when|during|in) (?:the )?(?:packing|tokeni|mapping|preprocess|(?:data ?set|data) (?:load|prep)|filter|shuffl)",)),
+    Sign("host-ram", 89, (r"(?:prints?|then|just|got|gets|is|was|dies|and|process|says) ['\"]?killed\b|\bkilled while|: killed\b|killed$",), never="cuda out of memory|tried to allocate"),
     Sign("host-ram", 76, (), at=("data",)),
+    Sign("host-ram", SURE, (r"(?:host|system|machine'?s|node|cpu)(?:'s)? (?:memory|ram)\b[^.;]{0,40}(?:jump|grow|climb|exhaust|limit|\bfull|above|runs? out|kill|increas|ris(?:es|ing)|goes over)|line \d+: +\d+ killed|low (?:node )?memory|terminated with code -9|cpu oom",), never="efficient"),
     Sign("host-ram", SURE, (r"killed|\bram\b|host memory|memory error", r"tokeniz|dataset|packing|preprocess|dataloader|pin_memory|num_workers|pinned"), never="cuda out of memory"),
-    Sign("spill", 88, (r"shared (?:gpu |video |system )?(?:memory|ram|vram)|[\d.]+ ?gi?b shared|dedicated (?:\+|and)|sysmem|unified memory|oversubscri|memory fallback|\bwsl|falls? back to (?:system|host|cpu)|spill",), never="shared memory \\(shm|/dev/shm"),
+    Sign("spill", 88, (r"shared (?:gpu |video |system )?(?:memory|ram|vram)|[\d.]+ ?gi?b shared|dedicated (?:\+|and)|sysmem|unified memory|oversubscri|memory fallback|\bwsl|falls? back to (?:system|host|cpu)|spill",), never="shared memory \\(shm|/dev/shm|apple|macbook|metal"),
     Sign("spill", STRONG, (r"no oom|without oom|does(?:n't| not) (?:oom|crash)", r"slow|hours|\d+ ?h\b|s/it"),),
+    Sign("spill", 84, (r"\d s(?:ec\w*)? (?:per|an?|/) ?it|\bs/it\b|(?:extremely|very|much) slow|(?:iteration|step) time (?:ris|gr|incr)|slows down",), never=r"out of memory|\boom"),
 )  # fmt: skip
