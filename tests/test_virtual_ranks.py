@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import torch.distributed as dist  # noqa: E402
 
 import oracle_sharded  # noqa: E402
-from memfit.errors import Unsupported  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.tape import ROLES, Alloc, RecordStream  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
@@ -25,7 +24,6 @@ from memfit.virtual.observer import Observer  # noqa: E402
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
 MIB = 1 << 20
-WITH_CUDA = torch.backends.cuda.is_built()
 TINY = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -94,13 +92,7 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "recorded",
-    [
-        r
-        for r in DATA["runs"]
-        if r["case"]["model"] == "qwen3-0.6b"
-        and r["case"]["accum"] == 1
-        and not (WITH_CUDA and r["case"]["mode"] == "ddp")
-    ],
+    [r for r in DATA["runs"] if r["case"]["model"] == "qwen3-0.6b" and r["case"]["accum"] == 1],
     ids=lambda r: r["id"],
 )
 def test_the_traced_run_is_the_recorded_one(recorded: dict[str, Any]) -> None:
@@ -128,12 +120,7 @@ def _peak(world_size: int, **words: Any) -> int:
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
 def test_accelerate_shards_and_replicates(trainer: Any) -> None:
     alone, sharded = _peak(1, trainer=trainer), _peak(8, trainer=trainer, shard="parameters")
-    assert sharded < alone
-    if WITH_CUDA:
-        with pytest.raises(Unsupported, match="DDP on virtual cards needs a build of PyTorch without CUDA"):
-            _peak(8, trainer=trainer)
-    else:
-        assert alone < _peak(8, trainer=trainer)
+    assert sharded < alone < _peak(8, trainer=trainer)
 
 
 @pytest.mark.filterwarnings("ignore")

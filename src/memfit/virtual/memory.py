@@ -160,12 +160,12 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
 
 
 def _refused(name: str, hint: str) -> type:
-    """A class of that name which nobody can make one of."""
+    """A class of that name which nobody can make one of; PyTorch 2.15's compiler asks a decorated name what it wraps."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise Unsupported(f"torch.cuda.{name} is not modelled on a virtual card", hint=hint)
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"torch.cuda.{name}, refused."})
+    return type(name, (), {"__init__": refuse, "__wrapped__": refuse, "__doc__": f"torch.cuda.{name}, refused."})
 
 
 _GRAPHS = "trace without CUDA graphs: their private pool keeps what a capture allocates on top"

@@ -16,13 +16,13 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-from memfit.errors import Unsupported
 from memfit.virtual.dispatch import current
 from memfit.virtual.ledger import GATHERING, REDUCING
 from memfit.virtual.patching import environment, patched
 from memfit.virtual.values import base, keeps
 
 _c10d: Any = torch._C._distributed_c10d
+_NCCL = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.10 before it sends bfloat16
 
 
 @contextmanager
@@ -42,18 +42,21 @@ def world(size: int) -> Iterator[None]:
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     }  # fmt: skip
     started = {"init_process_group": lambda *_, **__: None}  # by the script, which finds its group already there
-    untimed = {"set_runtime_stats_and_log": lambda *_: None}  # DDP's log of times wants CUDA events
+    nccl = {"is_nccl_available": lambda: True, "_register_builtin_comm_hook": _builtin_hook}
+    # DDP's reducer times its passes 1 to 10 with CUDA events, counted here and for nothing else (reducer.cpp)
+    uncounted = {"prepare_for_forward": lambda *_: None}
     with (
         environment(variables),
         patched(sys, {"excepthook": sys.excepthook}),  # init_process_group puts the rank before every line
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
-        patched(_c10d.Logger, untimed),
+        patched(_c10d.Reducer, uncounted),
+        patched(torch.cuda.nccl, {"version": lambda: _NCCL}),
         patched(_sharding_prop, _quick_propagation()),
         _collectives(),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
-            with patched(dist, started | _reducer()), patched(distributed_c10d, started), patched(device_mesh, started):
+            with patched(dist, started | nccl), patched(distributed_c10d, started), patched(device_mesh, started):
                 yield
         finally:
             if dist.is_initialized():
@@ -68,18 +71,12 @@ def _forget_world() -> None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _reducer() -> dict[str, Any]:
-    """DDP's reducer measures its first passes with CUDA events of C++, which no Python stands in for."""
-    if not torch.backends.cuda.is_built():
-        return {}
+def _builtin_hook(reducer: Any, kind: Any) -> None:
+    """The hooks of C++ by their twins in Python, which take results as a process group in Python returns them."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    def refused(*_: Any, **__: Any) -> None:
-        raise Unsupported(
-            f"DDP on virtual cards needs a build of PyTorch without CUDA, not {torch.__version__}",
-            hint="install PyTorch's CPU wheel for the trace, or shard with FSDP2",
-        )
-
-    return {"Reducer": refused}
+    twin = {"ALLREDUCE": "allreduce_hook", "FP16_COMPRESS": "fp16_compress_hook"}[kind.name]
+    _c10d._register_comm_hook(reducer, None, getattr(default_hooks, twin))
 
 
 def _quick_propagation() -> dict[str, Any]:
