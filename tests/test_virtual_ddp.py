@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from memfit.virtual import virtual_gpu  # noqa: E402
+from memfit.virtual.answers import Answers  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.patching import patched  # noqa: E402
@@ -165,3 +166,33 @@ def test_hooks_of_c_plus_plus_run(name: str, copies: int) -> None:
     ops, _ = tape(lambda _: ran_by_hand(hook=builtin(name), bucket_cap_mb=100))
     assert bucket in ops
     assert ops.count(bucket // 2) == copies
+
+
+# Recorded with PyTorch 2.13.0+cu130, rank 0 of 4, the world's other ranks silent: requested bytes at the peak of each step
+SYNCED = (129_124_888, 129_280_792, 129_280_792)
+MASKS = 64  # bytes: without other ranks no count is over zero, and what a mask picks is empty
+
+
+def test_synchronised_batch_norm_needs_what_was_recorded() -> None:
+    peaks = []
+    with virtual_gpu("a100-80gb", world_size=4, answers=Answers(late_watchdog=False)):
+        inner = [
+            torch.nn.Conv2d(3, 64, 3, padding=1),
+            torch.nn.BatchNorm2d(64),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(64, 64, 3),
+        ]
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(
+            torch.nn.Sequential(*inner, torch.nn.BatchNorm2d(64)).cuda()
+        )
+        wrapped = DistributedDataParallel(model, device_ids=[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in SYNCED:
+            torch.cuda.reset_peak_memory_stats()
+            x = torch.randn(16, 3, 64, 64, device="cuda")
+            loss = wrapped(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+    assert peaks == pytest.approx(SYNCED, abs=MASKS)

@@ -59,10 +59,29 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None,
     return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
 
 
+def _per_channel(count: int) -> Any:
+    """SyncBatchNorm's sums: one number per channel, in the 32 bits that they are taken in, or more."""
+
+    def sums(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return tuple(empty(x.shape[1], dtype=wide, device=_META) for _ in range(count))
+
+    return sums
+
+
+def _alike(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
 # operators of CUDA alone that have no shape function, or a stricter one, in some version at least, by one that returns the same
 _TWINS: dict[str, Any] = {
     "aten._conv_depthwise2d.default": _depthwise,
     "aten._grouped_mm.default": _grouped,
+    "aten.batch_norm_stats.default": _per_channel(2),
+    "aten.batch_norm_gather_stats_with_counts.default": _per_channel(2),
+    "aten.batch_norm_backward_reduce.default": _per_channel(4),
+    "aten.batch_norm_elemt.default": _alike,
+    "aten.batch_norm_backward_elemt.default": _alike,
     **{f"aten.{name}.dtype{out}": _wider for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")},
 }
 
