@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor
 MOST_NODES = 200_000  # of one graph that are counted
 
 
+class _Kinds(dict[type, bool]):
+    """type -> is it one of tensors? Asked once per type: the rest of the search never leaves C."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, Tensor)
+        return self[kind]
+
+
 def live_tensors() -> list[Tensor]:
     """Every tensor object there is."""
     things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
-    return [thing for thing in things if type(thing) in kinds]
+    return list(compress(things, map(_Kinds().__getitem__, map(type, things))))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

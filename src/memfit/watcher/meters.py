@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from memfit.footprint import Levels
+from memfit.growth import Series
 from memfit.sample import MeterName
 from memfit.watcher.census import live_bytes
 
 DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters
 SHARE = 0.005  # of the run's time that counting live tensors on the host may take
-RISE = 64 << 20  # bytes of resident memory
-RISING = 0.02  # of the run's time, while it grows
+RISING = 0.02  # of it, once resident memory has grown beyond noise
+AT_ONCE = 2.0  # seconds that may be taken besides, from then on
 FIRST = 2  # readings: loading, the first step
 STATM = Path("/proc/self/statm")
 
@@ -78,8 +79,9 @@ class HostMeter:
     """A run without a card: `allocated` are the bytes of live tensors, `device` what the process has resident.
 
     Tensors are counted at the first readings and where one must be exact (`always`), else when that has taken less than
-    SHARE of the run's time so far, or RISING where resident memory has grown by RISE since (every: at each such reading
-    instead). Peaks are the highest of what was read: what came and went inside a step is not seen.
+    SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to read: once it has
+    grown as a leak does, counting may take AT_ONCE seconds and RISING of the time, so that few steps tell whether it is
+    tensors. Peaks are the highest of what was read: what came and went inside a step is not seen.
     """
 
     name: MeterName = "tensors"
@@ -88,25 +90,27 @@ class HostMeter:
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.every, self.clock = every, clock
         self._began, self._spent, self._reads = clock(), 0.0, 0
-        self._live = self._resident = 0  # when they were counted last
+        self._live = 0  # when they were counted last
+        self._resident, self._rising = Series(), False
 
     def read(self, always: bool = False) -> Reading:
         resident = resident_bytes()
-        counted = always or self._due(resident)
+        self._rising = self._resident.add(self._reads, resident) is not None or self._rising
+        counted = always or self._due()
         if counted:
             start = self.clock()
-            self._live, self._resident = live_bytes(), resident
+            self._live = live_bytes()
             self._spent += self.clock() - start
         self._reads += 1
         resident = max(resident, self._live)
         now = Levels(self._live, self._live, resident, resident)
         return Reading(now, now, counted)
 
-    def _due(self, resident: int) -> bool:
+    def _due(self) -> bool:
         if self.every is not None:
             return self._reads % self.every == 0
-        share = RISING if resident - self._resident >= RISE else SHARE
-        return self._reads < FIRST or self._spent < share * (self.clock() - self._began)
+        share, at_once = (RISING, AT_ONCE) if self._rising else (SHARE, 0.0)
+        return self._reads < FIRST or self._spent < at_once + share * (self.clock() - self._began)
 
 
 def resident_bytes() -> int:
