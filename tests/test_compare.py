@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from memfit import codec, tape_file, watch_file
 from memfit.compare import compare
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
-from memfit.measured import REST
-from memfit.sample import Header, Sample
+from memfit.measured import REST, footprint_of
+from memfit.report.compare import compare_view
+from memfit.sample import Header, MeterName, Sample, Watched
 from memfit.tape import PHASES, ROLES, Alloc, Free, Mark, Phase, Role, Tape
 from memfit.units import GIB, MIB
 
@@ -180,3 +183,29 @@ def test_no_file_whatever_is_a_bug(content: bytes) -> None:
             path.write_bytes(content)
             with pytest.raises(MemfitError):
                 footprints.read(path)
+
+
+def host_run(meter: MeterName, tensors: int, resident: int) -> Footprint:
+    """What a watch without a card saw."""
+    levels = Levels(tensors, tensors, tensors, resident)
+    shares: tuple[tuple[Role, int], ...] = (("parameters", tensors // 4),) if tensors else ()
+    return footprint_of(Watched(Header("run.py", meter), (Sample(1.0, 3, "step", levels, levels),), shares=shares))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "level", "difference"),
+    [
+        (host_run("tensors", GIB, 3 * GIB), host_run("tensors", 2 * GIB, 5 * GIB), "tensors", GIB),
+        (host_run("tensors", GIB, 3 * GIB), host_run("rss", 0, 5 * GIB), "resident", 2 * GIB),
+        (host_run("rss", 0, 3 * GIB), host_run("rss", 0, 3 * GIB), "resident", 0),
+    ],
+)
+def test_runs_without_a_card_are_compared_by_what_they_have(
+    left: Footprint, right: Footprint, level: str, difference: int
+) -> None:
+    found = compare(left, right)
+    assert (found.level, found.difference) == (level, difference)
+    assert sum(row.difference for row in found.roles) == difference
+    out = io.StringIO()
+    Console(file=out, width=160).print(compare_view("left", "right", found))
+    assert not any(word in out.getvalue() for word in ("reserved", "fragmentation", "context", "CUDA"))

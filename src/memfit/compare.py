@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.footprint import Footprint, Levels, PhasePeak
-from memfit.measured import REST
+from memfit.measured import REST, cardless
 from memfit.tape import ROLES, Phase, Role
 from memfit.units import human
 from memfit.verdicts import BAND_SHARE
 
 Agreement = Literal["agrees", "more", "less"]
+Level = Literal["reserved", "device", "tensors", "resident"]
+CARDLESS: dict[Level, Level] = {"reserved": "tensors", "device": "resident"}  # what a level is called without a card
 MOST_TERMS = 12
 TELLING = 0.01  # of the peak: roles that differ by less are not taken apart, because no two sources cut them alike
 OUTSIDE: tuple[Role, ...] = ("context",)  # what lies on the card beside what is reserved
@@ -63,14 +65,15 @@ class Term(_Sides):
 class Comparison(_Sides):
     """Right against left at the worst instant of `left_phase` and `right_phase`; sizes in bytes.
 
-    `difference` is right - left of what is reserved (of the device level where a side was seen from outside), `band` what
-    left may be off. The differences of `roles` sum to `difference`, NCCL's buffers aside, which are not reserved.
+    `difference` is right - left of `level`: what is reserved (the device level where a side was seen from outside), or what
+    tensors take (what is resident) where both ran without a card; `band` is what left may be off. The differences of
+    `roles` sum to `difference`, NCCL's buffers aside, which are not reserved.
     """
 
     phases: tuple[PhaseRow, ...]
     left_phase: Phase
     right_phase: Phase
-    level: Literal["reserved", "device"]
+    level: Level
     left: int
     right: int
     band: int
@@ -83,7 +86,7 @@ class Comparison(_Sides):
 def compare(left: Footprint, right: Footprint) -> Comparison:
     """Hold `right` (measured, say) against `left` (predicted, say)."""
     a, b, notes = _instants(left, right)
-    level: Literal["reserved", "device"] = "reserved" if a.levels.reserved and b.levels.reserved else "device"
+    level: Level = "reserved" if a.levels.reserved and b.levels.reserved else "device"
     mine, theirs = (int(getattr(peak.levels, level)) for peak in (a, b))
     band = int(mine * BAND_SHARE)
     agreement: Agreement = "agrees" if abs(theirs - mine) <= band else "more" if theirs > mine else "less"
@@ -93,8 +96,9 @@ def compare(left: Footprint, right: Footprint) -> Comparison:
     rows = sorted((row for row in rows if row.left or row.right), key=lambda row: -abs(row.difference))
     least = int(max(mine, theirs) * TELLING)
     notes += _lump(a, b, rows, least)
+    called = CARDLESS[level] if cardless(left) and cardless(right) else level
     return Comparison(
-        _phases(left, right), a.phase, b.phase, level, mine, theirs, band, agreement, tuple(rows),
+        _phases(left, right), a.phase, b.phase, called, mine, theirs, band, agreement, tuple(rows),
         _terms(a, b, rows, least), tuple(notes),
     )  # fmt: skip
 
@@ -153,7 +157,7 @@ def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]
     """(role, label) -> bytes: a label may stand on several lines."""
     sizes: Counter[tuple[Role, str]] = Counter()
     for line in peak.lines:
-        if line.role in roles and line.label and line.label != REST:
+        if line.bytes and line.role in roles and line.label and line.label != REST:
             sizes[line.role, line.label] += line.bytes
     return sizes
 

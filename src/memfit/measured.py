@@ -19,6 +19,11 @@ def footprint_of(watched: Watched) -> Footprint:
     return Footprint(phases, "measured", (METERS[watched.header.meter].title,), UNTOLD)
 
 
+def cardless(footprint: Footprint) -> bool:
+    """Was it measured on no card? Then `reserved` are bytes of live tensors and `device` is what the process had resident."""
+    return any(facts.title in footprint.assumptions for facts in METERS.values() if facts.compared is None)
+
+
 def by_phase(samples: tuple[Sample, ...]) -> dict[Phase, Levels]:
     """Each level's maximum within each phase, in the order the phases first came."""
     peaks: dict[Phase, Levels] = {}
@@ -68,7 +73,8 @@ def _instant(watched: Watched, index: int) -> str:
 
 def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
     """Parameters are there in every phase, optimizer states from the second step on; the rest is one line."""
-    if not METERS[watched.header.meter].roles:
+    facts = METERS[watched.header.meter]
+    if not facts.roles:
         return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))
     sure = {"parameters"} if phase in ("load", "first_step") else {"parameters", "optimizer_states"}
     lines = [Line(role, role.replace("_", " "), size) for role, size in watched.shares if role in sure]
@@ -77,7 +83,8 @@ def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
         lines, known = [], 0
     lines.append(Line("temporaries", REST, peak.requested - known))
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - peak.requested))
-    lines.append(Line("context", "CUDA context and other processes", peak.device - peak.reserved))
+    beside = "the process beside its tensors" if facts.compared is None else "CUDA context and other processes"
+    lines.append(Line("context", beside, peak.device - peak.reserved))
     samples = enumerate(watched.samples)
     worst = max((s.peak.allocated, -i) for i, s in samples if s.phase == phase)
     return PhasePeak(phase, _instant(watched, -worst[1]), peak, tuple(lines))

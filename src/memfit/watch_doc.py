@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.compare import Agreement, Comparison, PhaseRow, RoleRow, Term
+from memfit.compare import Agreement, Comparison, Level, PhaseRow, RoleRow, Term
 from memfit.footprint import Levels
 from memfit.measured import by_phase, highest
 from memfit.sample import Alarm, Header, Leak, Watched
@@ -22,7 +22,7 @@ class CompareDoc(Struct, frozen=True, kw_only=True):
     right_name: str
     left_phase: Phase
     right_phase: Phase
-    level: Literal["reserved", "device"]
+    level: Level
     left: int
     right: int
     difference: int

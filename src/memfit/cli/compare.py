@@ -50,10 +50,9 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
     """Resident memory of a process without a card says nothing about what a card must hold."""
-    from memfit.sample import METERS
+    from memfit.measured import cardless
 
-    cardless = {facts.title for facts in METERS.values() if facts.compared is None}
-    without = [not cardless.isdisjoint(side.assumptions) for side in (left, right)]
+    without = [cardless(side) for side in (left, right)]
     if without[0] != without[1]:
         file = files[without.index(True)]
         raise BadInput(

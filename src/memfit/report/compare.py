@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.compare import Agreement, Comparison, PhaseRow
+from memfit.compare import Agreement, Comparison, Level
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, phase_title
 from memfit.tape import Role
@@ -19,6 +19,10 @@ WORDS: dict[Agreement, tuple[str, str]] = {
     "less": ("LESS THAN EXPECTED", "bold yellow"),
 }
 
+SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and how bytes of it are called
+    "reserved": ("reserved", "reserved"), "device": ("device", "device"), "tensors": ("reserved", "of tensors"), "resident": ("device", "resident"),
+}  # fmt: skip
+
 
 def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str] = ()) -> Group:
     """The whole answer of `memfit compare`."""
@@ -26,7 +30,7 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     words, style = WORDS[found.agreement]
     parts: list[RenderableType] = [text(f"{right} against {left}", "bold"), ""]
     parts += [hanging(Text(words, style), [_said(found), _where(found)]), ""]
-    parts += [_phases(found.phases, unit), "", _roles(found, unit)]
+    parts += [_phases(found, unit), "", _roles(found, unit)]
     if found.terms:
         parts += ["", _terms(found, unit)]
     if found.notes:
@@ -38,7 +42,7 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
 
 def _said(found: Comparison) -> str:
     share = f" ({found.difference / found.left:+.1%})" if found.left else ""
-    how = f"{human(found.right)} {found.level} against {human(found.left)}"
+    how = f"{human(found.right)} {SHOWN[found.level][1]} against {human(found.left)}"
     return f"{how}: {_signed(found.difference)}{share}, the band is ±{human(found.band)}"
 
 
@@ -57,11 +61,16 @@ def _difference(size: int, unit: str) -> str:
     return shown.lstrip("-") if not float(shown.replace(",", "")) else f"+{shown}" if size > 0 else shown
 
 
-def _phases(rows: Sequence[PhaseRow], unit: str) -> Grid:
-    columns = [Column(f"phase, {unit} reserved"), Column("left", right=True), Column("right", right=True)]
+def _phases(found: Comparison, unit: str) -> Grid:
+    columns = [
+        Column(f"phase, {unit} {SHOWN[found.level][1]}"),
+        Column("left", right=True),
+        Column("right", right=True),
+    ]
     cells: list[Sequence[Text | str]] = []
-    for row in rows:
-        left, right = (levels.reserved or levels.device if levels else None for levels in (row.left, row.right))
+    field, _ = SHOWN[found.level]
+    for row in found.phases:
+        left, right = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
         sizes = [in_unit(size, unit) if size is not None else "-" for size in (left, right)]
         gap = _difference(right - left, unit) if left is not None and right is not None else ""
         cells.append([phase_title(row.phase), *sizes, gap])
@@ -71,7 +80,12 @@ def _phases(rows: Sequence[PhaseRow], unit: str) -> Grid:
 def _roles(found: Comparison, unit: str) -> Grid:
     columns = [Column("role", wraps=16), *(Column(name, right=True) for name in ("left", "right", "difference"))]
     rows = [
-        [_together(row.roles), in_unit(row.left, unit), in_unit(row.right, unit), _difference(row.difference, unit)]
+        [
+            _together(row.roles) if len(found.roles) > 1 else "all roles together",
+            in_unit(row.left, unit),
+            in_unit(row.right, unit),
+            _difference(row.difference, unit),
+        ]
         for row in found.roles
     ]
     return Grid(columns, rows)

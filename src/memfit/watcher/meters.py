@@ -76,7 +76,7 @@ class CudaMeter:
 
 
 class HostMeter:
-    """A run without a card: `allocated` are the bytes of live tensors, `device` what the process has resident.
+    """A run without a card: `reserved` too are the bytes of live tensors, `device` what the process has resident.
 
     Tensors are counted at the first readings and where one must be exact (`always`), else when that has taken less than
     SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to read: once it has
@@ -103,7 +103,7 @@ class HostMeter:
             self._spent += self.clock() - start
         self._reads += 1
         resident = max(resident, self._live)
-        now = Levels(self._live, self._live, resident, resident)
+        now = Levels(self._live, self._live, self._live, resident)
         return Reading(now, now, counted)
 
     def _due(self) -> bool:
