@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import shlex
@@ -50,6 +51,7 @@ INSTEAD = {
     "explain": "it is an explanation already",
     "": "it says itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or a tape",
 }
+NO_FAILURE = "give the log with the error in it, or a snapshot; a run that lives is looked at by memfit watch, a planned one by memfit plan"
 
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
@@ -59,7 +61,7 @@ def run(what: str, **flags: Any) -> int:
     Who filled the card, not who asked last. Reads the out-of-memory messages of every PyTorch version, tracebacks,
     logs, and snapshots of torch.cuda.memory. With --model or --from each remedy is priced, and the
     planner looks for the recipe that needs what was missing less. The exit code is 0 where a
-    cause is named, 4 where none is known.
+    cause is named, 4 where none is known, 2 where nothing ran out of memory.
     """
     from memfit.explain import explain
     from memfit.explain.reading import memory_of
@@ -74,6 +76,8 @@ def run(what: str, **flags: Any) -> int:
     if planned:
         evidence = replace(evidence, words=planned.job.architecture.vocabulary)
     findings = explain(evidence, planned.price if planned else None)
+    if findings[0].cause == "not-known" and not (evidence.messages or evidence.memory):
+        raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if flags["json"]:
         from memfit.explain_doc import explain_doc
@@ -131,6 +135,10 @@ def _failed(content: bytes, what: str) -> bytes:
 
     if content.startswith((*BINARY, TAPE)):
         raise BadInput("a snapshot or tape cannot come through a pipe", hint="give its path: memfit explain FILE")
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
+        content = content.decode("utf-16", "replace").encode()
+    if b"\0" in content and not messages(content.decode("utf-8", "replace")):
+        raise BadInput(f"{what} is a binary file, neither a log nor a snapshot or tape", hint=NO_FAILURE)
     if found := DOCUMENT.match(content):
         kind = found[2].decode()
         raise BadInput(f"{what} is a document {found[1].decode()}, no log", hint=INSTEAD.get(kind, INSTEAD[""]))

@@ -32,7 +32,7 @@ def explain_view(
     if first.holders:
         parts += [who(first.holders), ""]
     if first.remedies:
-        parts += [_remedies(first.remedies, evidence.shortfall), ""]
+        parts += [*_remedies(first.remedies, evidence.shortfall), ""]
     if whole is not None and whole.saves is not None:
         parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
     if others:
@@ -106,11 +106,15 @@ def who(held: Sequence[Holder]) -> RenderableType:
     return made
 
 
-def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> RenderableType:
-    priced = any(r.saves is not None for r in remedies)
+def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> list[RenderableType]:
+    """What to change as a table; what this run has already, or would need as much with, is only named."""
+    idle = [r for r in remedies if r.saves is not None and r.saves <= 0]
+    useful = [r for r in remedies if r not in idle]
+    priced = any(r.saves is not None for r in useful)
     made = table("to change", *([">saves"] if priced else []), "its cost")
-    for r in remedies:
+    for r in useful:
         enough = " (enough)" if shortfall is not None and r.saves is not None and r.saves >= shortfall else ""
         saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
         made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
-    return made
+    said = [paragraphs([("saves nothing in this run:" if not n else "", r.text) for n, r in enumerate(idle)])]
+    return [*([made] if useful else []), *(said if idle else [])]

@@ -1,0 +1,57 @@
+"""memfit explain as a command: what it reads, what it refuses, and how remedies are shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from memfit import cli
+from memfit.explain import Evidence
+from memfit.finding import Finding, Remedy
+from memfit.report.explain import explain_view
+from memfit.units import GIB
+
+NOW = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.20 GiB is free."
+Captured = pytest.CaptureFixture[str]
+
+
+def run(capsys: Captured, *words: str) -> tuple[int, str, str]:
+    code = cli.main(["explain", *words])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"step 1 loss 2.31\nstep 2 loss 2.20\ndone\n", "no out-of-memory in it"),
+        (b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nKeyError: 1\n', "no out-of-memory in it"),
+        (b"\x7fELF\x02\x01\0\0 orphan process", "is a binary file"),
+    ],
+)  # fmt: skip
+def test_where_nothing_ran_out_there_is_nothing_to_explain(
+    content: bytes, said: str, tmp_path: Path, capsys: Captured
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(content)
+    code, out, err = run(capsys, str(path))
+    assert (code, out) == (2, "") and said in err and "hint: give the log" in err
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])  # as Windows' shells write what a program prints
+def test_a_log_is_read_as_windows_writes_it(encoding: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(NOW, encoding=encoding)
+    assert json.loads(run(capsys, str(path), "--json")[1])["messages"][0]["tried"] == 2 * GIB
+
+
+def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
+    remedies = (Remedy("this", "no cost", (), 3 * GIB), Remedy("that", "no cost", (), 0))
+    finding = Finding("capacity", "too much", (), (), remedies, "likely", "")
+    out = io.StringIO()
+    Console(file=out, width=100).print(explain_view("log", Evidence(), [finding]))
+    shown = out.getvalue()
+    assert "saves nothing in this run: that" in shown and " 0 B" not in shown and "3.00 GiB" in shown
