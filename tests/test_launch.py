@@ -91,6 +91,14 @@ def test_a_trainjob_has_the_shape_of_kubeflow() -> None:
         assert trainer["resourcesPerNode"][kind] == {"memory": f"{spec.host_gib}Gi", "nvidia.com/gpu": 8}
     assert {"name": "PYTORCH_ALLOC_CONF", "value": CONF} in trainer["env"]
     assert all(isinstance(pair["value"], str) for pair in trainer["env"])  # Kubernetes refuses anything else
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (node["name"], container["name"], container["volumeMounts"][0]["mountPath"]) == ("node", "node", "/dev/shm")
+    assert pod["volumes"][0]["name"] == container["volumeMounts"][0]["name"]
+    assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "24Gi"}  # of the 8 processes' host memory
+    assert spec.shared_gib < spec.host_gib
     assert "COPY requirements.txt" in files["Dockerfile"]
     assert not any(mark in files["trainjob.yaml"] for mark in ("&id", "*id"))
     assert "docker push me/mine:1" in files["trainjob.yaml"].splitlines()[1]

@@ -51,7 +51,7 @@ INSTEAD = {
     "explain": "it is an explanation already",
     "": "it says itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or a tape",
 }
-NO_FAILURE = "give the log with the error in it, or a snapshot; a run that lives is looked at by memfit watch, a planned one by memfit plan"
+NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch looks at a run that lives"
 
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)

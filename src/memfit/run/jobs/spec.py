@@ -51,6 +51,11 @@ class Spec:
         return -(-self.host_bytes // GIB)
 
     @property
+    def shared_gib(self) -> int:
+        """Of it, the most that NCCL and the data loader's workers may share (/dev/shm), in whole GiB."""
+        return self.gpus * DRIVER // GIB
+
+    @property
     def head(self) -> str:
         """One line of comment: what the plan promises."""
         return comment(summary(self.plan))
