@@ -219,7 +219,8 @@ def test_answers_that_mean_nothing(setting: str) -> None:
         ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install it"),
         ("x = (\n", "train.py:1: SyntaxError", ""),
         ("open('not/here.txt')\n", "train.py:1: FileNotFoundError", "current folder"),
-        ("import sys\nsys.exit('no data')\n", "train.py gave up: no data", "printed"),
+        ("import sys\nsys.exit('no data')\n", "train.py ended by itself: no data (after 0", "printed"),
+        ("import sys\nsys.exit(3)\n", "train.py ended with exit code 3 (after 0 optimizer steps)", "printed"),
         (
             "import torch\nlib = torch.library.Library('memfit_script', 'DEF')\nlib.define('odd(Tensor x) -> Tensor')\n"
             "torch.ops.memfit_script.odd(torch.ones(2, device='cuda'))\n",
@@ -271,7 +272,8 @@ def test_a_script_for_torchrun_is_traced_as_its_rank_0(tmp_path: Path, capsys: p
         states[size] = sum(e.size for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
     assert states[2] > 3.5 * states[8] > 0
     assert cli.main(["trace", str(script), "--gpu", "8xa100-80gb"]) == 0
-    assert "rank 0 of 8" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "rank 0 of 8, on 8 x A100" in out and "usable of 80 GB each" in out and "rank 0 of 8" in err
     assert cli.main(["trace", str(script), "--gpu", "a100-80gb"]) == 2
     assert "--gpu 8xh100" in capsys.readouterr().err
     assert cli.main(["trace", str(script), "--gpu", "8xa100-80gb", "--num-gpus", "4"]) == 2

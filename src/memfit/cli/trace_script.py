@@ -25,6 +25,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     from memfit.capacity import capacity
     from memfit.cli.replay import reserve, write
     from memfit.formula.sharding import NCCL_BYTES
+    from memfit.report.words import card_title
     from memfit.supported import check_trace
     from memfit.traced import judged
 
@@ -51,7 +52,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     assert judgement is not None
     if outcome.survived and outcome.ending != "oom":  # the script made itself small enough
         answer = replace(answer, judgement=replace(judgement, verdict="tight"))
-    write(tape, f"{path} on {gpu.name}", flags, settings, torch, judgement.usable)
+    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable)
     if flags["json"]:
         from memfit.replay_doc import replay_doc
 
@@ -59,7 +60,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(path, tape, answer, settings, version, conf, gpu))
+        terminal.show(replay_view(path, tape, answer, settings, version, conf, gpu, count=world_size))
     for line in said(outcome):
         terminal.note(line)
     assert answer.judgement is not None

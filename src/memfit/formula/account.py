@@ -51,10 +51,8 @@ class Account:
         profile: Trainer | None = None,
     ) -> None:
         if architecture.trainable_memory:
-            raise Unsupported(
-                f"training memory of {architecture.name} is not modelled: {architecture.trainable_memory}",
-                hint="'memfit models' lists what is covered",
-            )
+            hint = "'memfit models' lists what is covered"
+            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)

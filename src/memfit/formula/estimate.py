@@ -186,16 +186,16 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
-        assumptions.append(f"ZeRO buckets of {BUCKET:.0e} elements (DeepSpeed's own default is 5e8)")
+        assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = account.static.trained * account.traced.weight
         assumptions.append(
             f"gradients reduced after every micro-batch (sync_each_batch; without it {human(kept)} more)"
         )
     unknowns = [
-        "context +-100 MiB on your driver"
+        "context ±100 MiB on your driver"
         if "context_bytes" in account.gpu.unverified
-        else "context +-60 MiB on your driver"
+        else "context ±60 MiB on your driver"
     ]
     if not exact:
         unknowns.append(

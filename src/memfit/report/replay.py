@@ -29,12 +29,13 @@ MODEL_AGREES = "every recorded segment was taken and given back alike"
 
 def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
-    gpu: Gpu | None, next_up: Sequence[str] = (),
+    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1,
 ) -> Group:  # fmt: skip
-    """The whole answer of `memfit replay`."""
+    """The whole answer of `memfit replay`; of several cards the tape is the first one's."""
     judgement = found.judgement
-    head = text(f"{name} on {card_title(gpu, 1) if gpu else 'a card without a limit'}", "bold")
-    usable = text(card_room(gpu, judgement.usable, 1) if gpu and judgement else "no card named")
+    card = card_title(gpu, count) if gpu else "a card without a limit"
+    head = text(f"{name}{f', rank 0 of {count},' if count > 1 else ''} on {card}", "bold")
+    usable = text(card_room(gpu, judgement.usable, count) if gpu and judgement else "no card named")
     births = sum(isinstance(event, Alloc) for event in tape.events)
     about = (
         f"{births:,} allocations, {SOURCES[tape.source]}{DOT}PyTorch {torch}{DOT}{alloc_conf or 'default allocator'}"

@@ -149,9 +149,7 @@ class _Run:
             return "oom", error
         except SystemExit as error:
             if error.code not in (None, 0):
-                raise BadInput(
-                    f"{self.path.name} gave up: {_first_line(error) or 'exit'}", hint="see what it printed"
-                ) from error
+                raise BadInput(self._left(error.code), hint="see what it printed") from error
         except Exception as error:
             if not self.observer.over:
                 raise self._failure(error) from error
@@ -173,6 +171,13 @@ class _Run:
     def _own(self, filename: str) -> bool:
         path = Path(filename)
         return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
+
+    def _left(self, code: object) -> str:
+        """`sys.exit("no data")` says why itself, `sys.exit(3)` does not."""
+        said = str(code).strip().splitlines()
+        why = f"with exit code {code}" if isinstance(code, int) or not said else f"by itself: {said[0][:300]}"
+        steps = self.observer.done
+        return f"{self.path.name} ended {why} (after {steps} optimizer step{'s' * (steps != 1)})"
 
     def _failure(self, error: Exception) -> BadInput:
         where = self.place(error)
