@@ -136,6 +136,11 @@ def test_a_long_tape_keeps_its_peaks_in_few_columns() -> None:
     assert all(len(column.tensors) <= NAMED * len(SHOWN) for column in drawing.columns)
 
 
+def test_the_page_says_of_the_card_what_the_answer_says() -> None:
+    text = timeline_html(TEMPLATE, "a run", TAPE, SETTINGS["plain"], TORCH, 40 * MIB, 64 * MIB).decode()
+    assert "total capacity of 64.0 MiB" in text and "usable of the card: 40.0 MiB" in text
+
+
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
     tape = read(path)
@@ -147,11 +152,11 @@ def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
 
 
 def test_the_card_s_line_and_the_end() -> None:
-    assert "the card: 0.1 GiB" in page(TAPE, 80 * MIB)
+    assert "usable of the card: 80.0 MiB" in page(TAPE, 80 * MIB)
     assert 'class="card off"' in page(TAPE, 800 * MIB)
     ended = page(TAPE, 64 * MIB)
     assert "CUDA out of memory. Tried to allocate 30.0 MiB" in ended
-    assert "runs on" not in ended and "runs on 0.08 GiB" in page(TAPE, 80 * MIB)
+    assert "runs on" not in ended and "runs on 80.0 MiB" in page(TAPE, 80 * MIB)
     assert "CUDA out of memory" in page(Tape((Alloc(1, 5), Oom(90 * MIB)), "measured"), 60 * MIB)
 
 

@@ -57,7 +57,7 @@ def run(tape: str, **flags: Any) -> int:
     said = ".".join(map(str, torch))
     usable = answer.judgement.usable if answer.judgement else None
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
-    write(found, title, flags, settings, torch, usable)
+    write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
         from memfit.replay_doc import replay_doc
 
@@ -116,8 +116,9 @@ def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
 
 
 def write(
-    tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch, usable: int | None
-) -> None:
+    tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch,
+    usable: int | None, gpu: Gpu | None,
+) -> None:  # fmt: skip
     """The files that were asked for, of the run on the card that was asked about."""
     from memfit.cli.files import write_files
 
@@ -136,7 +137,9 @@ def write(
         from memfit.report.timeline_html import timeline_html
 
         template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-        made[Path(flags["html"])] = timeline_html(template, title, tape, settings, torch, usable)
+        made[Path(flags["html"])] = timeline_html(
+            template, title, tape, settings, torch, usable, gpu.total_bytes if gpu else None
+        )
     write_files(made, flags["force"])
     for path in made:
         terminal.note(f"wrote {path}")

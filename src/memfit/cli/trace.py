@@ -182,6 +182,6 @@ def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSetti
 
     assert answer.judgement is not None
     title = f"{found.architecture.name} on {found.gpu.name}"
-    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable)
+    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, found.gpu)
     if flags["save_tape"]:
         terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")

@@ -52,7 +52,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     assert judgement is not None
     if outcome.survived and outcome.ending != "oom":  # the script made itself small enough
         answer = replace(answer, judgement=replace(judgement, verdict="tight"))
-    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable)
+    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
     if flags["json"]:
         from memfit.replay_doc import replay_doc
 

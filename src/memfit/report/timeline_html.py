@@ -60,13 +60,14 @@ def timeline_html(
     settings: AllocSettings,
     torch: Torch,
     capacity: int | None = None,
+    total_memory: int | None = None,
     below: str = "",
 ) -> bytes:
     """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line.
 
-    below: HTML of more pictures, to stand under the legend.
+    total_memory: what the card is said to have where it runs out, as for `replay`. below: HTML of more pictures, to stand under the legend.
     """
-    drawing = sample(tape, settings, torch, capacity)
+    drawing = sample(tape, settings, torch, capacity, total_memory)
     top = _top(drawing, capacity)
     parts = {
         "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
@@ -78,9 +79,11 @@ def timeline_html(
     return template.encode()
 
 
-def sample(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> Drawing:
+def sample(
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None
+) -> Drawing:
     """Replay the tape into columns; it ends where memory runs out."""
-    allocator = Allocator(capacity, settings, torch)
+    allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     place = {role: number for number, role in enumerate(SHOWN)}
     start = alive_at_start(tape.start)
     roles = [0] * len(SHOWN)
@@ -237,9 +240,9 @@ def _card(capacity: int | None, top: int) -> str:
     if capacity is None:
         return ""
     if capacity > top:
-        return f'<div class="card off"><span>the card has {gib(capacity)} GiB, far above</span></div>'
+        return f'<div class="card off"><span>usable of the card: {human(capacity)}, far above</span></div>'
     height = 100 * capacity / top
-    return f'<div class="card" style="bottom:{height:.2f}%"><span>the card: {gib(capacity)} GiB</span></div>'
+    return f'<div class="card" style="bottom:{height:.2f}%"><span>usable of the card: {human(capacity)}</span></div>'
 
 
 def _legend(drawing: Drawing) -> str:
@@ -263,7 +266,7 @@ def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> 
     if drawing.oom is not None:
         said.append(drawing.oom.message)
     elif capacity is not None:
-        said.append(f"runs on {gib(capacity, 2)} GiB")
+        said.append(f"runs on {human(capacity)}")
     return " · ".join(said)
 
 
