@@ -208,6 +208,27 @@ def _reach(name: str, token: str | None) -> None:
         raise _not_reached(name) from error
 
 
+def check_dataset(name: str) -> None:
+    """Raises BadInput where the Hub knows no such dataset, or cannot be reached and nothing of it was ever downloaded."""
+    from huggingface_hub import HfApi, constants, errors
+
+    cached = any(Path(constants.HF_HUB_CACHE).glob(f"datasets--{name.replace('/', '--')}"))
+    if cached or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().dataset_info(name, timeout=REACH_SECONDS)
+    except errors.GatedRepoError as error:
+        hint = f"accept its licence at https://huggingface.co/datasets/{name}, then 'hf auth login' (or set HF_TOKEN)"
+        raise BadInput(f"{name} is gated", hint=hint) from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "a file that is there, or a dataset on the Hub: owner/name; private ones need a token: 'hf auth login'"
+        raise BadInput(f"there is no file {name}, and no dataset of that name on the Hub", hint=hint) from error
+    except Exception as error:  # every HTTP library has its own kind for a host that does not answer
+        raise BadInput(
+            f"there is no file {name}, and the Hub cannot be reached", hint="a file that is there, or go online"
+        ) from error
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the warnings of huggingface_hub; its errors become ours."""

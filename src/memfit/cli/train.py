@@ -181,10 +181,12 @@ def _check_data(data: str) -> None:
     """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
     from memfit.data import read_dataset
     from memfit.data.files import READERS
+    from memfit.hub import check_dataset
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
         if not ON_HUB.fullmatch(data):
             raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
+        check_dataset(data)
         return
     for broken in read_dataset(data).examples:
         if broken.reason.startswith(UNREADABLE):

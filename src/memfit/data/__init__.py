@@ -157,8 +157,8 @@ class _Tally:
             first = self.examples[0]
             raise BadInput(
                 f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",
-                hint="a sample has text, messages, prompt and completion, instruction and output, or input_ids; "
-                "name another field with --text-field",
+                hint="a sample has text, messages, prompt and completion, instruction and output, or input_ids: "
+                "rename its fields ('memfit data FILE --text-field NAME' counts any)",
             )
         return Dataset(
             path=str(source),

@@ -44,7 +44,10 @@ def reader_for(path: Path) -> Reader:
     """The reader for a file by the end of its name. Raises BadInput when it is no file that can hold samples."""
     hint = f"give one file: {', '.join(READERS)}"
     if not path.exists():
-        raise BadInput(f"{path} does not exist", hint="check the path of the training file")
+        raise BadInput(
+            f"{path} does not exist",
+            hint="check the path of the training file; a dataset on the Hub must be saved to one first",
+        )
     if not path.is_file():
         raise BadInput(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
     reader = READERS.get(path.suffix.lower())
