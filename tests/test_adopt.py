@@ -302,6 +302,8 @@ HOSTILE = [
     ("- base_model: m", "no training configuration"),
     ("", "no training configuration"),
     ('{"a": 1}', "no training configuration"),
+    ("model_name_or_path: m", "no training configuration"),
+    ("base_modle: m", "says base_modle, which nothing reads"),
     ("base_model: m\nmicro_batch_size: four", "whole number"),
     ("base_model: m\nmicro_batch_size: 0", "--micro-batch"),
     ("base_model: m\nmicro_batch_size: -3\nbatch_size: 4", "--micro-batch"),

@@ -197,3 +197,17 @@ def test_trl_computes_every_loss_through_its_fused_head(loss: str) -> None:
     assert requested(resolve_model("llama-3.1-8b"), fused.but(loss=loss)) == requested(
         resolve_model("llama-3.1-8b"), fused
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ddp"),
+    [
+        (Recipe(method="lora", num_gpus=2), True),
+        (Recipe(num_gpus=2, shard="gradients"), False),
+        (Recipe(precision="bf16-master", offload="parameters"), False),
+    ],
+)
+def test_only_ddp_has_ddps_buckets(recipe: Recipe, ddp: bool) -> None:
+    said = estimate(resolve_model("llama-2-7b"), recipe, find_gpu("h100"))
+    assert any("DDP" in text for text in said.unknowns) == ddp
+    assert not any("e+0" in text for text in (*said.assumptions, *said.unknowns))

@@ -48,6 +48,17 @@ def test_a_log_is_read_as_windows_writes_it(encoding: str, tmp_path: Path, capsy
     assert json.loads(run(capsys, str(path), "--json")[1])["messages"][0]["tried"] == 2 * GIB
 
 
+def test_a_text_has_no_timeline(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "train.log").write_text(NOW)
+    code, out, err = run(capsys, str(tmp_path / "train.log"), "--html", str(tmp_path / "x.html"))
+    assert (code, out) == (2, "") and "a text has no timeline" in err
+
+
+def test_without_a_model_the_answer_says_how_to_price_it(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "train.log").write_text(NOW)
+    assert "--model MODEL --gpu CARD" in run(capsys, str(tmp_path / "train.log"))[1]
+
+
 def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
     remedies = (Remedy("this", "no cost", (), 3 * GIB), Remedy("that", "no cost", (), 0))
     finding = Finding("capacity", "too much", (), (), remedies, "likely", "")

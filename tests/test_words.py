@@ -82,3 +82,16 @@ def test_small_runs_are_told_in_mib(ran: Ran, tmp_path: Path, command: str, word
     assert {unit for _, unit in sizes} == {"GiB", "MiB"}  # of the card, and of the run
     assert "0.0" not in [size for size, unit in sizes if unit == "GiB"]
     assert re.search("(peak|reserved) MiB", out)  # the heads of tables
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.0, "none"), (0.0004, "less than 0.1%"), (0.032, "3.2%"), (1.0, "100.0%")]
+)
+def test_a_share_of_samples_is_never_zero_percent(share: float, said: str) -> None:
+    assert units.said_share(share) == said
+
+
+def test_gigabytes_of_a_card_are_told_from_gibibytes(ran: Ran) -> None:
+    words = ("estimate", "qwen2.5-0.5b", "--method", "lora", "--gpu-memory")
+    assert "a card sold as 24 GB has nearly 24GiB" in ran(*words, "24GB")[2]
+    assert "sold" not in ran(*words, "24GiB")[2]

@@ -80,3 +80,8 @@ def billions(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.{2 if count < 100 * factor else 1}f} {unit}"
     return str(count)
+
+
+def said_share(truncated: float) -> str:
+    """A share of the samples in words: "none", "less than 0.1%", "3.2%"."""
+    return "none" if not truncated else "less than 0.1%" if truncated < 0.001 else f"{truncated:.1%}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from memfit.adopt import accelerate, axolotl, deepspeed, llamafactory, recipe, transformers
 from memfit.adopt.noun import Adopted
 from memfit.adopt.parse import parse
-from memfit.errors import Unsupported
+from memfit.errors import BadInput, Unsupported
 
 __all__ = ["FORMATS", "Adopted", "adopt"]
 
@@ -30,6 +31,9 @@ FORMATS: tuple[Format, ...] = tuple(
     for module in (recipe, axolotl, llamafactory, accelerate, deepspeed, transformers)
 )
 
+# keys by which a format is told
+TELLING = ("base_model", "model_name_or_path", "per_device_train_batch_size", "zero_optimization", "distributed_type")
+
 
 def adopt(path: Path) -> Adopted:
     """What the file at `path` says, its format told by content. Raises BadInput, or Unsupported for other formats."""
@@ -39,5 +43,8 @@ def adopt(path: Path) -> Adopted:
         for row in FORMATS:
             if row.matches(named):
                 return row.adopt(named, path)
+        for key in named.keys() - set(TELLING):
+            if meant := get_close_matches(key, TELLING, n=1, cutoff=0.8):
+                raise BadInput(f"{path} says {key}, which nothing reads", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
     raise Unsupported(f"{path} is no training configuration memfit knows", hint=f"known: {known}")

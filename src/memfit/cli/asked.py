@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from memfit.gpu import Gpu
 from memfit.job import Job, Recipe, check_values
 from memfit.optimizers import OPTIMIZERS, optimizer
 from memfit.trainers import trainer
-from memfit.units import parse_size
+from memfit.units import human, parse_size, said_share
 
 if TYPE_CHECKING:
     from memfit.adopt import Adopted
@@ -98,8 +99,11 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     notes: list[str] = []
     if memory:
         gpu, count = cards.parse_gpu(named) if named else (None, None)
+        size = parse_size(memory)
+        if decimal := re.fullmatch(r"(\d+) ?gb", memory.strip().lower()):
+            notes.append(f"{memory} is {human(size)}; a card sold as {decimal[1]} GB has nearly {decimal[1]}GiB")
         return (
-            cards.custom_gpu(parse_size(memory), gpu),
+            cards.custom_gpu(size, gpu),
             count if named and count != 1 else None,
             (*words, "--gpu-memory", memory),
             notes,
@@ -234,7 +238,9 @@ def _length_for(found: Asked) -> int:
 
     assert found.dataset is not None
     cut = choose_sequence_length(found.dataset.lengths)
-    found.notes.append(f"--sequence-length {cut.length} from the data: {cut.truncated:.1%} of the samples are cut")
+    found.notes.append(
+        f"--sequence-length {cut.length} from the data: {said_share(cut.truncated)} of the samples are cut"
+    )
     return cut.length
 
 

@@ -71,6 +71,8 @@ def run(what: str, **flags: Any) -> int:
 
         check_free([Path(flags["html"])], flags["force"])
     content, tape = _read(what, flags["device"])
+    if flags["html"] and tape is None:
+        raise BadInput(f"{what} is a text, and a text has no timeline", hint="--html is for snapshots and tapes")
     evidence = _evidence(content, memory_of(tape) if tape else None)
     planned = _Planned.of(flags, evidence)
     if planned:
@@ -225,6 +227,8 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
         found.append(["memfit", "explain", what, "--html", "oom.html"])
     if tape is not None:
         found.append(["memfit", "replay", what, "--alloc-conf", "expandable_segments:True"])
+    if tape is None and what != "-" and not (flags["model"] or flags["from_"]):
+        found.append(["memfit", "explain", what, "--model", "MODEL", "--gpu", "CARD"])
     if flags["model"]:
         found.append(["memfit", "plan", flags["model"], *(["--gpu", flags["gpu"]] if flags["gpu"] else [])])
     return [shlex.join(line) for line in found]
@@ -232,8 +236,7 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 
 def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory | None) -> None:
     """The page of a history."""
-    if tape is None or memory is None:
-        raise BadInput("a text has no timeline", hint="--html is for snapshots and tapes")
+    assert tape is not None and memory is not None
     from importlib.resources import files
 
     from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version

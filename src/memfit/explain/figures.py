@@ -179,9 +179,7 @@ def _logits(evidence: Evidence) -> Clue | None:
             said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
             return Clue("logits", 80 if large else 54, Proof(said, m.tried), seen=False)
     if large and (words >= MANY_WORDS or (_LANGUAGE.search(evidence.text) and not _PICTURES.search(evidence.text))):
-        said = (
-            f", and {words:,} words" if words else " of a language model: one tensor so large is hardly anything else"
-        )
+        said = f", and {words:,} words" if words else ": in a language model hardly another tensor is so large"
         return Clue(
             "logits", 58 if words >= MANY_WORDS else 54, Proof(f"one request of {share:.0%} of the card{said}", m.tried)
         )

@@ -201,7 +201,7 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
         unknowns.append(
             f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
         )
-    if account.share.buckets:
+    if account.share.buckets and not r.zero:  # DeepSpeed's are others
         unknowns.append(
             f"DDP's first buckets may outlive their rebuilding in step 2 ({human(account.share.buckets)} more)"
         )

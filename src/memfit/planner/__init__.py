@@ -15,7 +15,7 @@ from memfit.planner.engine import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.trainers import trainer
-from memfit.units import rough
+from memfit.units import rough, said_share
 
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
@@ -79,7 +79,7 @@ def _said(job: Job, footprint: Footprint) -> Footprint:
     """The footprint with what the user's data made of the sequence length."""
     if job.truncated is None:
         return footprint
-    cut = f"sequence {job.sequence_length:,} cuts {job.truncated:.1%} of the samples"
+    cut = f"sequence {job.sequence_length:,} cuts {said_share(job.truncated)} of the samples"
     return replace(footprint, assumptions=(*footprint.assumptions, cut))
 
 

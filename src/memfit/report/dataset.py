@@ -11,6 +11,7 @@ from rich.text import Text
 from memfit.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
 from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, tokens
+from memfit.units import said_share
 
 BAR = 30  # columns of the longest bar
 
@@ -42,7 +43,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
-        text(f"--sequence-length {cut.length} keeps {1 - cut.truncated:.1%} of the samples whole"),
+        text(f"--sequence-length {cut.length} cuts {said_share(cut.truncated)} of the samples"),
         text(DOT.join(about)),
         "",
         Histogram(found),

@@ -26,7 +26,7 @@ from memfit.report.words import (
     short_recipe,
     tokens,
 )
-from memfit.units import gib, rough
+from memfit.units import gib, rough, said_share
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -64,7 +64,7 @@ def _asked(plan: Plan) -> str:
     if job.longest_sample:
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
     if job.truncated is not None:
-        parts.append(f"{job.truncated:.1%} of the samples cut")
+        parts.append(f"{said_share(job.truncated)} of the samples cut")
     return DOT.join(parts)
 
 
