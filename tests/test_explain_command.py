@@ -59,10 +59,22 @@ def test_without_a_model_the_answer_says_how_to_price_it(tmp_path: Path, capsys:
     assert "--model MODEL --gpu CARD" in run(capsys, str(tmp_path / "train.log"))[1]
 
 
+def test_a_run_that_made_all_logits_had_no_fused_loss(tmp_path: Path, capsys: Captured) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        f'  File "/venv/site-packages/transformers/loss/loss_utils.py", line 60, in ForCausalLMLoss\n    logits = logits.float()\n{NOW}'
+    )
+    code, out, err = run(capsys, str(log), "--model", "qwen2.5-0.5b", "--micro-batch", "4", "--json")
+    (fused, *_) = json.loads(out)["findings"][0]["remedies"]
+    assert code == 0 and "--trainer transformers" in err
+    assert fused["change"] == [["loss", "fused"]] and fused["saves"] > 2 * GIB
+    assert "transformers:" not in run(capsys, str(log), "--model", "qwen2.5-0.5b", "--loss", "fused")[2]
+
+
 def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
     remedies = (Remedy("this", "no cost", (), 3 * GIB), Remedy("that", "no cost", (), 0))
     finding = Finding("capacity", "too much", (), (), remedies, "likely", "")
     out = io.StringIO()
     Console(file=out, width=100).print(explain_view("log", Evidence(), [finding]))
     shown = out.getvalue()
-    assert "saves nothing in this run: that" in shown and " 0 B" not in shown and "3.00 GiB" in shown
+    assert "saves nothing in the run as described: that" in shown and " 0 B" not in shown and "3.00 GiB" in shown

@@ -175,10 +175,15 @@ class _Planned:
             return None
         from memfit import combinations
         from memfit.cli.asked import asked, exact_recipe, job_of
+        from memfit.explain import explain
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
+        said = flags["trainer"] or flags["loss"] or flags["from_"]
+        if not said and explain(evidence)[0].cause == "logits":
+            flags = {**flags, "trainer": "transformers"}
+            terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
         found = asked(flags["model"], flags)
         recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
         for line in found.notes:

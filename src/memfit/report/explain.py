@@ -116,5 +116,7 @@ def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> list[Rendera
         enough = " (enough)" if shortfall is not None and r.saves is not None and r.saves >= shortfall else ""
         saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
         made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
-    said = [paragraphs([("saves nothing in this run:" if not n else "", r.text) for n, r in enumerate(idle)])]
+    said = [
+        paragraphs([("saves nothing in the run as described:" if not n else "", r.text) for n, r in enumerate(idle)])
+    ]
     return [*([made] if useful else []), *(said if idle else [])]
