@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from memfit import catalogue, hub
 from memfit.catalogue import names
 from memfit.errors import BadInput, MemfitError, UnknownName, Unsupported
-from memfit.hub import check_dataset, list_models, resolve_config, resolve_model
+from memfit.hub import check_there, list_models, resolve_config, resolve_model
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -340,28 +340,31 @@ def test_hub_failures(
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("what", ["model", "dataset"])
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (errors.GatedRepoError, "gated"),
-        (errors.RepositoryNotFoundError, "no dataset of that name"),
+        (errors.RepositoryNotFoundError, "neither a path nor"),
         (ConnectionError, "cannot be reached"),
     ],
 )
-def test_a_dataset_that_is_nowhere_is_bad_input(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception], words: str
+def test_what_training_cannot_download_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception], words: str, what: Any
 ) -> None:
     def fail(*a: object, **k: object) -> None:
         raise http_error(kind)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BadInput, match=words) as caught:
-        check_dataset("owner/typo")
+        check_there("owner/typo", what)
     assert caught.value.hint
-    (tmp_path / "datasets--owner--typo").mkdir()
-    check_dataset("owner/typo")
+    file = tmp_path / f"{what}s--owner--typo" / "snapshots" / "1" / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    check_there("owner/typo", what)
 
 
 def test_without_a_network_one_request_is_made_and_nothing_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from memfit import catalogue, checkpoint
 from memfit.architecture import Architecture
@@ -22,6 +22,8 @@ MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some M
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REACH_SECONDS = 5.0  # to connect, and again to answer
 NOT_REACHED = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
+# what lies in the Hub's cache of a repository that was downloaded; of a model a plan may have brought the config.json alone
+DOWNLOADED = {"model": ("snapshots/*/*.safetensors", "snapshots/*/*.bin"), "dataset": ("snapshots/*",)}
 MISTYPED = 0.9  # of a name's letters agree with a catalogued one: a slip, not another model
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -208,25 +210,24 @@ def _reach(name: str, token: str | None) -> None:
         raise _not_reached(name) from error
 
 
-def check_dataset(name: str) -> None:
-    """Raises BadInput where the Hub knows no such dataset, or cannot be reached and nothing of it was ever downloaded."""
+def check_there(name: str, kind: Literal["model", "dataset"]) -> None:
+    """Raises BadInput where the Hub has no such repository for us, or cannot be reached and its files were never downloaded."""
     from huggingface_hub import HfApi, constants, errors
 
-    cached = any(Path(constants.HF_HUB_CACHE).glob(f"datasets--{name.replace('/', '--')}"))
-    if cached or constants.HF_HUB_OFFLINE:
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    if constants.HF_HUB_OFFLINE or any(found for pattern in DOWNLOADED[kind] for found in folder.glob(pattern)):
         return
     try:
-        HfApi().dataset_info(name, timeout=REACH_SECONDS)
+        HfApi().repo_info(name, repo_type=kind, timeout=REACH_SECONDS)
     except errors.GatedRepoError as error:
-        hint = f"accept its licence at https://huggingface.co/datasets/{name}, then 'hf auth login' (or set HF_TOKEN)"
-        raise BadInput(f"{name} is gated", hint=hint) from error
+        page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name}"
+        raise BadInput(f"{name} is gated", hint=f"accept its licence at {page}, then 'hf auth login'") from error
     except errors.RepositoryNotFoundError as error:
-        hint = "a file that is there, or a dataset on the Hub: owner/name; private ones need a token: 'hf auth login'"
-        raise BadInput(f"there is no file {name}, and no dataset of that name on the Hub", hint=hint) from error
+        hint = f"give a path that is there, or a {kind} on the Hub: owner/name; private ones need 'hf auth login'"
+        raise BadInput(f"{name} is neither a path nor a {kind} on the Hub", hint=hint) from error
     except Exception as error:  # every HTTP library has its own kind for a host that does not answer
-        raise BadInput(
-            f"there is no file {name}, and the Hub cannot be reached", hint="a file that is there, or go online"
-        ) from error
+        hint = "go online once, or give the path of a downloaded one"
+        raise BadInput(f"the {kind} {name} is not downloaded, and the Hub cannot be reached", hint=hint) from error
 
 
 @contextmanager

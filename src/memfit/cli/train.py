@@ -181,12 +181,12 @@ def _check_data(data: str) -> None:
     """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
     from memfit.data import read_dataset
     from memfit.data.files import READERS
-    from memfit.hub import check_dataset
+    from memfit.hub import check_there
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
         if not ON_HUB.fullmatch(data):
             raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
-        check_dataset(data)
+        check_there(data, "dataset")
         return
     for broken in read_dataset(data).examples:
         if broken.reason.startswith(UNREADABLE):
@@ -295,6 +295,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 def _check(plan: Plan, flags: dict[str, Any]) -> None:
     """Refuse what could not run, before anything is written."""
+    from memfit.hub import check_there
+
     _check_data(plan.job.dataset)
     _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not flags["force"]:
@@ -302,6 +304,8 @@ def _check(plan: Plan, flags: dict[str, Any]) -> None:
             f"the closest recipe does not fit the {plan.job.gpu.name}",
             hint="--force tries it; memfit plan says what would",
         )
+    if not Path(plan.job.architecture.name).exists():
+        check_there(plan.job.architecture.name, "model")
 
 
 def _check_packages(plan: Plan) -> None:
