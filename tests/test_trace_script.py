@@ -52,7 +52,15 @@ def test_a_plain_loop_trains_evaluates_and_saves(elsewhere: Path, capsys: pytest
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_loop_with_accelerate(elsewhere: Path) -> None:
+@pytest.fixture
+def fresh_accelerate() -> None:
+    """accelerate keeps one state per process, which a Trainer of another test may have made."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loop_with_accelerate(fresh_accelerate: None, elsewhere: Path) -> None:
     tape, outcome = trace("accelerated")
     assert (outcome.ending, outcome.steps) == ("finished", 3)  # accelerate reads a batch ahead
     assert "save" in replay(tape.events).by_phase()
