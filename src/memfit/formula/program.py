@@ -26,9 +26,12 @@ class Segment:
     left: Size  # level at the end relative to the start
     sizes: Mapping[int, Size]  # of the program
     roles: Mapping[int, Role]
+    product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
 
     @staticmethod
     def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
+        product = events.index(0) if 0 in events else -1
+        events = [event for event in events if event]
         level: dict[Basis, int] = {}
         peaks: list[tuple[Size, int]] = [({}, -1)]
         last = len(events) - 1
@@ -43,7 +46,13 @@ class Segment:
                 if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles)
+        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
+
+    @property
+    def marked(self) -> list[int]:
+        """The events as they were recorded, with a 0 before the first product."""
+        mark = [0] if self.product >= 0 else []
+        return [*self.events[: max(self.product, 0)], *mark, *self.events[max(self.product, 0) :]]
 
     @cached_property
     def left_by_role(self) -> dict[Role, dict[Basis, int]]:
