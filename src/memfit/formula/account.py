@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
-from memfit.formula.afterwards import loaded_again, merging, taken_apart
+from memfit.formula.afterwards import Merge, loaded_again, merging, taken_apart
 from memfit.formula.codes import CODES
 from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
@@ -266,15 +266,15 @@ class Account:
         return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
 
     @property
-    def merging(self) -> tuple[int, ...]:
-        """Bytes of the tensors of one merge, after resuming."""
+    def merging(self) -> tuple[Merge, ...]:
+        """The merges, after resuming."""
         wide = 4 if self.resumes else self.numerics.adapter
         return merging(self.static, self.recipe, self.numerics, wide)
 
     def merge(self) -> Instant:
         """Adapters folded into the base, one matrix at a time, by the process that trained them."""
         lines = self.resume().static
-        lines = (*lines, ("temporaries", "delta and merged weight", sum(self.merging)))
+        lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 
     def instants(self) -> list[Instant]:

@@ -133,10 +133,9 @@ def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]
     allocator.malloc(again.adapter - before.adapter + again.states - before.states)
     yield "resume"
     if account.recipe.method != "full":
-        blocks = [allocator.malloc(size) for size in account.merging]
+        for merge in account.merging:
+            merge.play(allocator)
         yield "merge"
-        for block in blocks:
-            allocator.free(block)
 
 
 def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:
