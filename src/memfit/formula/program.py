@@ -14,6 +14,8 @@ from memfit.formula.size import Basis, Size, added, covers
 from memfit.formula.style import Style
 from memfit.tape import Role
 
+REDUCTION = "reduction"  # label of the moment at which whole gradients are copied together to be reduced
+REDUCED = ("reduced gradients and their cast", "sharded gradients")  # what comes out of it
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
 
 
@@ -104,13 +106,14 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
     """
     if not style.shards or not rec.gradients:
         return
+    rec.buffer({}, REDUCTION)
     elements = sum(g.elements["1"] for g in rec.gradients.values())
     received = -(-elements // style.shards)
     share = received * style.shard_gradient
     if beside is not None:
-        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, "reduced gradients and their cast")
+        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, REDUCED[0])
     rec.gradients.clear()
-    rec.kept = rec.new({"1": share}, 1, "sharded gradients", "gradients")
+    rec.kept = rec.new({"1": share}, 1, REDUCED[1], "gradients")
     if style.accumulating:
         rec.kept = None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memfit.formula.fold import Meter
-from memfit.formula.program import GRADIENT, INPUT
+from memfit.formula.program import GRADIENT, INPUT, Program
 from memfit.formula.run import MicroStep, Part, Step
 
 
@@ -73,6 +73,10 @@ class Pass:
             for held in part.program.attributes:
                 self.memory.free(live.pop(held, None))
 
+    def sizes_of(self, program: Program) -> list[int]:
+        """Bytes by local id."""
+        return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
+
     def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
         """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
         program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
@@ -83,10 +87,7 @@ class Pass:
             live[GRADIENT] = flow
             if program is self.micro.embedding.program:
                 live[program.waiting] = self.waiting
-        sizes = self.sizes.get(id(program))
-        if sizes is None:
-            count = max(program.sizes, default=0) + 1
-            sizes = self.sizes[id(program)] = [self.meter.bytes(program.sizes.get(i, {})) for i in range(count)]
+        sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
         for event in step.segment.marked if self.due else step.segment.events:
             if event > 0:
                 live[event] = malloc(sizes[event])
