@@ -283,6 +283,8 @@ class _Pass(Pass):
         if step.part is self.micro.head and not self.early:
             self._gather(self.groups.blocks[-1])
         if step.part is not self.micro.head or self.groups.last:
+            if group in self.whole and group.kept:  # gradients that were added to earlier ones
+                self._reduce(group)
             self._drop(group)
         if step.part is self.micro.embedding:  # the head's, of a tied table
             for gradient in self.gradients:
