@@ -26,11 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SEGMENT = 20 << 20  # bytes: what tensors of 1 to 10 MiB come in
 # phase -> (least, most) share by which requested bytes may be off; (share, segments) that reserved ones may be under and over
 REQUESTED = {"load": (-0.001, 0.03), "first_step": (-0.005, 0.015), "step": (-0.005, 0.005)}
+TRAINED = ((0.005, 0), (0.005, 1))
 RESERVED = {
-    "first_step": ((0.01, 1), (0.01, 1)),
-    "step": ((0.01, 1), (0.01, 6)),
-    "resume": ((0.04, 1), (0.01, 6)),
-    "merge": ((0.06, 3), (0.01, 6)),
+    "load": ((0.0, 1), (0.0, 0)),
+    "first_step": TRAINED,
+    "step": TRAINED,
+    "eval": TRAINED,
+    "save": TRAINED,
+    "resume": ((0.035, 1), (0.005, 1)),
+    "merge": ((0.035, 1), (0.005, 1)),
 }
 FOUR = {"num_hidden_layers": 4}
 TIED = Recipe(trainer="transformers", sequence_length=256, accumulation=2, optimizer="sgd-momentum")
@@ -94,6 +98,32 @@ def test_every_phase_needs_what_the_trace_says(model: str, recipe: Recipe, card:
             truth, difference = needs[phase].reserved, levels.reserved - needs[phase].reserved
             under, over = (share * truth + segments * SEGMENT for share, segments in RESERVED[phase])
             assert -under <= difference <= over, f"{phase}: reserved {difference:+,}"
+
+
+SHARDED = {"num_gpus": 8, "shard": "parameters"}
+TWO = {"num_hidden_layers": 2}
+FSDP2: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
+    # both micro-batches of a step add to reduced gradients; the ends are one group
+    ("qwen3-0.6b", MIXED.but(sequence_length=1024, accumulation=2, checkpointing="full"), TWO),
+    ("pythia-410m", Recipe(sequence_length=512, accumulation=2, precision="bf16-mixed", loss="fused"), TWO),  # ends apart
+    ("phi-3-mini-4k", MIXED.but(method="lora", precision="fp32", sequence_length=256), TWO),  # three blocks at once
+    ("phi-3-mini-4k", Recipe(precision="bf16-mixed", sequence_length=512, loss="fused", optimizer="adamw-foreach"), TWO),
+    ("qwen3-0.6b", LORA.but(precision="bf16-mixed", sequence_length=256, accumulation=2), TWO),  # the first gathering is the peak
+    ("smollm2-135m", LORA.but(method="qlora", quantization="nf4-double"), TWO),  # read whole; adapters stay 16-bit
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "recipe", "changes"), FSDP2, ids=lambda v: v if isinstance(v, str) else "")
+def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
+    model: str, recipe: Recipe, changes: dict[str, Any]
+) -> None:
+    formula, traced = both(model, recipe.but(**SHARDED), "a100-80gb", changes)
+    needs = {p.phase: p.levels for p in traced.phases}
+    assert needs.keys() >= {"load", "first_step", "step", "save", "eval"}
+    for phase, levels in ((p.phase, p.levels) for p in formula.phases if p.phase in needs):
+        assert levels.requested / needs[phase].requested - 1 >= -0.03, f"{phase}: requested"
+        difference = levels.reserved / needs[phase].reserved - 1
+        assert -0.02 <= difference <= 0.05, f"{phase}: reserved {difference:+.2%}"
 
 
 @pytest.mark.parametrize("attention", ["all-linear", "attention"])

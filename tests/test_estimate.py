@@ -178,7 +178,10 @@ TRAINED = [
     ({"method": "lora", "shard": "parameters"}, (4, 4, 0, 8)),
     ({"method": "qlora", "quantization": "nf4"}, (2, 2, 0, 4)),  # TRL's cast
     ({"method": "qlora", "quantization": "nf4", "precision": "fp16-mixed"}, (4, 4, 0, 8)),  # the loss scaler's need
-    ({"method": "qlora", "quantization": "nf4", "shard": "parameters"}, (4, 4, 0, 8)),  # accelerate's under FSDP2
+    (
+        {"method": "qlora", "quantization": "nf4", "shard": "parameters"},
+        (2, 2, 0, 4),
+    ),  # accelerate widens none where weights are 4-bit
     ({"method": "lora", "precision": "fp32", "shard": "gradients"}, (4, 4, 0, 8)),
 ]
 

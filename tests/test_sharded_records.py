@@ -78,7 +78,7 @@ def test_requested_bytes_under_ddp(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("run", [*REDUCED, *DDP], ids=lambda r: r["id"])
 def test_reserved_bytes_of_all_streams(run: dict[str, Any]) -> None:
-    """Not replayed: pools of FSDP's streams are added to a share of what comes and goes."""
+    """The recorded loop shards on the meta device: no whole weights at load leave a cache behind, as the Trainer's do."""
     account = account_of(run)
     found = estimate(account.architecture, account.recipe, GPU, padded=False)
     reserved = max(p.levels.reserved for p in found.phases if p.phase in ("load", "first_step", "step"))

@@ -9,13 +9,13 @@ from typing import Any
 
 from memfit.architecture import Architecture
 from memfit.errors import Unsupported
-from memfit.formula.afterwards import loaded_again, merging, taken_apart
+from memfit.formula.afterwards import Merge, loaded_again, merging, taken_apart
 from memfit.formula.codes import CODES
 from memfit.formula.fold import Peak, fold, meter_of
 from memfit.formula.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.setup import Situation, micro_step_of
-from memfit.formula.sharding import share_of
+from memfit.formula.sharding import share_of, whole_at_load
 from memfit.formula.share import Share
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
@@ -174,7 +174,7 @@ class Account:
         share = special or self.share
         whole, streams = share.gathered, share.streams
         assert whole is not None and streams is not None
-        found, left = [], 0
+        found, left = self._between(phase, micro, where, share, states=states, gradients=gradients), 0
         levels = zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True)
         for number, (stretch, buffers, used) in enumerate(islice(levels, parts)):
             # sharded gradients fill up while whole ones come and go
@@ -185,6 +185,24 @@ class Account:
             idle = streams.gathering + streams.reducing - used - (streams.kept if filling else 0)
             found.append(Instant(phase, _named(top) + where, level, lines, top, idle))
             left += top.left
+        return found
+
+    def _between(
+        self, phase: Phase, micro: MicroStep, where: str, share: Share, *, states: bool, gradients: bool
+    ) -> list[Instant]:
+        """The instants of a forward at which one group is gathered while another's output is still there."""
+        found: list[Instant] = []
+        if share.transitions is None:
+            return found
+        steps = micro.forward
+        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(steps) - 1}
+        for (name, begin), buffers in zip(begins.items(), astuple(share.transitions), strict=True):
+            if buffers:
+                lines = self.resident(states=states, gradients=gradients, buffers=buffers)
+                top = fold(micro.before(begin), self.meter)
+                kept = Peak(top.left, top.stretch, begin, None, top.left)
+                level = sum(line[2] for line in lines) + top.left
+                found.append(Instant(phase, f"gathering the {name}{where}", level, lines, kept))
         return found
 
     def optimizer_step(self, phase: Phase) -> Instant:
@@ -209,8 +227,9 @@ class Account:
             top = fold(micro.until_loss, self.meter)
             return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
         found = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
-        lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
-        found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
+        if share.transitions is None:
+            lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
+            found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
         return max(found, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
@@ -220,9 +239,11 @@ class Account:
         if self.static.passing:
             lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
         if self.share.by_block:
-            whole, largest = self.static.base + self.static.scales, self.static.largest * self.numerics.weight
             # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
-            before = whole if self.recipe.method == "qlora" else largest
+            quantised = self.recipe.method == "qlora"
+            before = (
+                self.static.base + self.static.scales if quantised else whole_at_load(self.architecture, self.numerics)
+            )
             lines = (*lines, ("temporaries", "whole weights before they are sharded", before))
         if self.share.loading:
             lines = (*lines, ("temporaries", "weights being flattened or sharded", self.share.loading))
@@ -264,15 +285,15 @@ class Account:
         return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
 
     @property
-    def merging(self) -> tuple[int, ...]:
-        """Bytes of the tensors of one merge, after resuming."""
+    def merging(self) -> tuple[Merge, ...]:
+        """The merges, after resuming."""
         wide = 4 if self.resumes else self.numerics.adapter
         return merging(self.static, self.recipe, self.numerics, wide)
 
     def merge(self) -> Instant:
         """Adapters folded into the base, one matrix at a time, by the process that trained them."""
         lines = self.resume().static
-        lines = (*lines, ("temporaries", "delta and merged weight", sum(self.merging)))
+        lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 
     def instants(self) -> list[Instant]:

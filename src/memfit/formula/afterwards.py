@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from memfit.architecture import Architecture
 from memfit.formula.numerics import Numerics
 from memfit.formula.static import Static, static_of
+from memfit.formula.unroll import Memory
 from memfit.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
@@ -30,20 +31,44 @@ def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Train
     return static_of(a, r, wide, replace(o, paged=False), t)
 
 
-def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[int, ...]:
-    """Bytes of the tensors that are there at once while one adapter goes into the largest weight, in their order.
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Bytes of the tensors of one merge: `before` and the product of the factors, made again when it is scaled; then `after`."""
 
-    adapter: itemsize of its factors, in which the product is made, and made again when it is scaled. A quantised weight
-    is restored, added to in the wider dtype, and its sum sent to the host and back to be quantised. Source: PEFT 0.21,
-    tuners/lora/layer.py and bnb.py.
+    before: tuple[int, ...]
+    delta: int
+    after: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at once."""
+        return sum(self.before) + self.delta + max(self.delta, sum(self.after))
+
+    def play(self, memory: Memory) -> None:
+        """All of it on a memory, and gone."""
+        blocks = [memory.malloc(size) for size in (*self.before, self.delta, self.delta)]
+        memory.free(blocks.pop(len(self.before)))
+        blocks += [memory.malloc(size) for size in self.after]
+        for block in blocks:
+            memory.free(block)
+
+
+def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[Merge, ...]:
+    """How adapters go into the weights of one block of every kind, one after the other.
+
+    adapter: itemsize of the factors, in which the product is made. A quantised weight is restored, added to in the wider
+    dtype, and its sum sent to the host and back to be quantised. Source: PEFT 0.21, tuners/lora/layer.py and bnb.py.
     """
-    numel = s.largest_adapted
+    return tuple(_merge(numel, r, n, adapter) for numel in s.adapted)
+
+
+def _merge(numel: int, r: Recipe, n: Numerics, adapter: int) -> Merge:
     delta = numel * adapter
     if r.method != "qlora":
-        return (delta, delta)
+        return Merge((), delta, ())
     row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
     stored = (row.payload(numel), row.scales(numel, 0))
     if r.quantization == "int8":  # restored in fp32, sent back in fp16
-        return (4 * numel, delta, 4 * numel, 2 * numel, *stored)
+        return Merge((4 * numel,), delta, (4 * numel, 2 * numel, *stored))
     total = numel * max(n.weight, adapter)
-    return (numel * n.weight, delta, total, total, *stored)
+    return Merge((numel * n.weight,), delta, (total, total, *stored))

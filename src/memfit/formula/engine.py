@@ -94,7 +94,7 @@ Buffers = dict[Node, list[Tensor | None]]
 
 
 class Recorder:
-    """Writes events while model code runs on it. Positive id: born; negative: died."""
+    """Writes events while model code runs on it. Positive id: born; negative: died; 0: cuBLAS multiplies."""
 
     def __init__(self, autocast: int = 0, grad: bool = True) -> None:
         self.events: list[int] = []
@@ -144,6 +144,17 @@ class Recorder:
         self.labels[id] = self.scopes[-1] + label
         self.events.append(id)
         return Tensor(Storage(self, id), elements, itemsize, heads_first=heads_first)
+
+    def product(self, elements: Elements, itemsize: int, label: str, heads_first: bool = False) -> Tensor:
+        """A fresh tensor that cuBLAS writes."""
+        out = self.new(elements, itemsize, label, heads_first=heads_first)
+        self.multiplies()
+        return out
+
+    def multiplies(self) -> None:
+        """cuBLAS is at work: a thread's first product takes the thread's workspace."""
+        if not self.silent:
+            self.events.append(0)
 
     def like(self, x: Tensor, label: str, itemsize: int = 0) -> Tensor:
         """A fresh tensor with the shape and layout of `x`, and its dtype unless `itemsize` says otherwise."""

@@ -11,10 +11,10 @@ from memfit.allocator import allocator_for
 from memfit.architecture import Architecture
 from memfit.cautions import cautions
 from memfit.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.formula import gathering, pools
 from memfit.formula.account import Account, Instant
 from memfit.formula.coordinator import BUCKET
 from memfit.formula.numerics import attention_kernel, kernel_width
-from memfit.formula.pools import reserved
 from memfit.formula.timeline import Schedule, play
 from memfit.formula.unroll import Memory, Pass, Tape
 from memfit.gpu import Gpu
@@ -51,9 +51,10 @@ def estimate(
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
             worst[instant.phase] = instant
     exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
-    if replay and real and recipe.zero and account.share.streams:
+    if replay and real and account.share.streams:
         allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
-        exact = {phase: Levels(0, 0, size, size) for phase, size in reserved(account, allocator)}
+        play_streams = pools.reserved if recipe.zero else gathering.reserved
+        exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
         if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
@@ -133,10 +134,9 @@ def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]
     allocator.malloc(again.adapter - before.adapter + again.states - before.states)
     yield "resume"
     if account.recipe.method != "full":
-        blocks = [allocator.malloc(size) for size in account.merging]
+        for merge in account.merging:
+            merge.play(allocator)
         yield "merge"
-        for block in blocks:
-            allocator.free(block)
 
 
 def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:

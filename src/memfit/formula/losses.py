@@ -73,7 +73,9 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
             rec.new({"tile": TILE_VOCABULARY}, compute, "tile of logits"),
             _narrow(rec, {"tile": h.width}, like, compute),
         ]
-        tile += [_narrow(rec, piece, weight_like, compute) for piece in (_vocabulary_chunk(h), _next_chunk(h))]
+        tile.append(_narrow(rec, _vocabulary_chunk(h), weight_like, compute))
+        rec.multiplies()
+        tile.append(_narrow(rec, _next_chunk(h), weight_like, compute))
         del tile[2:]
         result = ops.cast(rec, hidden, like.itemsize, "gradient of hidden states")
         return [

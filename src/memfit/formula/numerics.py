@@ -44,11 +44,12 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
     quantised = recipe.method == "qlora"
     adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
+    sharded = recipe.shard == "parameters" and not recipe.zero
     if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
-        adapter32 = adapter32 or recipe.precision == "fp16-mixed" or recipe.shard == "parameters"
+        adapter32 = adapter32 or recipe.precision == "fp16-mixed" or (sharded and not quantised)
     adapter32 = adapter32 and not (recipe.zero and half)
     narrowed = quantised and trainer.autocast and not trainer.qlora_adapter_fp32  # TRL's are bf16 whatever else is fp32
-    other = 4 if quantised and trainer.kbit_prepare else weight
+    other = 4 if quantised and trainer.kbit_prepare and not sharded else weight  # FSDP2 wants one dtype
     return Numerics(
         weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or (weight == 4 and not narrowed) else 2,
         master=4 if master else 0, gradient=weight, state=4 if master else weight,

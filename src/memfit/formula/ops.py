@@ -52,15 +52,15 @@ def linear(rec: Recorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | 
         bias = autocast(rec, bias)
     need_x, need_w, need_b = x.requires_grad, w.requires_grad, bias is not None and bias.requires_grad
     rec.before_saving(x if need_w else None, w if need_x else None)
-    out = rec.new(shape, w.itemsize, label)
+    out = rec.product(shape, w.itemsize, label)
     x_elements, w_elements, width, columns = x.elements, w.elements, w.itemsize, bias.elements["1"] if bias else 0
     bias_first = bias is not None  # addmm computes mat1 before mat2, mm the other way round
 
     def backward(g: Tensor) -> Grads:
-        input_grad = rec.new(x_elements, width, "input gradient") if need_x and bias_first else None
-        weight_grad = rec.new(w_elements, width, "weight gradient") if need_w else None
+        input_grad = rec.product(x_elements, width, "input gradient") if need_x and bias_first else None
+        weight_grad = rec.product(w_elements, width, "weight gradient") if need_w else None
         if need_x and not bias_first:
-            input_grad = rec.new(x_elements, width, "input gradient")
+            input_grad = rec.product(x_elements, width, "input gradient")
         bias_grad = column_sum(rec, columns, width, g.elements) if need_b else None
         if input_grad is not None:
             input_grad.viewed = True
@@ -107,7 +107,7 @@ def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "prod
     """torch.matmul of two activations of several heads; copies operands that lie token by token."""
     a, b = autocast(rec, a), autocast(rec, b)
     a, b = heads_first(rec, a), heads_first(rec, b)
-    out = rec.new(shape, a.itemsize, label, heads_first=True)
+    out = rec.product(shape, a.itemsize, label, heads_first=True)
     need_a, need_b, a_like, b_like = a.requires_grad, b.requires_grad, a.blueprint(), b.blueprint()
 
     def backward(g: Tensor) -> Grads:

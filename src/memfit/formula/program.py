@@ -14,6 +14,8 @@ from memfit.formula.size import Basis, Size, added, covers
 from memfit.formula.style import Style
 from memfit.tape import Role
 
+REDUCTION = "reduction"  # label of the moment at which whole gradients are copied together to be reduced
+REDUCED = ("reduced gradients and their cast", "sharded gradients")  # what comes out of it
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
 
 
@@ -26,9 +28,12 @@ class Segment:
     left: Size  # level at the end relative to the start
     sizes: Mapping[int, Size]  # of the program
     roles: Mapping[int, Role]
+    product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
 
     @staticmethod
     def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
+        product = events.index(0) if 0 in events else -1
+        events = [event for event in events if event]
         level: dict[Basis, int] = {}
         peaks: list[tuple[Size, int]] = [({}, -1)]
         last = len(events) - 1
@@ -43,7 +48,13 @@ class Segment:
                 if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles)
+        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
+
+    @property
+    def marked(self) -> list[int]:
+        """The events as they were recorded, with a 0 before the first product."""
+        mark = [0] if self.product >= 0 else []
+        return [*self.events[: max(self.product, 0)], *mark, *self.events[max(self.product, 0) :]]
 
     @cached_property
     def left_by_role(self) -> dict[Role, dict[Basis, int]]:
@@ -95,13 +106,14 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
     """
     if not style.shards or not rec.gradients:
         return
+    rec.buffer({}, REDUCTION)
     elements = sum(g.elements["1"] for g in rec.gradients.values())
     received = -(-elements // style.shards)
     share = received * style.shard_gradient
     if beside is not None:
-        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, "reduced gradients and their cast")
+        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, REDUCED[0])
     rec.gradients.clear()
-    rec.kept = rec.new({"1": share}, 1, "sharded gradients", "gradients")
+    rec.kept = rec.new({"1": share}, 1, REDUCED[1], "gradients")
     if style.accumulating:
         rec.kept = None
 

@@ -33,7 +33,7 @@ def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -
     def backward(g: Tensor) -> ops.Grads:
         weight = rec.new({"1": numel}, width, "dequantised weight")
         g = ops.cast(rec, g, width, "gradient in the dtype of the input")
-        result = rec.new(elements, width, "input gradient")
+        result = rec.product(elements, width, "input gradient")
         del weight
         return [ops.viewed(result)]
 
@@ -59,12 +59,12 @@ def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Sty
         return rec.new({"1": numel}, compute, "cast weight") if wanted else weight
 
     weight = dequantised(compute)
-    y = rec.new(shape, compute, "output")
+    y = rec.product(shape, compute, "output")
     del weight
 
     def backward(g: Tensor) -> list[Tensor | None]:
         held = dequantised(style.weight)
-        result = rec.new(elements, compute, "input gradient") if need else None
+        result = rec.product(elements, compute, "input gradient") if need else None
         del held
         return [result]
 

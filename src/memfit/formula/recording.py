@@ -97,24 +97,26 @@ def _load(account: Account) -> Iterator[Name]:
 
 
 def _pass(account: Account, micro: MicroStep, workspace: bool) -> Iterator[Name | str]:
+    due = workspace
     for step in micro.forward:
         if step.instant == "loss":
             yield "loss"
-        yield from _segment(account, step)
-    if workspace:
-        yield WORKSPACE
+        yield from _segment(account, step, workspace=due)
+        due = due and step.segment.product < 0
     for step in micro.exits:
         yield from _segment(account, step)
-    for number, step in enumerate(micro.backward):
+    due = workspace
+    for step in micro.backward:
         yield step.instant
-        yield from _segment(account, step)
-        if number == 0 and workspace:
-            yield WORKSPACE
+        yield from _segment(account, step, workspace=due)
+        due = due and step.segment.product < 0
 
 
-def _segment(account: Account, step: Step) -> Iterator[Name]:
+def _segment(account: Account, step: Step, *, workspace: bool = False) -> Iterator[Name]:
     program, title = step.part.program, step.part.title
-    for event in step.segment.events:
+    for event in step.segment.marked if workspace else step.segment.events:
+        if event == 0:
+            yield WORKSPACE
         if event > 0 and account.meter.bytes(program.sizes.get(event, {})) > 0:
             yield program.roles[event], f"{title}, {program.labels[event]}"
 

@@ -78,6 +78,17 @@ class MicroStep:
         leave = [Step("end of the body", p.program.leave, p) for p in leaving]
         return [*first, *middle, *leave, Step("loss", self.head.program.forward, self.head)]
 
+    def before(self, step: int) -> Stretch:
+        """The first `step` steps of the forward."""
+        if step not in self.begun:
+            self.begun[step] = Stretch.of(self.forward[:step])
+        return self.begun[step]
+
+    @cached_property
+    def begun(self) -> dict[int, Stretch]:
+        """What `before` has made, by its number of steps."""
+        return {}
+
     @cached_property
     def lingering(self) -> Size:
         """What the graph of the step before still holds while a loop that keeps `loss` runs the next forward."""

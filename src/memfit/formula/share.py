@@ -27,6 +27,15 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
+class Transitions:
+    """Bytes of buffers while FSDP2 gathers a group beside what the one before leaves: its all-gather output, and whole ends."""
+
+    first: int  # block, beside the embedding's
+    last: int  # block, beside another's
+    head: int  # beside the last block's; 0: the head is not gathered by itself
+
+
+@dataclass(frozen=True, slots=True)
 class Streams:
     """Bytes that the pools of a framework's own streams hold: what one stream has cached, no other can use.
 
@@ -55,6 +64,7 @@ class Share:
     buckets: int = 0  # permanent communication buffers
     release_gradients: bool = False  # whole gradients die as soon as they exist
     gathered: Gathered | None = None  # buffers that come and go in a pass
+    transitions: Transitions | None = None  # between its parts, under FSDP2
     streams: Streams | None = None
     first: Share | None = None  # while DeepSpeed still records the order of the modules
     evaluated: Share | None = None  # during evaluation, where that is not `gathered`

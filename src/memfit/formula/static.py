@@ -39,7 +39,7 @@ class Static:
     parameters: int  # number of stored elements of the base
     quantised: int  # how many of them are quantised
     largest: int  # elements of the largest weight, an end of the model's as a rule
-    largest_adapted: int  # elements of the largest weight that has an adapter; 0: none
+    adapted: tuple[int, ...]  # elements of the weights that have adapters, in one block of every kind
     stored: tuple[Stored, ...]
     passing: int  # the most that is there only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ def static_bytes(
         base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
-        largest_adapted=_largest_adapted(architecture, method, targets),
+        adapted=_adapted(architecture, method, targets),
         stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
@@ -157,9 +157,8 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
     )
 
 
-def _largest_adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> int:
+def _adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> tuple[int, ...]:
     if method == "full":
-        return 0
+        return ()
     names = adapted(architecture, targets)
-    weights = (w for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))
-    return max((w.numel for w in weights), default=0)
+    return tuple(w.numel for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))

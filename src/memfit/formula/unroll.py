@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memfit.formula.fold import Meter
-from memfit.formula.program import GRADIENT, INPUT
+from memfit.formula.program import GRADIENT, INPUT, Program
 from memfit.formula.run import MicroStep, Part, Step
 
 
@@ -53,27 +53,29 @@ class Pass:
     waiting: Any = None  # the head's gradient of a tied table
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
+    due: int = 0  # bytes of the workspace that the thread's first product takes
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
-        flow = None
+        flow, self.due = None, workspace
         for step in self.micro.forward:
             flow = self._segment(step, flow)
-        if workspace:
-            self.memory.malloc(workspace)
         for step in self.micro.exits:
             self._segment(step, None)
-        flow, buffers = None, list[Any]()
+        flow, buffers, self.due = None, list[Any](), workspace
         for number, step in enumerate(self.micro.backward):
             flow = self._segment(step, flow, backward=True)
             if number == 0:
-                self.memory.malloc(workspace)
                 buffers = [self.memory.malloc(size) for size in self.late]
         for buffer in buffers:
             self.memory.free(buffer)
         for part, live in self.live.items():
             for held in part.program.attributes:
                 self.memory.free(live.pop(held, None))
+
+    def sizes_of(self, program: Program) -> list[int]:
+        """Bytes by local id."""
+        return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
 
     def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
         """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
@@ -85,15 +87,15 @@ class Pass:
             live[GRADIENT] = flow
             if program is self.micro.embedding.program:
                 live[program.waiting] = self.waiting
-        sizes = self.sizes.get(id(program))
-        if sizes is None:
-            count = max(program.sizes, default=0) + 1
-            sizes = self.sizes[id(program)] = [self.meter.bytes(program.sizes.get(i, {})) for i in range(count)]
-        for event in step.segment.events:
+        sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
+        for event in step.segment.marked if self.due else step.segment.events:
             if event > 0:
                 live[event] = malloc(sizes[event])
-            else:
+            elif event:
                 free(live.pop(-event, None))
+            else:
+                malloc(self.due)
+                self.due = 0
         if step.segment is program.leave:
             return flow
         if not backward:

@@ -96,7 +96,7 @@ def thinned(micro: MicroStep) -> MicroStep:
 def _thin(program: Program) -> Program:
     def kept(whole: Segment) -> Segment:
         brief = {e for e in whole.events if e > 0} & {-e for e in whole.events if e < 0}
-        return Segment.of([e for e in whole.events if abs(e) not in brief], program.sizes, program.roles)
+        return Segment.of([e for e in whole.marked if abs(e) not in brief], program.sizes, program.roles)
 
     forward, leave, out, backward = map(kept, (program.forward, program.leave, program.exit, program.backward))
     return replace(program, forward=forward, leave=leave, exit=out, backward=backward)

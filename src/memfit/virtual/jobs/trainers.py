@@ -71,12 +71,13 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
 
 
 def _count(setup: Setup) -> int:
-    return setup.micro_batch * setup.accumulation * (setup.steps + 2)
+    """Samples to train on, of all ranks: an epoch that ends early cuts an accumulation short."""
+    return setup.world_size * setup.micro_batch * setup.accumulation * (setup.steps + 2)
 
 
 def _evaluated(setup: Setup) -> int:
-    """Samples to evaluate on; several ranks share what there is."""
-    return setup.micro_batch * EVALUATED if setup.world_size == 1 else _count(setup)
+    """Samples to evaluate on, of all ranks."""
+    return setup.world_size * setup.micro_batch * EVALUATED
 
 
 def _plain(setup: Setup, folder: str) -> Any:
