@@ -1,6 +1,6 @@
 """Fit the words of `memfit explain` to reports whose cause is known: `python benchmarks/learn_causes.py [--write]`.
 
-Reads tests/data/oom_cases*.csv as a user would have written them (see oom_cases.py) and fits a multinomial logistic
+Reads tests/data/oom_cases.csv and oom_cases_later.csv as a user would have written them (see oom_cases.py) and fits a multinomial logistic
 regression on tf-idf of single words (scikit-learn, which it alone needs). Prints how often the words alone, and with the
 signs, name the cause of reports they were not fitted to: tenfold cross-validation, by lot. Signs were written with the
 reports of the first collection and of lots a to d, so only the later lots tell what the two get together.

@@ -183,7 +183,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("zero3-init", 58, (ZERO3,), at=("load",), never=FSDP),
     Sign("zero3-init", 52, (ZERO3, r"although|though|even with|despite|in spite"), at=("",), never=f"{FSDP}|batch|step|seq"),
     Sign("load-peak", 86, (FSDP, r"low_cpu_fsdp|cpu_ram_efficient|qlora_sharded|fp32 init|meta init|meta device|_broadcast_|distribute_tensor|to_empty|param_init_fn|materiali[sz]|rank ?0 (?:loads|holds|reads)|sync_module_states|before (?:it is |being )?(?:shard|wrap)|broadcast|load_full_state|set_model_state"), at=BEGIN),
-    Sign("load-peak", TOLD, (FSDP,), at=("load", "init")),
+    Sign("load-peak", TOLD, (FSDP,), at=("load", "init"), never=r"host (?:\w+ )?oom|oom on (?:the )?(?:cpu|host)"),
     Sign("quantized-unsharded", SURE, (r"bnb_4bit_quant_storage|quant_storage",)),
     Sign("quantized-unsharded", 86, (FSDP, FOUR_BIT), at=("backward", "forward", "loss")),
     Sign("quantized-unsharded", 86, (FSDP, FOUR_BIT, rf"(?:not|isn't|aren't|never|without|un)[ -]?(?:being )?(?:shard|flatten|split|partition)|ignored|{EACH} (?:\w+ )?(?:{WHOLE})|as much|same (?:memory|usage)|no (?:memory )?(?:sav|reduc)"), at=PASS),
@@ -281,7 +281,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("exception", 84, (r"retr(?:y|ies|ied)|tr(?:y|ied) again|smaller batch", r"except\b|caught|catch|after (?:an |the )?(?:oom|out of memory)|recover"), never="vllm|ray"),
     # the host
     Sign("host-ram", TOLD, (r"host oom|host (?:ram|memory)|system (?:ram|memory)|cpu (?:ram|memory)|cgroup|oom[- ]?kill|sigkill|signal 9|exit(?: ?code)? ?\(?-9|\bram\b",), never=rf"per rank|shared|instead of oom|fall|efficient|{FSDP}|vram"),
-    Sign("host-ram", 89, (r"bad_alloc|node running low on memory|\bray oom|workers? (?:was |were )?killed due to memory|oomkilled|slurmstepd|oom[-_ ]kill|return ?code -9|dataloader worker \(pid|bus error|\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
+    Sign("host-ram", SURE, (r"bad_alloc|node running low on memory|\bray oom|workers? (?:was |were )?killed due to memory|oomkilled|slurmstepd|oom[-_ ]kill|return ?code -9|dataloader worker \(pid|bus error|\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
     Sign("host-ram", 88, ("offload", r"\d ?[gt]i?b (?:of )?(?:host |system |cpu )?ram\b|(?:cpu|host|system) (?:ram|memory)"), at=(*BEGIN, "optimizer"), never="cuda out of memory|tried to allocate"),
     Sign("host-ram", 89, (r"\b(?:ram|cpu memory|host memory)\b", r"process\w*|workers|ranks", r"\d ?g\w* (?:each|per)|each (?:\w+ )?(?:takes|uses|loads|holds|needs)"), never="vram"),
     Sign("host-ram", 84, (r"(?:cpu|host|system) (?:memory|ram) (?:\w+ ){0,2}(?:above|over|exceed|full|exhaust|runs? out|grow|more than|usage|peak)|ram (?:usage|is full|full|runs? out|exhaust|explod|overflow)",), never="vram|gpu ram"),

@@ -78,7 +78,9 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
     )
     tried = m.tried or 0
     if share >= SHARE_FRAGMENTED and tried <= m.unallocated:
-        return Clue("fragmentation", 88, proof)
+        return Clue(
+            "fragmentation", 84, proof
+        )  # likely, not certain: of two later reports another cause had left the pieces
     if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
         return Clue("fragmentation", 58, proof)
     return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
