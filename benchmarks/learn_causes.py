@@ -3,7 +3,7 @@
 Reads tests/data/oom_cases.csv and oom_cases_later.csv as a user would have written them (see oom_cases.py) and fits a multinomial logistic
 regression on tf-idf of single words (scikit-learn, which it alone needs). Prints how often the words alone, and with the
 signs, name the cause of reports they were not fitted to: tenfold cross-validation, by lot. Signs were written with the
-reports of the first collection and of lots a to d, so only the later lots tell what the two get together.
+reports of the first collection and of lots a to j, so only the later lots tell what the two get together.
 --write: put the table into src/memfit/catalogue/words_of_causes.json, weights as integers of a tenth.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_every_target_carries_what_the_plan_knows(key: str, nodes: int) -> None:
 
 @pytest.mark.parametrize("key", ["torchrun", "slurm"])
 def test_scripts_are_shell(key: str, tmp_path: Path) -> None:
-    plan = planned(SHARDED.but(alloc_conf="it's; $(false)"))
+    plan = replace(planned(SHARDED), recipe=SHARDED.but(alloc_conf="it's; $(false)"))
     for name, text in TARGETS[key].write(spec_of(plan, 2, hours=4)).items():
         (tmp_path / name).write_text(text)
         done = subprocess.run(["bash", "-n", str(tmp_path / name)], capture_output=True, text=True, check=False)

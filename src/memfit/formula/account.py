@@ -272,6 +272,21 @@ class Account:
 
     def resume(self) -> Instant:
         """transformers loads optimizer states to the host on one GPU, but straight onto each of several."""
+        return max(self._states_loaded(), self._weights_loaded(), key=lambda instant: instant.requested)
+
+    def _weights_loaded(self) -> Instant:
+        """FSDP2's rank 0 puts every saved weight on the card whole, one by one. A tied head counts as trained: PyTorch knows
+        frozen weights by name, and it has two (torch.distributed.checkpoint.state_dict, 2.13)."""
+        lines = self.resident(states=False, gradients=False)
+        saved = self.recipe.method == "full" or self.architecture.tied
+        if self.recipe.shard == "parameters" and self.trainer.code == "transformers" and saved:
+            lines = (
+                *lines,
+                ("temporaries", "a weight of the checkpoint, whole", self.static.largest * self.numerics.weight),
+            )
+        return Instant("resume", "loading weights", sum(line[2] for line in lines), lines)
+
+    def _states_loaded(self) -> Instant:
         lines = self.resident(states=True, gradients=False)
         if self.recipe.num_gpus > 1 and self.share.states:
             lines = (*lines, ("optimizer_states", "states as loaded, beside the live ones", self.share.states))
@@ -292,7 +307,7 @@ class Account:
 
     def merge(self) -> Instant:
         """Adapters folded into the base, one matrix at a time, by the process that trained them."""
-        lines = self.resume().static
+        lines = self._states_loaded().static
         lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 

@@ -62,6 +62,10 @@ class Observer:
         self.card.settle()
         self.card.ledger.mark(phase, instant)
 
+    def restarted(self) -> None:
+        """As in a new process, in which a step before the first backward pass only makes states."""
+        self._learned = False
+
     @property
     def phase(self) -> Phase:
         """The phase that training is in."""
@@ -141,7 +145,7 @@ class Observer:
             for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
                 for t in tensors(held):
                     self._tag(t, "optimizer_states", f"{key} of {name}")
-        if not self._learned:  # DeepSpeed steps once while it loads, to make the states
+        if not self._learned:  # DeepSpeed steps once while it loads, FSDP2 while it is resumed, to make the states
             return
         self.mark(self.phase, "after the step")
         self.done += 1

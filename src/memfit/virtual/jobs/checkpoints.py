@@ -9,6 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.virtual.files import Saves
@@ -63,7 +64,11 @@ def resume(trainer: Any, saving: Saving, observer: Observer, folder: str) -> Non
     """Load the checkpoint as a new process would: with the model on the card, without states, with nothing cached."""
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves the last of them gathered
     trainer.accelerator.free_memory()  # empties the cache too
+    observer.restarted()
     observer.mark("resume", "loading a checkpoint")
     saving.resuming = True
     with suppress(_Loaded):

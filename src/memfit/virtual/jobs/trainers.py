@@ -40,8 +40,7 @@ def run(setup: Setup, observer: Observer) -> None:
             if setup.evaluate:
                 trainer.args.prediction_loss_only = True
                 trainer.evaluate()
-            # FSDP2's loading copies into DTensors, which the fake group cannot
-            if setup.save and setup.shard == "none":
+            if setup.save and not setup.deepspeed:  # its engine reads and writes files of its own
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
