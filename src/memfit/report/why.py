@@ -240,6 +240,9 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
         "weights as the model holds them, beside DeepSpeed's flat copy of them"
     ),
     "gathered for the state dict": _said("a sharded weight made whole to be saved"),
+    "a weight of the checkpoint, whole": _said(
+        "one saved weight at a time is whole on the first GPU before it is dealt out"
+    ),
     "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
     "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),
     "adapters loaded in fp32": _said("PEFT widens 16-bit adapters when it loads them again"),
