@@ -25,6 +25,15 @@ def run(capsys: Captured, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
+    "text", ["my training run ran out of memory, what now", "CUDA OOM again", "there was not enough memory"]
+)
+def test_who_says_that_memory_ran_out_is_not_told_otherwise(text: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log").write_text(text)
+    code, out, _ = run(capsys, str(tmp_path / "log"))
+    assert code == 4 and "not known" in out.lower().replace("-", " ")
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"step 1 loss 2.31\nstep 2 loss 2.20\ndone\n", "no out-of-memory in it"),

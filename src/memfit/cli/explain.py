@@ -64,6 +64,7 @@ def run(what: str, **flags: Any) -> int:
     cause is named, 4 where none is known, 2 where nothing ran out of memory.
     """
     from memfit.explain import explain
+    from memfit.explain.figures import ran_out
     from memfit.explain.reading import memory_of
 
     if flags["html"]:
@@ -78,7 +79,7 @@ def run(what: str, **flags: Any) -> int:
     if planned:
         evidence = replace(evidence, words=planned.job.architecture.vocabulary)
     findings = explain(evidence, planned.price if planned else None)
-    if findings[0].cause == "not-known" and not (evidence.messages or evidence.memory):
+    if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if flags["json"]:

@@ -196,6 +196,11 @@ def _logits_asked(evidence: Evidence, words: int) -> Clue | None:
     return Clue("logits", 80, Proof(said, size), seen=False)
 
 
+def ran_out(evidence: Evidence) -> bool:
+    """A message, or anybody's words, say that memory ran out."""
+    return bool(evidence.messages or _RAN_OUT.search(evidence.text))
+
+
 def vocabulary(evidence: Evidence) -> int:
     """Words of the model's vocabulary, 0 where it is not known."""
     return evidence.words or next((words for words, pattern in VOCABULARIES if pattern.search(evidence.text)), 0)
@@ -280,8 +285,7 @@ def _alone(evidence: Evidence) -> Clue | None:
             return Clue("replicated", WEAK + 8, proof)
         weight = WEAK + 6 * bool(run and run.cards == 1)
         return Clue("capacity", weight, Proof("it failed while the weights were loaded"))
-    ran_out = evidence.messages or _RAN_OUT.search(text)
-    if evidence.when in ("", "init", "forward", "backward") and _weights(text) >= LARGE and ran_out:
+    if evidence.when in ("", "init", "forward", "backward") and _weights(text) >= LARGE and ran_out(evidence):
         asked = _ASKED.search(text)
         said = f"'{asked[0]}', " if asked else ""
         proof = Proof(f"{said}a model of {_weights(text) / 1e9:g} B weights")

@@ -19,7 +19,7 @@ from memfit.finding import Cause, Proof
 WORD = re.compile(r"[a-z]+")
 LONGEST = 3_000  # characters: the reports it was fitted to have up to 1,100; a log has words of other kinds
 FEWEST = 17  # of its words that a text must have: a phrase alone is the signs'
-POINTS = 15  # of a clue's weight, for one natural logarithm of probability: 15 to 100 do alike on lots k to o
+POINTS = 15  # of a clue's weight, for one natural logarithm of probability: see docs/decisions.md
 HEARD = 0.2  # probability from which a cause stands beside those of the signs
 ALONE = 0.3  # and where no sign was seen: nine of ten such were right in cross-validation
 SHOWN = 6  # words told as evidence
