@@ -128,6 +128,16 @@ def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
         assert -0.02 <= difference <= (0.05 if phase != "resume" else math.inf), f"{phase}: reserved {difference:+.2%}"
 
 
+def test_only_fsdp2_puts_whole_weights_on_the_card_to_resume() -> None:
+    model, gpu = architecture({**resolve_config("qwen3-0.6b"), **TWO}, "qwen3-0.6b"), find_gpu("a100-80gb")
+    fsdp2 = MIXED.but(**SHARDED)
+    zero3 = fsdp2.but(precision="bf16-master")
+    assert zero3.zero and not fsdp2.zero
+    resumes = [next(p for p in estimate(model, r, gpu).phases if p.phase == "resume") for r in (fsdp2, zero3)]
+    whole = ["a weight of the checkpoint, whole" in {line.label for line in p.lines} for p in resumes]
+    assert whole == [True, False]
+
+
 @pytest.mark.parametrize("attention", ["all-linear", "attention"])
 def test_eight_bits_keep_more_than_four_whatever_is_checkpointed(attention: str) -> None:
     model, gpu = architecture(resolve_config("llama-3.2-1b"), "llama-3.2-1b"), find_gpu("a100-80gb")

@@ -279,7 +279,7 @@ class Account:
         frozen weights by name, and it has two (torch.distributed.checkpoint.state_dict, 2.13)."""
         lines = self.resident(states=False, gradients=False)
         saved = self.recipe.method == "full" or self.architecture.tied
-        if self.recipe.shard == "parameters" and self.trainer.code == "transformers" and saved:
+        if self.share.by_block and self.trainer.code == "transformers" and saved:
             lines = (
                 *lines,
                 ("temporaries", "a weight of the checkpoint, whole", self.static.largest * self.numerics.weight),
