@@ -201,7 +201,7 @@ def _rank(run: folder.Run, rank: int, processes: int, port: int, spoil: Callable
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
-    os.environ.update(environment(run.plan.recipe, run.path))
+    os.environ.update(environment(run.plan.recipe, run.plan.job.architecture.model_type, run.path))
     with (run.path / folder.LOG_FILE).open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conftest import Ran
-from memfit import cards, recipe_file
+from memfit import cards, launch, recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
 from memfit.job import Recipe
@@ -144,8 +144,8 @@ def test_gpus_that_cannot_be_dealt_out_are_refused() -> None:
             spec_of(planned(), nodes)
 
 
-@pytest.mark.parametrize("shard", ["none", "parameters"])
-def test_the_environment_is_that_of_accelerate(shard: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shard", "kind"), [("none", "llama"), ("parameters", "llama"), ("parameters", "qwen3_5")])
+def test_the_environment_is_that_of_accelerate(shard: Any, kind: str, tmp_path: Path) -> None:
     """Against accelerate's own launcher, reading the file that the export writes."""
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
@@ -155,18 +155,21 @@ def test_the_environment_is_that_of_accelerate(shard: Any, tmp_path: Path) -> No
     from memfit import export
 
     recipe = Recipe(method="lora", precision="bf16-mixed", num_gpus=2, shard=shard)
-    export.write(export.export(make_plan(recipe)), tmp_path)
+    plan = make_plan(recipe)
+    job = replace(plan.job, architecture=replace(plan.job.architecture, model_type=kind))
+    export.write(export.export(replace(plan, job=job)), tmp_path)
     config = load_config_from_file(str(tmp_path / ACCELERATE_FILE))
     words = ["--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "bf16"]
     if config.fsdp_config:
         words += ["--use_fsdp", *(w for k, v in config.fsdp_config.items() for w in (f"--{k}", str(v)))]
     theirs = prepare_multi_gpu_env(launch_command_parser().parse_args([*words, "train.py"]))
-    ours = environment(recipe, tmp_path)
+    ours = environment(recipe, kind, tmp_path)
     assert ours and {name: theirs.get(name) for name in ours} == ours
+    assert ("FSDP_TRANSFORMER_CLS_TO_WRAP" in ours) == (kind in launch.BLOCKS)
 
 
 def test_deepspeed_finds_its_file(tmp_path: Path) -> None:
-    found = environment(Recipe(num_gpus=2, shard="optimizer"), tmp_path)
+    found = environment(Recipe(num_gpus=2, shard="optimizer"), "llama", tmp_path)
     assert found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "ds_config.json")
     assert (found["ACCELERATE_USE_DEEPSPEED"], found["ACCELERATE_DEEPSPEED_ZERO3_INIT"]) == ("true", "false")
 

@@ -14,8 +14,11 @@ pytest.importorskip("trl")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
+from transformers.initialization import no_init_weights  # noqa: E402
 
 import oracle_sharded  # noqa: E402
+from memfit.launch import BLOCKS  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.tape import ROLES, Alloc, RecordStream  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
@@ -172,3 +175,15 @@ def test_fsdp2_offloads_to_the_host() -> None:
     assert (here, there) == ({"cuda"}, {"cpu"})
     shards = 8 * (1024 * 1024 + 1024) * 4 // 8
     assert whole - offloaded >= 3 * shards  # the weights and both moments
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_blocks_told_by_name_are_those_of_the_model(kind: str) -> None:
+    """Where `_no_split_modules` names a class that the model has none of, accelerate's FSDP2 gives up."""
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = transformers.AutoConfig.for_model(kind)
+    config.get_text_config().update(layers)
+    with torch.device("meta"), no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    present = {type(module).__name__ for module in model.modules()}
+    assert BLOCKS[kind] in present and set(model._no_split_modules) - present

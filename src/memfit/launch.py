@@ -11,6 +11,12 @@ from memfit.job import Recipe
 
 Backend = Literal["plain", "ddp", "fsdp", "deepspeed"]
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
+# Model types whose `_no_split_modules` name classes that the text model has none of, on which accelerate gives up: what
+# FSDP2 wraps is told by name (transformers 5.23).
+BLOCKS = {
+    "qwen3_5": "Qwen3_5DecoderLayer", "qwen3_5_text": "Qwen3_5DecoderLayer",
+    "qwen3_5_moe": "Qwen3_5MoeDecoderLayer", "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
+}  # fmt: skip
 _STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 

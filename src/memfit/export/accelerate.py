@@ -15,13 +15,13 @@ def files(plan: Plan, kind: launch.Backend) -> dict[str, str]:
     """accelerate.yaml, with ds_config.json where the backend is DeepSpeed."""
     recipe = plan.recipe
     head = ["# accelerate launch --config_file accelerate.yaml train.py"]
-    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe, kind), head=head)}
+    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe, kind, plan.job.architecture.model_type), head=head)}
     if kind == "deepspeed":
         found[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe))
     return found
 
 
-def config(recipe: Recipe, kind: launch.Backend) -> dict[str, Any]:
+def config(recipe: Recipe, kind: launch.Backend, model_type: str) -> dict[str, Any]:
     """accelerate's ClusterConfig as a dictionary."""
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -35,11 +35,12 @@ def config(recipe: Recipe, kind: launch.Backend) -> dict[str, Any]:
             "deepspeed_config": {"deepspeed_config_file": launch.DEEPSPEED_FILE, "zero3_init_flag": stage3}
         }
     settings["mixed_precision"] = launch.numbers(recipe, kind).mixed
-    return settings | ({"fsdp_config": _fsdp(recipe)} if kind == "fsdp" else {})
+    return settings | ({"fsdp_config": _fsdp(recipe, model_type)} if kind == "fsdp" else {})
 
 
-def _fsdp(recipe: Recipe) -> dict[str, Any]:
-    return {
+def _fsdp(recipe: Recipe, model_type: str) -> dict[str, Any]:
+    told = {"fsdp_transformer_layer_cls_to_wrap": launch.BLOCKS[model_type]} if model_type in launch.BLOCKS else {}
+    return told | {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,

@@ -96,7 +96,11 @@ def config(plan: Plan) -> dict[str, Any]:
     }
     if r.checkpointing != "none":
         settings |= {"gradient_checkpointing_kwargs": {"use_reentrant": False}, **_CHECKPOINTING[r.checkpointing]}
-    return settings | {"attn_implementation": names.ATTENTION[r.attention], "output_dir": "output", **_spread(r)}
+    return settings | {
+        "attn_implementation": names.ATTENTION[r.attention],
+        "output_dir": "output",
+        **_spread(r, plan.job.architecture.model_type),
+    }
 
 
 def _dataset(layout: Layout) -> dict[str, Any]:
@@ -158,7 +162,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
     return {"bf16": True}
 
 
-def _spread(recipe: Recipe) -> dict[str, Any]:
+def _spread(recipe: Recipe, model_type: str) -> dict[str, Any]:
     kind = launch.backend(recipe)
     if kind == "deepspeed":
         return {"deepspeed": launch.DEEPSPEED_FILE}
@@ -171,4 +175,6 @@ def _spread(recipe: Recipe) -> dict[str, Any]:
         "cpu_ram_efficient_loading": recipe.quantization == "none",
         "state_dict_type": "FULL_STATE_DICT",
     }
+    if model_type in launch.BLOCKS:
+        sharding["transformer_layer_cls_to_wrap"] = launch.BLOCKS[model_type]
     return {"fsdp_version": 2, "fsdp_config": sharding}

@@ -31,12 +31,12 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     Ctrl-C and SIGTERM are handed on once, whoever else got them, and the step is finished and saved. A second Ctrl-C ends
     the attempt at once and is raised as KeyboardInterrupt.
     """
-    recipe = run.plan.recipe
+    recipe, kind = run.plan.recipe, run.plan.job.architecture.model_type
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
-            env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, run.path)}, start_new_session=True,
+            env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path)}, start_new_session=True,
         )  # fmt: skip
         assert child.stdout is not None
         with _stopping(child, tell) as asked:

@@ -12,9 +12,9 @@ from memfit.job import Recipe
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def environment(recipe: Recipe, folder: Path | None = None) -> dict[str, str]:
+def environment(recipe: Recipe, model_type: str, folder: Path | None = None) -> dict[str, str]:
     """Variables for `torchrun train.py`, the same as of `accelerate launch --config_file accelerate.yaml train.py`."""
-    return allocator(recipe) | _accelerate(recipe, folder)
+    return allocator(recipe) | _accelerate(recipe, model_type, folder)
 
 
 def allocator(recipe: Recipe) -> dict[str, str]:
@@ -22,11 +22,11 @@ def allocator(recipe: Recipe) -> dict[str, str]:
     return dict.fromkeys(ALLOCATOR, recipe.alloc_conf) if recipe.alloc_conf else {}
 
 
-def _accelerate(recipe: Recipe, folder: Path | None) -> dict[str, str]:
+def _accelerate(recipe: Recipe, model_type: str, folder: Path | None) -> dict[str, str]:
     kind = launch.backend(recipe)
     if kind == "plain":
         return {}
-    settings = accelerate.config(recipe, kind)
+    settings = accelerate.config(recipe, kind, model_type)
     if kind == "deepspeed":
         deepspeed = settings["deepspeed_config"]
         path = (folder or Path()) / deepspeed["deepspeed_config_file"]
@@ -38,6 +38,7 @@ def _accelerate(recipe: Recipe, folder: Path | None) -> dict[str, str]:
     if kind == "fsdp":
         found["ACCELERATE_USE_FSDP"] = "true"
         for name, value in settings["fsdp_config"].items():
-            found[name.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
+            variable = name.upper().replace("_LAYER_CLS_", "_CLS_")  # accelerate has two names for the blocks
+            found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
         found["FSDP_SYNC_MODULE_STATES"] = "true"  # what cpu_ram_efficient_loading needs
     return found

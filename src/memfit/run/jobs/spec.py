@@ -82,7 +82,7 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec
         )
     if hours < 0:
         raise BadInput(f"a job cannot take {hours} hours", hint="--hours 24")
-    found = environment(plan.recipe)
+    found = environment(plan.recipe, plan.job.architecture.model_type)
     return Spec(
         name=name_of(plan), plan=plan, nodes=nodes, gpus=total // nodes, host_bytes=host_bytes(plan, nodes),
         environment=found, hours=hours, image=image,

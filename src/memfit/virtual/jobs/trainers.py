@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memfit.launch import BLOCKS
 from memfit.virtual.jobs.checkpoints import Saving, resume, without_files
 from memfit.virtual.jobs.models import load
 from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters
@@ -63,6 +64,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
         words["fsdp_config"] = {
             "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": setup.reshard,
             "cpu_offload": setup.offload, "cpu_ram_efficient_loading": False,
+            "transformer_layer_cls_to_wrap": BLOCKS.get(str(setup.config.get("model_type"))),
         }  # fmt: skip
     if setup.deepspeed:
         words["deepspeed"] = setup.deepspeed
