@@ -126,6 +126,24 @@ def test_every_kind_of_model_unrolls_to_what_it_is_traced_whole(name: str) -> No
     assert first_difference(*both(MODELS[name], **words)) is None
 
 
+LIGER = {"trainer": "transformers", "loss": "fused"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama", {}),
+        ("llama", {"precision": "bf16-mixed", "micro_batch": 2, "accumulation": 2}),
+        ("llama", {**FSDP, "checkpointing": "full"}),
+        ("qwen3", {**QLORA}),
+        ("gemma 3, every third, and a rest", {"method": "lora"}),
+    ],
+)
+def test_ligers_layers_unroll_to_what_they_are_traced_whole(name: str, words: dict[str, Any]) -> None:
+    pytest.importorskip("liger_kernel", reason="pip install liger-kernel")
+    assert first_difference(*both(MODELS[name], **LIGER, **words)) is None
+
+
 def test_the_smallest_card_and_where_its_bytes_go_are_the_same() -> None:
     recipe = Recipe(trainer="torch", sequence_length=80)
     one, two = (capacity(judged(trace_recipe(recipe, LLAMA, A100, full=f)[0]), parse_alloc_conf("")) for f in (0, 1))
@@ -141,17 +159,12 @@ def test_the_smallest_card_and_where_its_bytes_go_are_the_same() -> None:
         ({**LLAMA, "num_hidden_layers": 4}, {}),  # nothing is saved
         ({**COMMON, "model_type": "gemma3_text", "layer_types": [*SLIDING, *SLIDING[:1], *SLIDING[::-1]]}, {}),
         (LLAMA, {"num_gpus": 4}),  # DDP's buckets end within blocks
-        (LLAMA, {"trainer": "transformers", "loss": "fused"}),  # Liger changes the classes of the process
     ],
-    ids=["too few layers", "blocks in no order", "ddp", "liger"],
+    ids=["too few layers", "blocks in no order", "ddp"],
 )
 def test_what_does_not_repeat_is_traced_whole(config: dict[str, Any], words: dict[str, Any]) -> None:
     recipe = replace(Recipe(trainer="torch", sequence_length=80), **words)
-    if words.get("loss"):
-        setup = replace(setup_of(Recipe(trainer="transformers"), config), arguments={"use_liger_kernel": True})
-    else:
-        setup = setup_of(recipe, config)
-    assert depths.depths(setup) is None
+    assert depths.depths(setup_of(recipe, config)) is None
 
 
 def three(*tapes: Tape, whole: int = 9) -> Any:

@@ -53,8 +53,6 @@ def depths(setup: Setup) -> Depths | None:
         return None
     if setup.deepspeed:  # partitions and buckets end within blocks
         return None
-    if setup.arguments.get("use_liger_kernel"):  # the second model of a process has other classes
-        return None
     if torch_version(torch.__version__) == (2, 12):  # ties among free blocks follow the order of deaths
         return None
     with suppress(Exception):  # whatever a config that is cut short leads to, the whole one says what is wrong with it
