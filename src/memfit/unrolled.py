@@ -16,9 +16,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from memfit.tape import Alloc, Event, Free, RecordStream, Role, Tape
+from memfit.tape import Alloc, Event, Free, Mark, RecordStream, Role, Tape
 
 Where = tuple[int, int, int]
 _NOWHERE = (0, 0, 0)
@@ -123,18 +123,32 @@ def _number(event: Free) -> int:
 
 # --- tapes as steps ---
 
-# Of a storage: label before and after its layer, role, stream; what was born last before it dies, if it names no layer.
-Look = tuple[str, str | None, Role, int, tuple[str, str | None] | None]
+
+class Fate(NamedTuple):
+    """When a storage dies: what was born last before that, its label before and after its layer, and in which instant."""
+
+    head: str
+    tail: str | None
+    mark: str
+
+
+# Of a storage: label before and after its layer, role, stream; its fate, if it names no layer.
+Look = tuple[str, str | None, Role, int, Fate | None]
 Kinds = dict[tuple[Look, int], _Kind]  # with its bytes
 
 
 def _looks(tape: Tape, split: _Split, by_fate: bool) -> dict[int, Look]:
-    """Of every storage, by id. by_fate: what was born last before it dies tells apart those that die elsewhere in a block."""
+    """Of every storage, by id. by_fate: when it dies tells apart those that die elsewhere in a block."""
     looks: dict[int, Look] = {}
-    last: tuple[str, str | None] = ("", None)
+    mark = ""
+    last = Fate("", None, mark)
     for event in tape.events:
-        if isinstance(event, Alloc):
-            last = head, tail = split(event.label)[:2]
+        if isinstance(event, Mark):
+            mark = f"{event.phase}: {event.instant}"
+            last = last._replace(mark=mark)
+        elif isinstance(event, Alloc):
+            head, tail = split(event.label)[:2]
+            last = Fate(head, tail, mark)
             looks[event.id] = head, tail, event.role, event.stream, None
         elif isinstance(event, Free) and by_fate and looks[event.id][1] is None:
             looks[event.id] = *looks[event.id][:4], last

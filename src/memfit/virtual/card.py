@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from memfit.virtual.ledger import Ledger
 from memfit.virtual.shapes import Blueprint
 from memfit.virtual.storage import Storages
 from memfit.virtual.values import Values
+
+if TYPE_CHECKING:
+    from memfit.virtual.rows import Row
 
 NOTHING = -1  # the number of tensors without bytes
 
@@ -43,6 +46,7 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that the watchdog still holds
         self.unseen: dict[int, list[Tensor]] = {}
+        self.rows: list[Row] = []  # what DDP laid out by size
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:

@@ -16,10 +16,12 @@ from memfit.gpu import Gpu
 from memfit.tape import Alloc, Tape
 from memfit.units import GIB
 from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
+from memfit.virtual.folded import ROWS, fold, rows_of, unfold
 from memfit.virtual.jobs.models import DTYPES, class_of, config_of
 from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.rows import Row
 
-Traced = tuple[Tape, dict[str, int]]  # and what had to be answered
+Traced = tuple[Tape, dict[str, int], list[Row]]  # and what had to be answered, and what DDP laid out by size
 Block = tuple[Any, ...]
 
 PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture
@@ -49,8 +51,6 @@ class Depths:
 
 def depths(setup: Setup) -> Depths | None:
     """None where blocks do not repeat, or too few do, or more than blocks decides what is allocated."""
-    if setup.world_size > 1 and setup.shard == "none":  # DDP's buckets end within blocks
-        return None
     if setup.deepspeed:  # partitions and buckets end within blocks
         return None
     if torch_version(torch.__version__) == (2, 12):  # ties among free blocks follow the order of deaths
@@ -60,24 +60,27 @@ def depths(setup: Setup) -> Depths | None:
     return None
 
 
-def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced | None:
+def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> tuple[Tape, dict[str, int]] | None:
     """The job's trace from those at three depths: two make the tape, which then must be the third's at its depth."""
     try:
-        least, shallow, deep = map(once, plan.setups)
+        runs = [once(setup) for setup in plan.setups]
     except Exception:  # the whole one says what is wrong
         return None
     try:
-        found = unroll(shallow[0], deep[0], plan.layers[1:], plan.blocks)
-        if found.tape(plan.layers[0]).events != in_order_of_birth(least[0].events):
+        rows = rows_of([run[2] for run in runs], plan.layers, plan.whole)
+        least, shallow, deep = (fold(run[0], run[2]) for run in runs)
+        found = unroll(shallow, deep, plan.layers[1:], plan.blocks)
+        if found.tape(plan.layers[0]).events != in_order_of_birth(least.events):
             return None
         periods = (plan.whole - plan.layers[1]) // (plan.layers[1] - plan.layers[0])
-        asked = {name: _line([run[1].get(name, 0) for run in (least, shallow, deep)], periods) for name in deep[1]}
-        tape = found.tape(plan.whole)
+        asked = {name: _line([run[1].get(name, 0) for run in runs], periods) for name in runs[-1][1]}
+        tape = unfold(found.tape(plan.whole), rows)
     except NotPeriodic:
         return None
-    largest = max(event.size for event in deep[0].events if isinstance(event, Alloc))
+    largest = max(event.size for event in deep.events if isinstance(event, Alloc))
     room = max(largest, gpu.total_bytes - LEFT)
-    return None if any(isinstance(e, Alloc) and e.size > room for e in tape.events) else (tape, asked)
+    beyond = any(isinstance(e, Alloc) and e.size > room and e.label not in ROWS for e in tape.events)
+    return None if beyond else (tape, asked)
 
 
 def _line(counts: list[int], periods: int) -> int:
