@@ -84,6 +84,26 @@ def test_ligers_layers_unroll_to_what_they_are_traced_whole(name: str, words: di
     assert first_difference(*both(MODELS[name], **LIGER, **words)) is None
 
 
+@pytest.mark.parametrize(("words", "limit"), [({}, "1.2MB"), ({"precision": "bf16-mixed"}, "2.4MB"), (FSDP, "1.2MB")])
+def test_a_checkpoint_in_several_files_is_saved_and_resumed_as_one_in_one(
+    words: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which weights lie in which file is not a matter of blocks, and of no storage either."""
+    from transformers import modeling_utils
+
+    split, files = modeling_utils.split_torch_state_dict_into_shards, []
+
+    def smaller(state: Any, **given: Any) -> Any:
+        made = split(state, **{**given, "max_shard_size": limit})
+        files.append(len(made.filename_to_tensors))
+        return made
+
+    monkeypatch.setattr(modeling_utils, "split_torch_state_dict_into_shards", smaller)
+    assert first_difference(*both(LLAMA, trainer="transformers", **words)) is None
+    *shallow, whole = files
+    assert set(shallow) == {1} and whole > 1
+
+
 def test_the_smallest_card_and_where_its_bytes_go_are_the_same() -> None:
     recipe = Recipe(trainer="torch", sequence_length=80)
     one, two = (capacity(judged(trace_recipe(recipe, LLAMA, A100, full=f)[0]), parse_alloc_conf("")) for f in (0, 1))

@@ -17,7 +17,7 @@ from memfit.tape import Alloc, Tape
 from memfit.units import GIB
 from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
 from memfit.virtual.folded import ROWS, fold, rows_of, unfold
-from memfit.virtual.jobs.models import DTYPES, class_of, config_of
+from memfit.virtual.jobs.models import class_of, config_of
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.rows import Row
 
@@ -29,7 +29,6 @@ WORTH = 3 / 4  # of the layers: where the shallow models have more of them toget
 # What transformers leaves of a card when it warms the allocator up before loading (caching_allocator_warmup, 5.23): no
 # single request that grows with the depth follows its line beyond.
 LEFT = int(1.2 * GIB)
-FILE = 50 * 10**9  # bytes from which save_pretrained writes several files (max_shard_size), each loaded as a whole
 _DEPTH = "num_hidden_layers"
 _POSITIONS = ("idx", "index", "layer_id")  # how attributes end that only say which layer this is
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
@@ -96,11 +95,10 @@ def _line(counts: list[int], periods: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Anatomy:
-    """A model without memory: what tells its blocks apart, one by one, and the elements of all weights besides."""
+    """A model without memory: what tells its blocks apart, one by one, and the elements of the weights besides."""
 
     blocks: tuple[Block, ...]
     others: dict[str, int]
-    elements: int  # of all weights
     name: str
     lists: tuple[str, ...]  # what the config says of every block, by name
 
@@ -108,8 +106,7 @@ class _Anatomy:
 def _depths(setup: Setup) -> Depths | None:
     whole = _anatomy(setup)
     found = _repeated(whole.blocks)
-    several = setup.save and setup.method == "full" and whole.elements * DTYPES[setup.dtype].itemsize > FILE
-    if not found or several:
+    if not found:
         return None
     start, layers = found
     count = len(whole.blocks)
@@ -168,7 +165,7 @@ def _anatomy(setup: Setup, lists: tuple[str, ...] | None = None) -> _Anatomy:
     looks = tuple((*(repr(said[k][i]) for k in lists), *_block(block)) for i, block in enumerate(blocks))
     weights = (*model.named_parameters(), *model.named_buffers())
     others = {name: t.numel() for name, t in weights if not name.startswith(f"{path}.")}
-    return _Anatomy(looks, others, sum(p.numel() for p in model.parameters()), path.rpartition(".")[2], lists)
+    return _Anatomy(looks, others, path.rpartition(".")[2], lists)
 
 
 def _block(block: nn.Module) -> Iterator[Any]:

@@ -63,7 +63,7 @@ class _Fold:
         if not self._born:
             self._alive[first] = set()
             self._open = first if row.label == BROADCAST else self._open
-            yield replace(event, size=sum(row.sizes))
+            yield replace(event, size=row.total)
         self._first[event.id] = first
         self._alive[first].add(event.id)
         self._born += 1
@@ -95,8 +95,8 @@ def _unfolded(events: Sequence[Event], rows: Rows) -> Iterator[Event]:
             if event.label in ROWS:
                 row = left.pop()
                 sizes = row.sizes
-                if (row.label, sum(sizes)) != (event.label, event.size):
-                    raise NotPeriodic(f"{event.label}: {event.size} bytes in blocks, {sum(sizes)} in a row")
+                if (row.label, row.total) != (event.label, event.size):
+                    raise NotPeriodic(f"{event.label}: {event.size} bytes in blocks, {row.total} in a row")
             elif event.label == BUCKET_SIZES:
                 sizes = [COUNT * len(left[-1].sizes)]
             here = list(range(number, number + len(sizes)))
@@ -117,6 +117,7 @@ def _unfolded(events: Sequence[Event], rows: Rows) -> Iterator[Event]:
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
     label: str
+    total: int  # bytes of its tensors, which grow with the depth
     sizes: list[int]
     living: tuple[tuple[bool, int], ...]
 
@@ -126,7 +127,8 @@ def _laid_out(rows: Rows) -> Iterator[_LaidOut]:
     known: dict[Row, _LaidOut] = {}
     for row in rows:
         if row not in known:
-            known[row] = _LaidOut(row.label, row.sizes(), tuple(row.living()) if row.label == BROADCAST else ())
+            living = tuple(row.living()) if row.label == BROADCAST else ()
+            known[row] = _LaidOut(row.label, row.total(), row.sizes(), living)
         if known[row].sizes:
             yield known[row]
 

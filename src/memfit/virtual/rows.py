@@ -43,6 +43,10 @@ class Row:
         at_least = 2 if self.label == BROADCAST else 1
         return [sum(map(self._bytes, group)) for group in self.groups() if len(group) >= at_least]
 
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(self._bytes, range(len(self.pieces))))
+
     def _bytes(self, place: int) -> int:
         dtype, elements = self.pieces[place]
         return dtype.itemsize * elements
