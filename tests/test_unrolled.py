@@ -104,6 +104,29 @@ def test_a_checkpoint_in_several_files_is_saved_and_resumed_as_one_in_one(
     assert set(shallow) == {1} and whole > 1
 
 
+IRREGULAR = [QLORA["quantization"], "parameters"]  # die in an order that no two depths explain; then all is traced
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{**w, **more} for w in RECIPES for more in ({}, {"num_gpus": 4}) if not set(IRREGULAR) & set(w.values())][::3],
+    ids=lambda w: "-".join(map(str, w.values())),
+)
+def test_deaths_are_in_their_true_order_where_torch_breaks_ties_by_it(
+    words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depths, "torch_version", lambda _: (2, 12))
+    wide = {**LLAMA, "hidden_size": 512} if "num_gpus" in words else LLAMA
+    assert first_difference(*both(wide, tuple, **words)) is None
+
+
+def test_a_trace_is_the_same_each_time() -> None:
+    """Also where autocast's cache lets go of its casts, which it finds by their addresses."""
+    recipe = Recipe(trainer="transformers", method="lora", precision="bf16-mixed", sequence_length=80)
+    one, two = (trace_recipe(recipe, LLAMA, A100, full=True)[0] for _ in range(2))
+    assert (one.events == two.events) is True
+
+
 def test_the_smallest_card_and_where_its_bytes_go_are_the_same() -> None:
     recipe = Recipe(trainer="torch", sequence_length=80)
     one, two = (capacity(judged(trace_recipe(recipe, LLAMA, A100, full=f)[0]), parse_alloc_conf("")) for f in (0, 1))

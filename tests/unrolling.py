@@ -8,7 +8,7 @@ from memfit import Recipe, find_gpu
 from memfit.alloc_conf import parse_alloc_conf
 from memfit.replay import replay
 from memfit.traced import footprint_of
-from memfit.unrolled import in_order_of_birth
+from memfit.unrolled import Order, in_order_of_birth
 from memfit.virtual.tracing import trace_recipe
 
 A100 = find_gpu("a100-80gb")
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 Answers = list[tuple[str, Any]]  # what is read from a tape, the tape itself first
 
 
-def both(config: dict[str, Any], **words: Any) -> tuple[Answers, Answers]:
+def both(config: dict[str, Any], arranged: Order = in_order_of_birth, **words: Any) -> tuple[Answers, Answers]:
     """Of the unrolled tape and of the whole one: all that is read from them."""
     recipe = Recipe(**{"sequence_length": 80, **words})
     conf, found = parse_alloc_conf(recipe.alloc_conf), []
@@ -60,7 +60,7 @@ def both(config: dict[str, Any], **words: Any) -> tuple[Answers, Answers]:
         played = replay(tape.events, settings=conf)
         found.append(
             [
-                ("tape", in_order_of_birth(tape.events) if full else tape.events), ("answers", asked), ("peak", played.peak),
+                ("tape", arranged(tape.events) if full else tape.events), ("answers", asked), ("peak", played.peak),
                 ("phases", played.by_phase()), ("footprint", footprint_of(tape, played, (), (), 0)),
             ]
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,10 +131,10 @@ class Card:
         self.settle()
         return self.ledger.allocator
 
-    def settle(self) -> None:
+    def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Free what died since the last time; before every allocation and every look at the allocator."""
         if self.storages.deaths:
-            for number in self.storages.dead():
+            for number in arranged(self.storages.dead()):
                 self._free(number)
 
 

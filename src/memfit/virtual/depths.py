@@ -15,7 +15,7 @@ from memfit.alloc_conf import torch_version
 from memfit.gpu import Gpu
 from memfit.tape import Alloc, Tape
 from memfit.units import GIB
-from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
+from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 from memfit.virtual.folded import ROWS, fold, rows_of, unfold
 from memfit.virtual.jobs.models import class_of, config_of
 from memfit.virtual.jobs.setup import Setup
@@ -52,8 +52,6 @@ def depths(setup: Setup) -> Depths | None:
     """None where blocks do not repeat, or too few do, or more than blocks decides what is allocated."""
     if setup.deepspeed:  # partitions and buckets end within blocks
         return None
-    if torch_version(torch.__version__) == (2, 12):  # ties among free blocks follow the order of deaths
-        return None
     with suppress(Exception):  # whatever a config that is cut short leads to, the whole one says what is wrong with it
         return _depths(setup)
     return None
@@ -65,15 +63,17 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> tuple[T
         runs = [once(setup) for setup in plan.setups]
     except Exception:  # the whole one says what is wrong
         return None
+    # ties among free blocks follow the order of deaths
+    arranged: Order = tuple if torch_version(torch.__version__) == (2, 12) else in_order_of_birth
     try:
         rows = rows_of([run[2] for run in runs], plan.layers, plan.whole)
-        least, shallow, deep = (fold(run[0], run[2]) for run in runs)
-        found = unroll(shallow, deep, plan.layers[1:], plan.blocks)
-        if found.tape(plan.layers[0]).events != in_order_of_birth(least.events):
+        shallow, deep = (fold(run[0], run[2]) for run in runs[1:])
+        found = unroll(shallow, deep, plan.layers[1:], plan.blocks, arranged)
+        if unfold(found.tape(plan.layers[0]), runs[0][2], arranged).events != arranged(runs[0][0].events):
             return None
         periods = (plan.whole - plan.layers[1]) // (plan.layers[1] - plan.layers[0])
         asked = {name: _line([run[1].get(name, 0) for run in runs], periods) for name in runs[-1][1]}
-        tape = unfold(found.tape(plan.whole), rows)
+        tape = unfold(found.tape(plan.whole), rows, arranged)
     except NotPeriodic:
         return None
     largest = max(event.size for event in deep.events if isinstance(event, Alloc))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memfit.tape import Alloc, Event, Free, RecordStream, Tape
-from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
+from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES
 from memfit.virtual.rows import COUNT, Piece, Row
 
@@ -80,9 +80,9 @@ class _Fold:
             self._open = first
 
 
-def unfold(tape: Tape, rows: Rows) -> Tape:
+def unfold(tape: Tape, rows: Rows, arranged: Order = in_order_of_birth) -> Tape:
     """The reverse. Raises NotPeriodic where rows and storages differ."""
-    return replace(tape, events=in_order_of_birth(_unfolded(tape.events, rows))) if rows else tape
+    return replace(tape, events=arranged(_unfolded(tape.events, rows))) if rows else tape
 
 
 def _unfolded(events: Sequence[Event], rows: Rows) -> Iterator[Event]:
