@@ -71,7 +71,7 @@ def test_other_words_of_ddp_do(recipe: Recipe, words: dict[str, Any]) -> None:
     plan, once = depths.depths(setup), partial(_traced, gpu=A100, alloc_conf="")
     assert plan is not None
     with quiet(), as_in_a_run(setup, lean=False):
-        found, (whole, asked, _) = depths.unrolled(plan, once, A100), once(setup)
+        found, (whole, asked, _) = depths.unrolled(plan, once), once(setup)
     assert found is not None
     assert found[1] == asked
     assert (found[0].events == in_order_of_birth(whole.events)) is True

@@ -6,6 +6,7 @@ from typing import Any
 
 from memfit import Recipe, find_gpu
 from memfit.alloc_conf import parse_alloc_conf
+from memfit.gpu import Gpu
 from memfit.replay import replay
 from memfit.traced import footprint_of
 from memfit.unrolled import Order, in_order_of_birth
@@ -50,12 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
 Answers = list[tuple[str, Any]]  # what is read from a tape, the tape itself first
 
 
-def both(config: dict[str, Any], arranged: Order = in_order_of_birth, **words: Any) -> tuple[Answers, Answers]:
+def both(
+    config: dict[str, Any], arranged: Order = in_order_of_birth, gpu: Gpu = A100, **words: Any
+) -> tuple[Answers, Answers]:
     """Of the unrolled tape and of the whole one: all that is read from them."""
     recipe = Recipe(**{"sequence_length": 80, **words})
     conf, found = parse_alloc_conf(recipe.alloc_conf), []
     for full in (False, True):
-        tape, asked = trace_recipe(recipe, config, A100, full=full)
+        tape, asked = trace_recipe(recipe, config, gpu, full=full)
         assert ("layers traced, the rest unrolled" in tape.about.get("depth", "")) is not full
         played = replay(tape.events, settings=conf)
         found.append(

@@ -6,8 +6,8 @@ youngest and from the oldest, and among all of its kind so far. In the next bloc
 has one of these in common: which one, the two tapes tell. A size that only one of them has is the other's, grown.
 
 Storages that die in a row, with nothing in between, are in the order of their birth here, if nothing else is asked for:
-whatever their order, the same free blocks are left, and PyTorch's autocast cache has them in no order at all. torch 2.12
-alone breaks ties among free blocks by that order; there it is left as it was, and may be too irregular to be unrolled.
+whatever their order, the same free blocks are left. torch 2.12 alone breaks ties among free blocks by that order; there it
+is left as it was, and may be too irregular to be unrolled.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from memfit.gpu import Gpu
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.answers import Answers
 from memfit.virtual.engine import thread
-from memfit.virtual.ledger import Ledger
+from memfit.virtual.ledger import BUCKET_SIZES, Ledger
 from memfit.virtual.shapes import Blueprint
 from memfit.virtual.storage import Storages
 from memfit.virtual.values import Values
@@ -46,7 +46,7 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that the watchdog still holds
         self.unseen: dict[int, list[Tensor]] = {}
-        self.rows: list[Row] = []  # what DDP laid out by size
+        self.rows: list[Row] = []  # what was laid out by size
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
@@ -109,6 +109,20 @@ class Card:
         for number in reversed(held):
             self.ledger.free(number)
         return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
+
+    def keep(self, row: Row, start: int) -> None:
+        """Name what a row allocated from the `start`-th operation on; nothing where it is not what the row says."""
+        self.settle()
+        self.rows.append(row)
+        ledger, sizes = self.ledger, row.sizes()
+        asked = [op for op in ledger.ops[start:] if op >= 0]
+        number = len(ledger.blocks) - len(asked)
+        for i in range(len(asked) - len(sizes) + 1):
+            if asked[i : i + len(sizes)] == sizes:
+                ledger.labels[number + i : number + i + len(sizes)] = [row.label] * len(sizes)
+                if row.announced() and i and asked[i - 1] == row.announced():
+                    ledger.labels[number + i - 1] = BUCKET_SIZES
+                return
 
     def need_workspace(self) -> None:
         """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""

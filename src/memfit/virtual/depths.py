@@ -12,11 +12,9 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from memfit.alloc_conf import torch_version
-from memfit.gpu import Gpu
-from memfit.tape import Alloc, Tape
-from memfit.units import GIB
+from memfit.tape import Tape
 from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
-from memfit.virtual.folded import ROWS, fold, rows_of, unfold
+from memfit.virtual.folded import fold, rows_of, unfold
 from memfit.virtual.jobs.models import class_of, config_of
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.rows import Row
@@ -26,9 +24,6 @@ Block = tuple[Any, ...]
 
 PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture
 WORTH = 3 / 4  # of the layers: where the shallow models have more of them together, the whole one is traced
-# What transformers leaves of a card when it warms the allocator up before loading (caching_allocator_warmup, 5.23): no
-# single request that grows with the depth follows its line beyond.
-LEFT = int(1.2 * GIB)
 _DEPTH = "num_hidden_layers"
 _POSITIONS = ("idx", "index", "layer_id")  # how attributes end that only say which layer this is
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
@@ -57,7 +52,7 @@ def depths(setup: Setup) -> Depths | None:
     return None
 
 
-def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> tuple[Tape, dict[str, int]] | None:
+def unrolled(plan: Depths, once: Callable[[Setup], Traced]) -> tuple[Tape, dict[str, int]] | None:
     """The job's trace from those at three depths: two make the tape, which then must be the third's at its depth."""
     try:
         runs = [once(setup) for setup in plan.setups]
@@ -73,13 +68,9 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> tuple[T
             return None
         periods = (plan.whole - plan.layers[1]) // (plan.layers[1] - plan.layers[0])
         asked = {name: _line([run[1].get(name, 0) for run in runs], periods) for name in runs[-1][1]}
-        tape = unfold(found.tape(plan.whole), rows, arranged)
+        return unfold(found.tape(plan.whole), rows, arranged), asked
     except NotPeriodic:
         return None
-    largest = max(event.size for event in deep.events if isinstance(event, Alloc))
-    room = max(largest, gpu.total_bytes - LEFT)
-    beyond = any(isinstance(e, Alloc) and e.size > room and e.label not in ROWS for e in tape.events)
-    return None if beyond else (tape, asked)
 
 
 def _line(counts: list[int], periods: int) -> int:

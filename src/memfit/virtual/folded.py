@@ -1,4 +1,4 @@
-"""Rows that DDP lays out by size, folded to one storage each, which repeats block by block, and laid out again for the whole."""
+"""Rows laid out by size, folded to one storage each, which grows block by block, and laid out again for the whole."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from memfit.tape import Alloc, Event, Free, RecordStream, Tape
 from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
-from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES
+from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP
 from memfit.virtual.rows import COUNT, Piece, Row
 
-ROWS = (BROADCAST, BUCKET)
+ROWS = (BROADCAST, BUCKET, WARM_UP)
 Rows = Sequence[Row]
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memfit.virtual.dispatch import current
-from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES
+from memfit.virtual.ledger import BROADCAST, BUCKET
 from memfit.virtual.patching import patched
-from memfit.virtual.rows import COUNT, Piece, Row
+from memfit.virtual.rows import Piece, Row
 
 _dist: Any = dist
 _c10d: Any = torch._C._distributed_c10d
@@ -34,7 +34,7 @@ def told() -> Iterator[None]:
         _, _, _, _, cap, unused, _, _, first = args[:9]
         limits, parameters, start = (first, cap) if first < cap else (cap,), list(parameters), len(current().ledger.ops)
         init(self, parameters, *args)
-        _keep(Row(BUCKET, _pieces(parameters), limits if unused else (sys.maxsize,)), start)
+        current().keep(Row(BUCKET, _pieces(parameters), limits if unused else (sys.maxsize,)), start)
         if unused:  # buckets stay as they are
             return
         order, hooks = list[int](), ExitStack()
@@ -49,32 +49,16 @@ def told() -> Iterator[None]:
         parameters, order, limits, hooks = arriving.pop(id(self))
         hooks.close()
         last = [parameters[i] for i in order[-len(parameters) :]]  # micro-batches that were not reduced came before
-        _keep(Row(BUCKET, _pieces(last), limits, arrived=True), start)
+        current().keep(Row(BUCKET, _pieces(last), limits, arrived=True), start)
         return True
 
     def coalesced(group: Any, tensors: Any, size: int, *args: Any) -> None:
         start = len(current().ledger.ops)
         send(group, tensors, size, *args)
-        _keep(Row(BROADCAST, _pieces(tensors), (size,)), start)
+        current().keep(Row(BROADCAST, _pieces(tensors), (size,)), start)
 
     with (
         patched(_c10d.Reducer, {"__init__": begin, "_rebuild_buckets": again}),
         patched(dist, {"_broadcast_coalesced": coalesced}),
     ):
         yield
-
-
-def _keep(row: Row, start: int) -> None:
-    """Name what was allocated from the `start`-th operation on; nothing where it is not what the row says."""
-    card = current()
-    card.settle()
-    card.rows.append(row)
-    ledger, sizes = card.ledger, row.sizes()
-    asked = [op for op in ledger.ops[start:] if op >= 0]
-    number = len(ledger.blocks) - len(asked)
-    for i in range(len(asked) - len(sizes) + 1):
-        if asked[i : i + len(sizes)] == sizes:
-            ledger.labels[number + i : number + i + len(sizes)] = [row.label] * len(sizes)
-            if row.arrived and i and asked[i - 1] == COUNT * len(sizes):
-                ledger.labels[number + i - 1] = BUCKET_SIZES
-            return

@@ -1,4 +1,4 @@
-"""The noun Row: tensors that DDP's C++ lays out by their sizes, whatever the module, and what is allocated of it."""
+"""The noun Row: tensors that are laid out by their sizes, whatever the module, and what is allocated of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfit.virtual.ledger import BROADCAST, BUCKET
+from memfit.virtual.ledger import BROADCAST, BUCKET, WARM_UP
 
 COUNT = 4  # bytes in which the ranks tell each other the size of a bucket (Reducer::sync_bucket_indices)
 _IN_FLIGHT = 2  # broadcasts under way at once (maxInFlight in torch/csrc/distributed/c10d/comm.cpp)
@@ -19,7 +19,8 @@ Piece = tuple[torch.dtype, int]  # of a tensor: its elements
 class Row:
     """Tensors that were laid out together: `label` says as what; limits: bytes from which a group is full, in turn.
 
-    arrived: gradients in the order of their arrival, which are grouped as they came.
+    arrived: gradients in the order of their arrival, which are grouped as they came. Of a warm-up, which asks once for
+    as much as will be loaded: the bytes as one tensor, and most that it asks for.
     """
 
     label: str
@@ -40,8 +41,14 @@ class Row:
 
     def sizes(self) -> list[int]:
         """Bytes of what is allocated, in order; a single tensor is broadcast from where it lies."""
+        if self.label == WARM_UP:
+            return [min(self.total(), *self.limits) // 2 * 2]  # as float16
         at_least = 2 if self.label == BROADCAST else 1
         return [sum(map(self._bytes, group)) for group in self.groups() if len(group) >= at_least]
+
+    def announced(self) -> int:
+        """Bytes in which the ranks tell each other the sizes of rebuilt buckets; 0 of other rows."""
+        return COUNT * len(self.groups()) if self.arrived else 0
 
     def total(self) -> int:
         """Bytes of all tensors."""

@@ -53,7 +53,7 @@ def trace_recipe(
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
-        found = unrolled(plan, once, gpu) if plan else None
+        found = unrolled(plan, once) if plan else None
         tape, asked = found or once(setup)[:2]
         told = {"depth": str(plan)} if found else {}
         return replace(tape, about={**about, **versions(), **told}), asked
