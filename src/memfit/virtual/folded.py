@@ -37,6 +37,7 @@ class _Fold:
         self._first: dict[int, int] = {}  # storage of a row -> the first of it
         self._alive: dict[int, set[int]] = {}  # by first
         self._born = 0  # of the next row
+        self._latest = 0  # the first of the row that is being born, or was last
         self._open: int | None = None  # a row that is not wholly dead, and must be before anything is born
 
     def events(self, tape: Tape) -> Iterator[Event]:
@@ -59,13 +60,12 @@ class _Fold:
         row = self._next
         if row is None or (event.label, event.size) != (row.label, row.sizes[self._born]):
             raise NotPeriodic(f"{event.label}: another row than what was laid out")
-        first = event.id if not self._born else max(self._alive)
         if not self._born:
-            self._alive[first] = set()
-            self._open = first if row.label == BROADCAST else self._open
+            self._latest, self._alive[event.id] = event.id, set()
+            self._open = event.id if row.label == BROADCAST else self._open
             yield replace(event, size=row.total)
-        self._first[event.id] = first
-        self._alive[first].add(event.id)
+        self._first[event.id] = self._latest
+        self._alive[self._latest].add(event.id)
         self._born += 1
         if self._born == len(row.sizes):
             self._born, self._next = 0, next(self._rows, None)

@@ -28,29 +28,30 @@ def _pieces(tensors: Sequence[Tensor]) -> tuple[Piece, ...]:
 def told() -> Iterator[None]:
     """While a world is open, the card keeps the rows that are laid out on it, whose allocations are named."""
     init, rebuild, send = _c10d.Reducer.__init__, _c10d.Reducer._rebuild_buckets, _dist._broadcast_coalesced
-    arriving: dict[int, tuple[list[Tensor], list[int], tuple[int, ...], ExitStack]] = {}  # by id of the reducer
+    # by id of the reducer: what it reduces, what arrived in which order, limits; no tensor is held, which would keep it alive
+    arriving: dict[int, tuple[tuple[Piece, ...], list[int], tuple[int, ...], ExitStack]] = {}
 
     def begin(self: Any, parameters: Any, *args: Any) -> None:
         _, _, _, _, cap, unused, _, _, first = args[:9]
-        limits, parameters, start = (first, cap) if first < cap else (cap,), list(parameters), len(current().ledger.ops)
+        limits, start = (first, cap) if first < cap else (cap,), len(current().ledger.ops)
         init(self, parameters, *args)
-        current().keep(Row(BUCKET, _pieces(parameters), limits if unused else (sys.maxsize,)), start)
+        pieces, order, hooks = _pieces(parameters), list[int](), ExitStack()
+        current().keep(Row(BUCKET, pieces, limits if unused else (sys.maxsize,)), start)
         if unused:  # buckets stay as they are
             return
-        order, hooks = list[int](), ExitStack()
         for i, p in enumerate(parameters):
             hooks.callback(p.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i)).remove)
-        arriving[id(self)] = parameters, order, limits, hooks
+        arriving[id(self)] = pieces, order, limits, hooks
 
     def again(self: Any) -> bool:
         start = len(current().ledger.ops)
-        if not rebuild(self):
-            return False
-        parameters, order, limits, hooks = arriving.pop(id(self))
-        hooks.close()
-        last = [parameters[i] for i in order[-len(parameters) :]]  # micro-batches that were not reduced came before
-        current().keep(Row(BUCKET, _pieces(last), limits, arrived=True), start)
-        return True
+        made = rebuild(self)
+        if made and (told := arriving.pop(id(self), None)):
+            pieces, order, limits, hooks = told
+            hooks.close()
+            last = tuple(pieces[i] for i in order[-len(pieces) :])  # micro-batches that were not reduced came before
+            current().keep(Row(BUCKET, last, limits, arrived=True), start)
+        return bool(made)
 
     def coalesced(group: Any, tensors: Any, size: int, *args: Any) -> None:
         start = len(current().ledger.ops)
