@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +62,64 @@ def test_a_trace_says_the_same(model: str) -> None:
     footprint = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     traced = max(p.levels.requested for p in footprint.phases if p.phase in ("first_step", "step"))
     assert worst(model, recipe) == pytest.approx(traced, rel=0.001)
+
+
+PATCH = """
+import torch
+def norm(self, x):
+    return x
+def loss(*args, **words):
+    return 0
+class LigerNorm(torch.nn.Module):
+    pass
+def apply():
+    from transformers.models.{family} import modeling_{family} as module
+    module.{name}RMSNorm, module.{name}ForCausalLM.forward = LigerNorm, norm
+    torch.nn.functional.cross_entropy, module.nn.LayerNorm = loss, LigerNorm
+"""
+
+
+@pytest.fixture
+def no_liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package of its name can be imported."""
+    real = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "liger_kernel"}
+    for name in real:
+        del sys.modules[name]
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+    sys.modules.update(real)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["imported on the card", "imported before it"])
+@pytest.mark.parametrize(("family", "name"), [("llama", "Llama"), ("arcee", "Arcee")])
+@pytest.mark.usefixtures("no_liger")
+def test_what_liger_replaces_is_back_after_the_card(
+    family: str, name: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arcee's module is imported for Liger alone."""
+    pytest.importorskip("transformers.models.llama.modeling_llama")
+    import torch
+
+    from memfit import virtual_gpu
+
+    folder = tmp_path / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    for file, text in (("../__init__", ""), ("__init__", ""), ("monkey_patch", PATCH.format(family=family, name=name))):
+        (folder / f"{file}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    patch = "liger_kernel.transformers.monkey_patch"
+    if known:
+        importlib.import_module(patch)
+    of_torch = torch.nn.functional.cross_entropy, torch.nn.LayerNorm
+    with virtual_gpu("a100-80gb"):
+        importlib.import_module(patch).apply()
+        module = vars(sys.modules[f"transformers.models.{family}.modeling_{family}"])
+        assert torch.nn.LayerNorm is module[f"{name}RMSNorm"]
+        assert of_torch[0] is not torch.nn.functional.cross_entropy
+    assert (torch.nn.functional.cross_entropy, torch.nn.LayerNorm) == of_torch
+    own = module[f"{name}RMSNorm"], module[f"{name}ForCausalLM"].forward
+    assert {made.__module__ for made in own} == {module["__name__"]}
 
 
 def test_the_table_is_ligers_own() -> None:

@@ -6,6 +6,7 @@ between the two tapes would be what leaving out the count changes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -134,6 +135,29 @@ TRAINED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("words", BY_HAND.values(), ids=BY_HAND)
 def test_a_reducer_that_counts_its_passes_has_the_same_tape(words: dict[str, Any]) -> None:
     assert tape(lambda _: ran_by_hand(**words)) == tape(lambda _: ran_by_hand(**words), counted=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "static_graph": True},
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_model_that_is_let_go_of_leaves_nothing_behind(words: dict[str, Any], steps: int) -> None:
+    """Also before its buckets were rebuilt."""
+    with virtual_gpu("h100", world_size=4, answers=Answers(late_watchdog=False)):
+        before = torch.cuda.memory_allocated()
+        wrapped = ran_by_hand(steps=steps, **words)
+        assert torch.cuda.memory_allocated() > before
+        del wrapped
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        assert torch.cuda.memory_allocated() == before
 
 
 @without_cuda

@@ -5,8 +5,9 @@ distance from the last, and from the layer named before; a storage by its age am
 youngest and from the oldest, and among all of its kind so far. In the next block, or in a deeper model, the same event
 has one of these in common: which one, the two tapes tell. A size that only one of them has is the other's, grown.
 
-Storages that die in a row, with nothing in between, are in the order of their birth here: whatever their order, the
-same free blocks are left (torch 2.12 alone breaks ties by it), and PyTorch's autocast cache has them in no order at all.
+Storages that die in a row, with nothing in between, are in the order of their birth here, if nothing else is asked for:
+whatever their order, the same free blocks are left. torch 2.12 alone breaks ties among free blocks by that order; there it
+is left as it was, and may be too irregular to be unrolled.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from memfit.tape import Alloc, Event, Free, RecordStream, Role, Tape
+from memfit.tape import Alloc, Event, Free, Mark, RecordStream, Role, Tape
 
+Order = Callable[[Iterable[Event]], tuple[Event, ...]]  # of the same events, deaths in a row arranged
 Where = tuple[int, int, int]
 _NOWHERE = (0, 0, 0)
 _FIRST, _SECOND, _THIRD = 1, 2, 4  # ways to say where, as bits
@@ -69,6 +71,7 @@ class Unrolled:
     layers: int
     period: int
     about: dict[str, str]
+    arranged: Order
 
     def tape(self, layers: int) -> Tape:
         """The tape with so many layers; one period less than the shallower had is the least. Raises NotPeriodic."""
@@ -79,25 +82,7 @@ class Unrolled:
         for repeated, steps in self.parts:
             for _ in range(1 + more if repeated else 1):
                 writer.play(steps)
-        return Tape(in_order_of_birth(writer.events), "traced", dict(self.about))
-
-
-def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> Unrolled:
-    """Read the tapes of two models of so many layers each, alike but for one period of blocks.
-
-    blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp"). Raises NotPeriodic.
-    """
-    try:
-        return _unroll((shallow, deep), layers, _Split(blocks), by_fate=False)
-    except NotPeriodic:
-        return _unroll((shallow, deep), layers, _Split(blocks), by_fate=True)
-
-
-def _unroll(tapes: tuple[Tape, Tape], layers: tuple[int, int], split: _Split, *, by_fate: bool) -> Unrolled:
-    looks = tuple(_looks(tape, split, by_fate) for tape in tapes)
-    kinds = _sizes(tapes, looks)
-    one, two = (list(_steps(*of, split)) for of in zip(tapes, layers, looks, kinds, strict=True))
-    return Unrolled(tuple(_parts(one, two)), layers[0], layers[1] - layers[0], tapes[0].about)
+        return Tape(self.arranged(writer.events), "traced", dict(self.about))
 
 
 def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -121,20 +106,58 @@ def _number(event: Free) -> int:
     return event.id
 
 
+def unroll(
+    shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str, arranged: Order = in_order_of_birth
+) -> Unrolled:
+    """Read the tapes of two models of so many layers each, alike but for one period of blocks.
+
+    blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp"). arranged: how storages that die in a
+    row are ordered; `tuple` leaves them as they are. Raises NotPeriodic.
+    """
+    tapes = tuple(replace(tape, events=arranged(tape.events)) for tape in (shallow, deep))
+    try:
+        return _unroll(tapes, layers, _Split(blocks), arranged, by_fate=False)
+    except NotPeriodic:
+        return _unroll(tapes, layers, _Split(blocks), arranged, by_fate=True)
+
+
+def _unroll(
+    tapes: tuple[Tape, ...], layers: tuple[int, int], split: _Split, arranged: Order, *, by_fate: bool
+) -> Unrolled:
+    looks = tuple(_looks(tape, split, by_fate) for tape in tapes)
+    kinds = _sizes(tapes, looks)
+    one, two = (list(_steps(*of, split)) for of in zip(tapes, layers, looks, kinds, strict=True))
+    return Unrolled(tuple(_parts(one, two)), layers[0], layers[1] - layers[0], tapes[0].about, arranged)
+
+
 # --- tapes as steps ---
 
-# Of a storage: label before and after its layer, role, stream; what was born last before it dies, if it names no layer.
-Look = tuple[str, str | None, Role, int, tuple[str, str | None] | None]
+
+class Fate(NamedTuple):
+    """When a storage dies: what was born last before that, its label before and after its layer, and in which instant."""
+
+    head: str
+    tail: str | None
+    mark: str
+
+
+# Of a storage: label before and after its layer, role, stream; its fate, if it names no layer.
+Look = tuple[str, str | None, Role, int, Fate | None]
 Kinds = dict[tuple[Look, int], _Kind]  # with its bytes
 
 
 def _looks(tape: Tape, split: _Split, by_fate: bool) -> dict[int, Look]:
-    """Of every storage, by id. by_fate: what was born last before it dies tells apart those that die elsewhere in a block."""
+    """Of every storage, by id. by_fate: when it dies tells apart those that die elsewhere in a block."""
     looks: dict[int, Look] = {}
-    last: tuple[str, str | None] = ("", None)
+    mark = ""
+    last = Fate("", None, mark)
     for event in tape.events:
-        if isinstance(event, Alloc):
-            last = head, tail = split(event.label)[:2]
+        if isinstance(event, Mark):
+            mark = f"{event.phase}: {event.instant}"
+            last = last._replace(mark=mark)
+        elif isinstance(event, Alloc):
+            head, tail = split(event.label)[:2]
+            last = Fate(head, tail, mark)
             looks[event.id] = head, tail, event.role, event.stream, None
         elif isinstance(event, Free) and by_fate and looks[event.id][1] is None:
             looks[event.id] = *looks[event.id][:4], last
@@ -180,7 +203,7 @@ def _steps(tape: Tape, layers: int, looks: dict[int, Look], kinds: Kinds, split:
     births: dict[int, tuple[_Kind, int]] = {}  # id -> its kind, and how many of it were born before
     living: dict[_Kind, list[int]] = defaultdict(list)
     born: dict[_Kind, int] = defaultdict(int)
-    for event in in_order_of_birth(tape.events):
+    for event in tape.events:
         if isinstance(event, Alloc):
             kind, layer = kinds[looks[event.id], event.size], split(event.label)[2]
             births[event.id] = kind, born[kind]

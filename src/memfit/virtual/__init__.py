@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
-from memfit.virtual import api, deepspeed, dispatch, engine, guard, libraries, triton
+from memfit.virtual import api, deepspeed, dispatch, engine, guard, libraries, liger, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
@@ -39,6 +39,7 @@ def virtual_gpu(
         _active(card),
         libraries.installed(),
         triton.launches_nothing(),
+        liger.undone(),
         deepspeed.hosted(),
         _world(world_size) if launched or world_size > 1 else nullcontext(),
     ):

@@ -95,6 +95,18 @@ def _resize(card: Card) -> Callable[[torch.UntypedStorage, int], torch.UntypedSt
     return resize
 
 
+def _clear_autocast_cache(card: Card) -> Callable[[], None]:
+    """The cache lets go of its casts in an order of addresses, which differs from run to run; here in that of their birth."""
+    real = torch.clear_autocast_cache
+
+    def clear() -> None:
+        card.settle()
+        real()
+        card.settle(sorted)
+
+    return clear
+
+
 @contextmanager
 def answered(card: Card) -> Iterator[None]:
     """While the card is active, torch.cuda describes it."""
@@ -122,7 +134,7 @@ def answered(card: Card) -> Iterator[None]:
         patched(torch.UntypedStorage, {"resize_": _resize(card)}),
         patched(torch.cuda, cuda),
         patched(torch.accelerator, {"current_stream": cuda["current_stream"]}),
-        patched(torch, {"Generator": Generator}),
+        patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch.version, {"cuda": "13.0"}),
         # these modules took some names by value
         patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),

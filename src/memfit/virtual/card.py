@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,13 @@ from memfit.gpu import Gpu
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.answers import Answers
 from memfit.virtual.engine import thread
-from memfit.virtual.ledger import Ledger
+from memfit.virtual.ledger import BUCKET_SIZES, Ledger
 from memfit.virtual.shapes import Blueprint
 from memfit.virtual.storage import Storages
 from memfit.virtual.values import Values
+
+if TYPE_CHECKING:
+    from memfit.virtual.rows import Row
 
 NOTHING = -1  # the number of tensors without bytes
 
@@ -43,6 +46,7 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that the watchdog still holds
         self.unseen: dict[int, list[Tensor]] = {}
+        self.rows: list[Row] = []  # what was laid out by size
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
@@ -106,6 +110,20 @@ class Card:
             self.ledger.free(number)
         return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
 
+    def keep(self, row: Row, start: int) -> None:
+        """Name what a row allocated from the `start`-th operation on; nothing where it is not what the row says."""
+        self.settle()
+        self.rows.append(row)
+        ledger, sizes = self.ledger, row.sizes()
+        asked = [op for op in ledger.ops[start:] if op >= 0]
+        number = len(ledger.blocks) - len(asked)
+        for i in range(len(asked) - len(sizes) + 1):
+            if asked[i : i + len(sizes)] == sizes:
+                ledger.labels[number + i : number + i + len(sizes)] = [row.label] * len(sizes)
+                if row.announced() and i and asked[i - 1] == row.announced():
+                    ledger.labels[number + i - 1] = BUCKET_SIZES
+                return
+
     def need_workspace(self) -> None:
         """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""
         key = (thread(), self.ledger.stream)
@@ -127,10 +145,10 @@ class Card:
         self.settle()
         return self.ledger.allocator
 
-    def settle(self) -> None:
+    def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Free what died since the last time; before every allocation and every look at the allocator."""
         if self.storages.deaths:
-            for number in self.storages.dead():
+            for number in arranged(self.storages.dead()):
                 self._free(number)
 
 

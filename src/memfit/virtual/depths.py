@@ -12,22 +12,18 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from memfit.alloc_conf import torch_version
-from memfit.gpu import Gpu
-from memfit.tape import Alloc, Tape
-from memfit.units import GIB
-from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
-from memfit.virtual.jobs.models import DTYPES, class_of, config_of
+from memfit.tape import Tape
+from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
+from memfit.virtual.folded import fold, rows_of, unfold
+from memfit.virtual.jobs.models import class_of, config_of
 from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.rows import Row
 
-Traced = tuple[Tape, dict[str, int]]  # and what had to be answered
+Traced = tuple[Tape, dict[str, int], list[Row]]  # and what had to be answered, and what DDP laid out by size
 Block = tuple[Any, ...]
 
 PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture
 WORTH = 3 / 4  # of the layers: where the shallow models have more of them together, the whole one is traced
-# What transformers leaves of a card when it warms the allocator up before loading (caching_allocator_warmup, 5.23): no
-# single request that grows with the depth follows its line beyond.
-LEFT = int(1.2 * GIB)
-FILE = 50 * 10**9  # bytes from which save_pretrained writes several files (max_shard_size), each loaded as a whole
 _DEPTH = "num_hidden_layers"
 _POSITIONS = ("idx", "index", "layer_id")  # how attributes end that only say which layer this is
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
@@ -49,37 +45,32 @@ class Depths:
 
 def depths(setup: Setup) -> Depths | None:
     """None where blocks do not repeat, or too few do, or more than blocks decides what is allocated."""
-    if setup.world_size > 1 and setup.shard == "none":  # DDP's buckets end within blocks
-        return None
     if setup.deepspeed:  # partitions and buckets end within blocks
-        return None
-    if setup.arguments.get("use_liger_kernel"):  # the second model of a process has other classes
-        return None
-    if torch_version(torch.__version__) == (2, 12):  # ties among free blocks follow the order of deaths
         return None
     with suppress(Exception):  # whatever a config that is cut short leads to, the whole one says what is wrong with it
         return _depths(setup)
     return None
 
 
-def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced | None:
+def unrolled(plan: Depths, once: Callable[[Setup], Traced]) -> tuple[Tape, dict[str, int]] | None:
     """The job's trace from those at three depths: two make the tape, which then must be the third's at its depth."""
     try:
-        least, shallow, deep = map(once, plan.setups)
+        runs = [once(setup) for setup in plan.setups]
     except Exception:  # the whole one says what is wrong
         return None
+    # ties among free blocks follow the order of deaths
+    arranged: Order = tuple if torch_version(torch.__version__) == (2, 12) else in_order_of_birth
     try:
-        found = unroll(shallow[0], deep[0], plan.layers[1:], plan.blocks)
-        if found.tape(plan.layers[0]).events != in_order_of_birth(least[0].events):
+        rows = rows_of([run[2] for run in runs], plan.layers, plan.whole)
+        shallow, deep = (fold(run[0], run[2]) for run in runs[1:])
+        found = unroll(shallow, deep, plan.layers[1:], plan.blocks, arranged)
+        if unfold(found.tape(plan.layers[0]), runs[0][2], arranged).events != arranged(runs[0][0].events):
             return None
         periods = (plan.whole - plan.layers[1]) // (plan.layers[1] - plan.layers[0])
-        asked = {name: _line([run[1].get(name, 0) for run in (least, shallow, deep)], periods) for name in deep[1]}
-        tape = found.tape(plan.whole)
+        asked = {name: _line([run[1].get(name, 0) for run in runs], periods) for name in runs[-1][1]}
+        return unfold(found.tape(plan.whole), rows, arranged), asked
     except NotPeriodic:
         return None
-    largest = max(event.size for event in deep[0].events if isinstance(event, Alloc))
-    room = max(largest, gpu.total_bytes - LEFT)
-    return None if any(isinstance(e, Alloc) and e.size > room for e in tape.events) else (tape, asked)
 
 
 def _line(counts: list[int], periods: int) -> int:
@@ -95,11 +86,10 @@ def _line(counts: list[int], periods: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Anatomy:
-    """A model without memory: what tells its blocks apart, one by one, and the elements of all weights besides."""
+    """A model without memory: what tells its blocks apart, one by one, and the elements of the weights besides."""
 
     blocks: tuple[Block, ...]
     others: dict[str, int]
-    elements: int  # of all weights
     name: str
     lists: tuple[str, ...]  # what the config says of every block, by name
 
@@ -107,8 +97,7 @@ class _Anatomy:
 def _depths(setup: Setup) -> Depths | None:
     whole = _anatomy(setup)
     found = _repeated(whole.blocks)
-    several = setup.save and setup.method == "full" and whole.elements * DTYPES[setup.dtype].itemsize > FILE
-    if not found or several:
+    if not found:
         return None
     start, layers = found
     count = len(whole.blocks)
@@ -167,7 +156,7 @@ def _anatomy(setup: Setup, lists: tuple[str, ...] | None = None) -> _Anatomy:
     looks = tuple((*(repr(said[k][i]) for k in lists), *_block(block)) for i, block in enumerate(blocks))
     weights = (*model.named_parameters(), *model.named_buffers())
     others = {name: t.numel() for name, t in weights if not name.startswith(f"{path}.")}
-    return _Anatomy(looks, others, sum(p.numel() for p in model.parameters()), path.rpartition(".")[2], lists)
+    return _Anatomy(looks, others, path.rpartition(".")[2], lists)
 
 
 def _block(block: nn.Module) -> Iterator[Any]:

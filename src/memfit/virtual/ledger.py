@@ -12,6 +12,9 @@ from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, Record
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
 
+# what DDP, and transformers before it loads, allocate by size, whatever the module
+BROADCAST, BUCKET, BUCKET_SIZES = "broadcast", "gradient bucket", "sizes of the gradient buckets"
+WARM_UP = "warm-up of the allocator"
 GATHERING, REDUCING, GATHERED = "all-gather buffer", "reduce-scatter buffer", "gathered parameters"
 UNNAMED = "empty"  # an output made before the operator that fills it is known
 

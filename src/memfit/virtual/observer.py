@@ -14,12 +14,13 @@ from torch.optim import optimizer as optimizers
 
 from memfit.tape import Phase, Role, Tape
 from memfit.virtual.card import Card
-from memfit.virtual.ledger import GATHERED, GATHERING, REDUCING
+from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
 from memfit.virtual.patching import patched
 from memfit.virtual.values import base, tensors
 
 # What is made by these operators where parameters are sharded (torch.distributed.fsdp), and the role of what has such a name.
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
+_COORDINATED = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
 _ROLES: dict[str, Role] = {
     "cuBLAS workspace": "workspace", GATHERING: "temporaries", REDUCING: "temporaries", GATHERED: "temporaries",
 }  # fmt: skip
@@ -185,6 +186,8 @@ class Observer:
 
         def named(number: int) -> tuple[Role, str]:
             place, label = ledger.places[number], ledger.labels[number]
+            if label in _COORDINATED:  # also where gradients are views of a bucket
+                return "gradients" if roles.get(number) == "gradients" else "temporaries", label
             label = sharded.get(label, label)
             role = _ROLES.get(label) or roles.get(number, "temporaries")
             return role, sys.intern(titles.get(number) or (f"{place}: {label}" if place else label))

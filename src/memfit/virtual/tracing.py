@@ -23,6 +23,7 @@ from memfit.virtual.patching import environment, patched
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
+    from memfit.virtual.depths import Traced
     from memfit.virtual.jobs.setup import Setup
 
 Tell = Callable[[str, float], None]
@@ -52,8 +53,8 @@ def trace_recipe(
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
-        found = unrolled(plan, once, gpu) if plan else None
-        tape, asked = found or once(setup)
+        found = unrolled(plan, once) if plan else None
+        tape, asked = found or once(setup)[:2]
         told = {"depth": str(plan)} if found else {}
         return replace(tape, about={**about, **versions(), **told}), asked
 
@@ -64,7 +65,7 @@ def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
     return lean_imports() if lean else contextlib.nullcontext()
 
 
-def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> tuple[Tape, dict[str, int]]:
+def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """One job on a card of its own."""
     from memfit.virtual.host import no_random_weights
     from memfit.virtual.jobs import run
@@ -74,7 +75,7 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> tuple[Tape, dict[str, in
         observer = Observer(card)
         with collecting(), no_random_weights(), observer.watching():
             run(setup, observer)
-        return observer.tape({}), dict(card.answers.asked)
+        return observer.tape({}), dict(card.answers.asked), card.rows
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from memfit.virtual.dispatch import current
 from memfit.virtual.ledger import GATHERING, REDUCING
 from memfit.virtual.patching import environment, patched
+from memfit.virtual.reducer import told
 from memfit.virtual.values import base, keeps
 
 _c10d: Any = torch._C._distributed_c10d
@@ -53,6 +54,7 @@ def world(size: int) -> Iterator[None]:
         patched(torch.cuda.nccl, {"version": lambda: _NCCL}),
         patched(_sharding_prop, _quick_propagation()),
         _collectives(),
+        told(),
     ):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:

@@ -16,10 +16,15 @@ import transformers
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from memfit.units import GIB
+from memfit.virtual.dispatch import current
 from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.ledger import WARM_UP
 from memfit.virtual.patching import patched
+from memfit.virtual.rows import Row
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LEFT = int(1.2 * GIB) + 1  # bytes of a card that caching_allocator_warmup (transformers 5.23) leaves, rounded as there
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
 _BUILT = {"device": "cuda", "meta": "meta"}
@@ -149,5 +154,28 @@ def hollow_files() -> Iterator[None]:
     import transformers.modeling_utils as loading
 
     _header.cache_clear()
-    with patched(loading, {"safe_open": HollowFile}):
+    with patched(loading, {"safe_open": HollowFile}), _warm_up_told(loading):
+        yield
+
+
+@contextmanager
+def _warm_up_told(loading: Any) -> Iterator[None]:
+    """The card keeps what is asked for at once before anything is loaded: what will be loaded, up to a limit."""
+    count, warm_up = loading.get_total_byte_count, loading.caching_allocator_warmup
+    counted: list[int] = []
+
+    def counting(*args: Any, **words: Any) -> Any:
+        made = count(*args, **words)
+        counted.extend(made.values())
+        return made
+
+    def told(*args: Any, **words: Any) -> None:
+        card = current()
+        start = len(card.ledger.ops)
+        warm_up(*args, **words)
+        while counted:
+            pieces = ((torch.uint8, int(counted.pop())),)
+            card.keep(Row(WARM_UP, pieces, (card.gpu.total_bytes - LEFT,)), start)
+
+    with patched(loading, {"get_total_byte_count": counting, "caching_allocator_warmup": told}):
         yield
