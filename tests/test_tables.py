@@ -112,7 +112,9 @@ def test_bad_trainers_are_refused_with_a_hint(spec: str) -> None:
 
 
 GPU, OLD = find_gpu("rtx-4090"), find_gpu("t4")
-GEMMA2, GPT2, MIXTURE = (resolve_model(name) for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b"))
+GEMMA2, GPT2, MIXTURE, LLAMA4 = (
+    resolve_model(name) for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b", "meta-llama/Llama-4-Scout-17B-16E")
+)
 BROKEN = [
     Recipe(method="qlora"), Recipe(quantization="nf4"), Recipe(method="lora", quantization="nf4"),
     Recipe(attention="flash", precision="fp32"), Recipe(shard="optimizer"),
@@ -143,7 +145,7 @@ def test_combinations_that_depend_on_card_or_model() -> None:
 
 def test_every_rule_can_be_broken() -> None:
     cases = [*((r, GPT2, GPU) for r in BROKEN), (Recipe(), GPT2, OLD), (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
-             (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU),
+             (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU), (Recipe(method="lora"), LLAMA4, GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}

@@ -18,6 +18,11 @@ CardRule = Callable[[Recipe, Gpu], bool]
 # what ZeRO must have shared out before it can be moved to the host
 OFFLOADS = {"optimizer": ("optimizer", "gradients", "parameters"), "parameters": ("parameters",)}
 
+# Routers that are linear layers and return a tuple: PEFT 0.21 adapts them with "all-linear", and fails in the first forward.
+ROUTERS = ("llama4_text", "phimoe")
+# TRL 1.16 asks the config of the one for num_experts, which it calls otherwise, and takes the head of the other for its base.
+NOT_BY_TRL = ("llama4_text", "phimoe")
+
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
@@ -77,6 +82,10 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: a is not None and _adapters_on_fused_experts(r, a),
                "Liger's kernel for experts does not run with PEFT's adapters on them",
                "take --lora-targets attention, --loss full or --trainer trl"),
+    Impossible(lambda r, a, g: a is not None and a.model_type in ROUTERS and r.method != "full" and r.lora_targets == ("all-linear",),
+               "PEFT's adapter on the router of this model fails in the first forward pass", "take --lora-targets attention"),
+    Impossible(lambda r, a, g: a is not None and a.model_type in NOT_BY_TRL and r.trainer == "trl",
+               "TRL's loss does not run this model", "take --trainer transformers"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
     Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import cards, hub
+from memfit import cards, combinations, hub
 from memfit.architecture import Architecture
 from memfit.cli import terminal
 from memfit.cli.batch import effective_batch, file_batch
@@ -73,6 +73,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
         )
     if "precision" not in stated and not gpu.bf16:
         recipe = recipe.but(precision="fp16-mixed")
+    recipe = _runnable(recipe, architecture, stated, notes)
     _check_names(recipe)
     _check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
@@ -125,6 +126,18 @@ def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], not
         return recipe
     notes.append("one GPU: nothing is sharded; for more say --num-gpus")
     return recipe.but(shard="none")
+
+
+def _runnable(recipe: Recipe, architecture: Architecture, stated: set[str], notes: list[str]) -> Recipe:
+    """The defaults that this model does not run with, replaced."""
+    changes: dict[str, Any] = {}
+    if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
+        changes["trainer"] = "transformers"
+        notes.append("--trainer transformers: TRL's loss does not run this model")
+    if architecture.model_type in combinations.ROUTERS and "lora_targets" not in stated and recipe.method != "full":
+        changes["lora_targets"] = ("attention",)
+        notes.append("--lora-targets attention: PEFT's adapter on the router of this model fails")
+    return recipe.but(**changes)
 
 
 def _gpu_of(adopted: Adopted | None, path: str | None) -> str:

@@ -112,7 +112,10 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     cheat = ["memfit", "techniques", model, *card, *same, *length]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(cheat), shlex.join(why)]
-    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), "--out", "run/", "--target", "trl"]
+    from memfit.trainers import script_of
+
+    folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
+    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
     if flags.get("out"):
         data = [] if plan.job.dataset else ["--data", "train.jsonl"]
         files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
