@@ -483,10 +483,11 @@ def test_reports_get_their_cause_and_none_a_wrong_certainty(
 
 def test_the_words_were_fitted_to_these_reports() -> None:
     """Else: python benchmarks/learn_causes.py --write."""
-    files = hashlib.sha256(b"".join(path.read_bytes() for path in BENCHMARK.DEFAULT)).hexdigest()[:16]
+    paths = (*BENCHMARK.DEFAULT, *(BENCHMARK.DATA / f"oom_{name}.csv" for name in ("cases_written", "phrases")))
+    files = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
     table = words_of_causes()
-    assert table["fitted_to"] == {"reports": 988, "files": files} and set(table["causes"]) <= set(CAUSES)
-    assert all(len(row) == 1 + len(table["causes"]) == 1 + len(table["bias"]) for row in table["words"].values())
+    assert table["fitted_to"] == {"reports": 1089, "files": files} and set(table["causes"]) <= set(CAUSES)
+    assert all(len(row) == 1 + len(table["causes"]) == 1 + len(table["bias"]) for row in table["pieces"].values())
 
 
 PROSE = (
@@ -511,7 +512,7 @@ def test_words_are_evidence_of_a_finding() -> None:
 
 @given(
     st.text(alphabet="abcdefgh ,.0", max_size=300),
-    st.lists(st.sampled_from(sorted(words_of_causes()["words"])), max_size=60),
+    st.lists(st.sampled_from(sorted(piece.strip() for piece in words_of_causes()["pieces"])), max_size=60),
 )
 def test_words_never_make_a_finding_certain(noise: str, words: list[str]) -> None:
     evidence = read_text(f"{noise} {' '.join(words)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -36,7 +35,7 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
         best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
     measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
     chances = {} if measured else learned.probabilities(evidence)
-    heard = learned.heard(chances, bool(best), bool(evidence.messages))
+    heard = learned.heard(chances, bool(best))
     told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard]
     top = max(best.values(), default=0)
     near = [cause for cause in dict.fromkeys((*best, *heard)) if cause in heard or best[cause] >= top - NEAR]
@@ -49,9 +48,9 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
 
 
 def _standing(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float]) -> float:
-    """In a clue's weight: the best sign, and the words of the report."""
+    """In a clue's weight: the best sign, and the words of the report where it has enough of them."""
     neutral = 1 / max(len(chances), 1)  # of a cause that no report had
-    return best.get(cause, 0) + learned.POINTS * math.log(chances.get(cause, neutral))
+    return learned.standing(best.get(cause, 0), chances.get(cause, neutral)) if chances else best.get(cause, 0)
 
 
 def _confidence(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> Confidence:

@@ -144,8 +144,14 @@ def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
     return Clue(cause, 76, proof)
 
 
+# what a killed process is told of here is the card that it did not give back, not the host that ran out
+_LEFT_BEHIND = re.compile(
+    r"(?:gpu|video|card|vram)(?:'?s)? ?memory (?:\w+ ){0,2}(?:stays?|remains?|still|kept|not (?:be )?(?:freed|released))"
+)
+
+
 def _on_the_host(m: Message, evidence: Evidence) -> Clue | None:
-    if m.kind != "host":
+    if m.kind != "host" or _LEFT_BEHIND.search(evidence.text):
         return None
     alone = all(other.kind == "host" for other in evidence.messages)
     return Clue("host-ram", 88 if alone else STRONG, Proof("the host's own words: killed, or no memory of the CPU"))
