@@ -67,13 +67,13 @@ def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """One job on a card of its own."""
-    from memfit.virtual.host import no_random_weights
+    from memfit.virtual.host import hollow_host, no_random_weights
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
 
     with _card(setup, gpu, alloc_conf) as card:
         observer = Observer(card)
-        with collecting(), no_random_weights(), observer.watching():
+        with collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         return observer.tape({}), dict(card.answers.asked), card.rows
 
