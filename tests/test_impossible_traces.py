@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from memfit.combinations import NOT_BY_TRL, ROUTERS  # noqa: E402
-from memfit.virtual import virtual_gpu  # noqa: E402
-from memfit.virtual.jobs import Setup, run  # noqa: E402
-from memfit.virtual.observer import Observer  # noqa: E402
+from memfit.combinations import NOT_BY_TRL, ROUTERS
+from memfit.virtual import virtual_gpu
+from memfit.virtual.jobs import Setup, run
+from memfit.virtual.observer import Observer
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,

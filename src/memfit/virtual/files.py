@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
+from memfit.virtual.host import room
 from memfit.virtual.values import LARGEST
 
 HINT = "a trace changes no file that was there: let the script write to another folder"
@@ -156,4 +157,4 @@ def _hollow(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     small = x.device.type == "cpu" and x.numel() <= LARGEST  # the state of a random generator, say
-    return x.clone() if small else torch.empty_like(x, device="cpu")
+    return x.clone() if small else room(x.shape, x.dtype)

@@ -6,8 +6,11 @@ host tensors of a mebibyte and more are left out, at the dispatcher: a mode woul
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +20,9 @@ from torch import Tensor
 from memfit.virtual.native import operator
 from memfit.virtual.patching import patched
 
+HUGE = 1 << 30  # bytes of a tensor for which no memory is asked of the host
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name
+_CAT = torch.library.get_kernel(operator("cat"), "CPU")
 LARGE = 1 << 20  # bytes of a floating-point tensor that are no longer written
 _WRITERS = (
     "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_", "clamp_",
@@ -50,6 +56,24 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _joined(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """`cat` of large tensors, as DeepSpeed flattens all weights of a model."""
+    tensors = list(args[0])
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) > 1 or sum(t.numel() * t.element_size() for t in tensors if t.is_floating_point()) < HUGE:
+        return _CAT.call_boxed(keys, *args, **kwargs)
+    return room(torch.cat([t.to("meta") for t in tensors], *args[1:], **kwargs).shape, *dtypes)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the host that nobody reads; for a huge one nothing is set aside, however little the host has."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < HUGE or sys.platform != "linux":
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 def _dtype(number: Any) -> torch.dtype:
     return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
 
@@ -74,6 +98,7 @@ def hollow_host() -> Iterator[None]:
         for name in _WRITERS:
             op = operator(name)
             library.impl(name, _kernel(op), "CPU", with_keyset=True)
+        library.impl("cat", _joined, "CPU", with_keyset=True)
     init = torch.nn.init._no_grad_trunc_normal_  # looks at what it has drawn
     words = {"_no_grad_trunc_normal_": lambda t, *args, **kwargs: t if untouched(t) else init(t, *args, **kwargs)}
     try:

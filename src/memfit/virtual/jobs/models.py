@@ -6,7 +6,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from memfit.units import GIB
 from memfit.virtual.dispatch import current
+from memfit.virtual.host import HUGE, room
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.ledger import WARM_UP
 from memfit.virtual.patching import patched
@@ -68,10 +70,23 @@ def load(setup: Setup) -> Any:
         with tempfile.TemporaryDirectory() as folder, hollow_files():
             checkpoint(config, dtype, Path(folder))
             return class_of(config).from_pretrained(folder, local_files_only=True, **arguments)
-    with torch.device(_BUILT.get(setup.load, "cpu")), no_init_weights():
+    where = _BUILT.get(setup.load, "cpu")
+    with torch.device(where), no_init_weights(), _Roomy() if where == "cpu" else nullcontext():
         model = class_of(config).from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+class _Roomy(TorchFunctionMode):
+    """Huge weights are built on the host without asking it for memory (DeepSeek-V3's experts: 28 GiB a layer in fp32)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() * made.element_size() >= HUGE:
+                return room(made.shape, made.dtype)
+        return func(*args, **kwargs)
 
 
 def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -109,7 +124,7 @@ class _Slice:
 
     def __getitem__(self, _: Any) -> Tensor:
         dtype = next(d for d, name in _NAMES.items() if name == self._dtype)
-        return torch.empty(self._shape, dtype=dtype)  # pages that nobody touches take no memory
+        return room(self._shape, dtype)
 
 
 class HollowFile:

@@ -1,0 +1,43 @@
+"""The host during a trace: weights nobody reads take none of its memory, however large they are."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from memfit.virtual.host import HUGE, hollow_host, room  # noqa: E402
+from memfit.virtual.jobs.models import load  # noqa: E402
+from memfit.virtual.jobs.setup import Setup  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="room without a reserve is Linux's")
+MORE = 1 << 43  # bytes: 8 TiB, more than any host has that runs this
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_there_is_room_for_more_than_the_host_has(dtype: torch.dtype) -> None:
+    one = room((MORE // dtype.itemsize // 1024, 1024), dtype)
+    assert one.numel() * one.element_size() == MORE and one.dtype == dtype and one[-1, -1] == 0
+
+
+def test_large_tensors_are_joined_without_being_read() -> None:
+    part = room((MORE // 4,), torch.float32)
+    with hollow_host():
+        joined = torch.cat([part, part[:1024]])
+        assert joined.shape == (part.numel() + 1024,)
+        assert torch.cat([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
+        assert torch.cat([torch.tensor([1]), torch.tensor([2.5])]).tolist() == [1, 2.5]
+        assert torch.cat([torch.ones(1, 2), torch.ones(1, 2)], dim=1).shape == (1, 4)
+
+
+def test_a_model_larger_than_the_host_is_built_on_it() -> None:
+    config = {
+        "model_type": "llama4_text", "vocab_size": 1000, "hidden_size": 8192, "intermediate_size": 1 << 20, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 512,
+    }  # fmt: skip
+    model = load(Setup(config=config, sequence=8, dtype="bf16"))
+    weights = [p for p in model.parameters() if p.numel() * p.element_size() > HUGE]
+    assert sum(p.numel() * p.element_size() for p in weights) > 1 << 43 and {p.device.type for p in weights} == {"cpu"}
