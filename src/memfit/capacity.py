@@ -82,6 +82,10 @@ def capacity(
         timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
+    if (
+        judgement and judgement.verdict == "misfit" and smallest
+    ):  # what is missing is not the cache, which would be given back
+        judgement = replace(judgement, need=smallest, headroom=judgement.usable - smallest)
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(

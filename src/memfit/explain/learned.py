@@ -32,7 +32,7 @@ FORM = frozenset(
 )  # the form's words, not the reporter's
 _SIZE = r"[\d.]+ ?[kmgt]?i?b(?:ytes)?"
 PRINTED = re.compile(  # what Python and PyTorch, in all its versions, write themselves: frames and numbers are for the signs
-    r'traceback \(most recent call last\):|file "[^"]*", line \d+, in \S+|'
+    r'traceback \(most recent call last\):.*?(?=[\w.]*error:|cuda out of memory|$)|file "[^"]*", line \d+, in \S+|\{\'[^}]*\}|'
     rf"(?:torch\.)?(?:cuda\.)?outofmemoryerror:|runtimeerror:|cuda out of memory\.|tried to allocate {_SIZE}\.?"
     rf"|\(gpu \d+; {_SIZE} total capacity[^)]*\)|gpu \d+ has a total capac\w+ of {_SIZE} of which {_SIZE} is free\.?"
     rf"|including non-pytorch memory, this process has {_SIZE} memory in use\.?|process \d+ has {_SIZE} memory in use\.?"

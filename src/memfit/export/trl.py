@@ -6,6 +6,7 @@ import memfit.export.accelerate as accelerate
 import memfit.export.script as script
 import memfit.framework_names as names
 import memfit.launch as launch
+from memfit.combinations import NOT_BY_TRL
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
 from memfit.export.savings import savings
@@ -19,7 +20,9 @@ _FUSED_SINCE = (1, 15)  # the first TRL whose loss memfit's scripts count on
 
 
 def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
-    """train.py, requirements.txt and, where the launch needs them, accelerate.yaml and ds_config.json."""
+    """train.py, requirements.txt and, where the launch needs them, accelerate.yaml and ds_config.json. Raises Unsupported."""
+    if plan.job.architecture.model_type in NOT_BY_TRL:
+        raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
     how = how or launch.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
     files = {"train.py": train(plan, how), "requirements.txt": requirements(plan.recipe, "trl", how.backend)}

@@ -253,6 +253,7 @@ def _refusal(candidate: Candidate, judgement: Judgement) -> Refusal:
     r = candidate.recipe
     title = (
         f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}, loss {r.loss}"
+        f"{f', shard {r.shard}' if r.num_gpus > 1 else ''}"
     )
     return Refusal(title, r, -judgement.headroom, _why(judgement))
 

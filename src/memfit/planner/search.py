@@ -65,9 +65,15 @@ def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     """The largest value of a field that still fits with the rest as it is (0: not even 1). Doubling, then bisection."""
 
+    # where a replay had to say that the recipe fits, the closed form would say of each value that it does not
+    replayed = estimator.quick(recipe).judgement.verdict != "fits"
+
     def fits(value: int) -> bool:
         changed = recipe.but(**{name: value})
-        return estimator.possible(changed) and estimator.quick(changed).judgement.verdict == "fits"
+        if not estimator.possible(changed):
+            return False
+        judgement = estimator.shown(changed, exact=True)[1] if replayed else estimator.quick(changed).judgement
+        return judgement.verdict == "fits"
 
     step = 64 if name == "sequence_length" else 1
     low, high = 0, step

@@ -117,9 +117,14 @@ def room(judgement: Judgement) -> str:
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
-    """'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'."""
+    """'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'.
+
+    Where less would do than what is reserved on a card without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
+    """
     unit = shared_unit(judgement.need)
     reserved, nccl = peak.levels.reserved, judgement.need - peak.levels.reserved
+    if nccl < 0:
+        return f"needs {cell(judgement.need, unit)} {unit}, peak {cell(reserved, unit)} {unit} without a limit"
     parts = f": {cell(reserved, unit)} reserved + {cell(nccl, unit)} NCCL buffers" if nccl > 0 else " reserved"
     return f"peak {cell(judgement.need, unit)} {unit}{parts}"
 

@@ -23,7 +23,9 @@ Traced = tuple[Tape, dict[str, int], list[Row]]  # and what had to be answered, 
 Block = tuple[Any, ...]
 
 PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture
-WORTH = 1 / 2  # of the layers: where the shallow models have more of them together (Gemma 3: 36 of 62), the whole one takes less time
+WORTH = (
+    1 / 2
+)  # of the layers: where the shallow models have more of them together (Gemma 3: 36 of 62), the whole one takes less time
 _DEPTH = "num_hidden_layers"
 _POSITIONS = ("idx", "index", "layer_id")  # how attributes end that only say which layer this is
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
