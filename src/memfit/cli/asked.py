@@ -190,6 +190,13 @@ def _note_adapters(found: Asked) -> None:
 # ---- estimate ------------------------------------------------------------------------------------------------------
 
 
+def plan_of(found: Asked) -> list[str]:
+    """The command that looks for a recipe of the same model that fits on the same cards."""
+    count = found.recipe.num_gpus
+    several = ["--num-gpus", str(count)] if count > 1 else []
+    return ["memfit", "plan", found.architecture.name, *found.gpu_words, *several]
+
+
 def exact_recipe(found: Asked, method: str | None) -> Recipe:
     """The recipe as it would run: what the trainer and QLoRA decide by themselves is filled in, and said."""
     if method == "auto":

@@ -66,11 +66,12 @@ def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgeme
 
         terminal.show_json(codec.estimate_doc(found.architecture, recipe, found.gpu, footprint, judgement, why))
         return
+    from memfit.cli.asked import plan_of
     from memfit.report.estimate import estimate_view
 
     same = [found.architecture.name, *found.gpu_words, *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join(["memfit", "plan", found.architecture.name, *found.gpu_words]))
+    commands.append(shlex.join(plan_of(found)))
     terminal.show(estimate_view(found.architecture, recipe, found.gpu, footprint, judgement, commands))
     if why:
         from memfit.report.why_view import why_view

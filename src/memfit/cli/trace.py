@@ -161,6 +161,7 @@ def _show(
         document = codec.trace_doc(found.architecture, recipe, found.gpu, footprint, answer)
         terminal.show_json(document)
         return
+    from memfit.cli.asked import plan_of
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
@@ -169,6 +170,8 @@ def _show(
         shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
         shlex.join(["memfit", "estimate", *same, "--why"]),
     ]
+    if answer.judgement.verdict != "fits":
+        commands.insert(0, shlex.join(plan_of(found)))
     terminal.show(
         estimate_view(
             found.architecture, recipe, found.gpu, footprint, answer.judgement, commands, facts(answer, settings)
