@@ -103,10 +103,10 @@ def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
             observer = Observer(card)
             with observer.watching():
                 run(setup, observer)
-            return observer.tape({}), dict(card.answers.asked)
+            return observer.tape({}), dict(card.answers.asked), card.rows
 
     plan = depths.depths(setup_of(case, models))
-    found = depths.unrolled(plan, once, gpu) if plan else None
+    found = depths.unrolled(plan, once) if plan else None
     if found is None:
         return None
     peaks, oom = peaks_of(found[0], capacity, parse_alloc_conf(conf))
