@@ -109,7 +109,7 @@ def compared(model: str, recipe: Recipe, gpu: Gpu, **changes: Any) -> Compared:
     """Estimate and trace one case; `changes` to the model's config, such as fewer layers."""
     config = {**resolve_config(model), **changes}
     found = architecture(config, model)
-    if combinations.refusal(recipe, found, gpu):  # TRL does not run it, or PEFT has no adapter for its router
+    if found.model_type in combinations.NOT_BY_TRL:  # nor has PEFT an adapter for its router
         recipe = recipe.but(trainer="transformers", loss="full", lora_targets=("attention",))
     formula = estimate(found, recipe, gpu)
     began = time.perf_counter()

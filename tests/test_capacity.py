@@ -53,6 +53,13 @@ def test_the_verdict_turns_at_the_band_around_the_smallest_card() -> None:
         assert (found.timeline.oom is None) == (usable >= smallest)
 
 
+def test_what_is_missing_is_told_without_the_cache_that_would_be_given_back() -> None:
+    answer = asked(TAPE, 1 * MIB)
+    assert answer.judgement is not None and answer.judgement.verdict == "misfit"
+    assert answer.smallest < answer.free.peak.reserved
+    assert (answer.judgement.need, answer.judgement.headroom) == (answer.smallest, 1 * MIB - answer.smallest)
+
+
 def test_a_predicted_tape_has_the_band_of_a_prediction() -> None:
     big = tuple(replace(e, size=e.size * 100) if isinstance(e, Alloc) else e for e in TAPE.events)
     measured, predicted = (

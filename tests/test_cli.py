@@ -159,6 +159,31 @@ def test_too_tight_to_promise_is_four(ran: Ran) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model", ["phi-3.5-moe", "meta-llama/Llama-4-Scout-17B-16E"])
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_defaults_that_a_model_does_not_run_with_step_aside_and_say_so(ran: Ran, command: str, model: str) -> None:
+    """TRL runs neither of them, and PEFT has no adapter for their routers."""
+    method = () if command == "plan" else ("--method", "lora")
+    code, out, err = ran(command, model, "--gpu", "h200", *method)
+    assert code in (0, 3, 4) and "LoRA" in out
+    assert "note: --trainer transformers:" in out + err and "note: --lora-targets attention:" in out + err
+    code, _, err = ran(command, model, "--gpu", "h200", *method, "--trainer", "trl")
+    assert code == 2 and "hint: take --trainer transformers" in err
+
+
+def test_next_commands_keep_the_cards(ran: Ran) -> None:
+    _, out, _ = ran("estimate", "gpt2", "--gpu", "h200", "--num-gpus", "8")
+    assert "memfit plan openai-community/gpt2 --gpu h200 --num-gpus 8" in out
+
+
+def test_the_largest_values_are_no_less_than_the_plan(ran: Ran) -> None:
+    """Of sharded runs too, whose closed form is coarser than the replay that chose them."""
+    _, out, _ = ran("plan", "Qwen/Qwen3.5-9B", "--gpu", "2xh100", "--shard", "parameters", "--json")
+    plan = json.loads(out)
+    recipe = plan["recipe"]
+    assert all(plan["largest"][name] >= recipe[name] for name in ("micro_batch", "sequence_length"))
+
+
 def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, out, err = ran("plan", *RUN, "--out", folder, "--target", "trl")

@@ -82,9 +82,8 @@ def capacity(
         timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
-    if (
-        judgement and judgement.verdict == "misfit" and smallest
-    ):  # what is missing is not the cache, which would be given back
+    # the cache of a card without a limit is given back before a run fails: it is not what is missing
+    if judgement and judgement.verdict == "misfit" and smallest > judgement.usable:
         judgement = replace(judgement, need=smallest, headroom=judgement.usable - smallest)
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))

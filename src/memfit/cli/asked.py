@@ -73,7 +73,9 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
         )
     if "precision" not in stated and not gpu.bf16:
         recipe = recipe.but(precision="fp16-mixed")
-    recipe = _runnable(recipe, architecture, stated, notes)
+    if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
+        recipe = recipe.but(trainer="transformers")
+        notes.append("--trainer transformers: TRL's loss does not run this model")
     _check_names(recipe)
     _check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
@@ -128,16 +130,12 @@ def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], not
     return recipe.but(shard="none")
 
 
-def _runnable(recipe: Recipe, architecture: Architecture, stated: set[str], notes: list[str]) -> Recipe:
-    """The defaults that this model does not run with, replaced."""
-    changes: dict[str, Any] = {}
-    if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
-        changes["trainer"] = "transformers"
-        notes.append("--trainer transformers: TRL's loss does not run this model")
-    if architecture.model_type in combinations.ROUTERS and "lora_targets" not in stated and recipe.method != "full":
-        changes["lora_targets"] = ("attention",)
-        notes.append("--lora-targets attention: PEFT's adapter on the router of this model fails")
-    return recipe.but(**changes)
+def _adapted(found: Asked, recipe: Recipe, given: set[str]) -> Recipe:
+    """A recipe that has adapters, or may get them: not on routers that PEFT cannot adapt, unless it was said where."""
+    if found.architecture.model_type not in combinations.ROUTERS or "lora_targets" in given:
+        return recipe
+    found.notes.append("--lora-targets attention: PEFT's adapter on the router of this model fails")
+    return recipe.but(lora_targets=("attention",))
 
 
 def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
@@ -204,6 +202,8 @@ def exact_recipe(found: Asked, method: str | None) -> Recipe:
     recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
     if recipe.method == "full" and "method" not in found.wanted:
         _note_adapters(found)
+    if recipe.method != "full":
+        recipe = _adapted(found, recipe, given)
     if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in found.wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
         found.notes.append(f"QLoRA base taken as --quantization {QLORA_BASE}")
@@ -231,6 +231,8 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         method = "qlora"  # nothing else has a quantised base
     if method == "qlora" and recipe.quantization == "none" and "quantization" not in wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
+    if method != "full" and not adopted:  # what a file says was made exact above
+        recipe = _adapted(found, recipe, {*wanted})
     if found.dataset is not None and "sequence_length" not in {*wanted, *stated}:
         recipe = recipe.but(sequence_length=_length_for(found))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))

@@ -21,11 +21,9 @@ PIECES = (3, 4, 5)  # characters, a space before and after every word included
 LONGEST = 3_000  # characters: the reports it was fitted to have up to 1,100; a log has words of other kinds
 FEWEST = 10  # words that a text must have: a phrase alone is the signs'
 POINTS = 10  # of a clue's weight, for one natural logarithm of probability: see docs/decisions.md
-QUIET = 60  # weight up to which signs say nothing beside words: one of eight of them was right in reports they were not written with
+QUIET = 60  # weight up to which signs say nothing beside words: one of twelve was right in reports they were not written with
 HEARD = 0.05  # probability from which a cause stands beside those of the signs
-ALONE = (
-    0.2  # and where no sign was seen; of 50 reports without one 36 were above it and named aright, in cross-validation
-)
+ALONE = 0.2  # and where no sign was seen; of 47 such reports above it 35 were named aright, in cross-validation
 SHOWN = 6  # words told as evidence
 FORM = frozenset(
     ["|", "repo:", "framework:", "model:", "hardware:", "config:", "phase:", "oom_message:"]
