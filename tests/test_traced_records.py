@@ -13,6 +13,7 @@ pytest.importorskip("trl")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import oracle
+from memfit.virtual import depths
 
 DATA = json.loads((Path(__file__).parent / "data" / "recorded_runs.json").read_text())
 SMALL = ("smollm2-135m", "qwen2.5-0.5b", "pythia-410m", "gpt2", "qwen3-0.6b", "bert-base-uncased", "llama-3.2-1b")
@@ -36,13 +37,30 @@ def _chosen() -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("run", _chosen(), ids=lambda run: run["id"])
-def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path) -> None:
+def _record(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The run as a record of the oracle, with its model's config in the folder."""
     case = run["case"]
-    (tmp_path / f"{case['model']}.json").write_text(json.dumps(DATA["configs"][case["model"]]))
-    record = {"case": case, "device": {"sm_count": MULTIPROCESSORS[case["cc"]]}}
-    peaks = oracle.traced(record, tmp_path).peaks
+    (folder / f"{case['model']}.json").write_text(json.dumps(DATA["configs"][case["model"]]))
+    return {"case": case, "device": {"sm_count": MULTIPROCESSORS[case["cc"]]}}
+
+
+def _agrees(run: dict[str, Any], peaks: oracle.Peaks) -> None:
     for kind in ("forward", "backward"):
         assert peaks[f"s2.m1.{kind}"][0] == pytest.approx(run[kind], rel=1e-4)
     assert max(reserved for _, _, reserved in peaks.values()) == pytest.approx(run["reserved"], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", _chosen(), ids=lambda run: run["id"])
+def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path) -> None:
+    _agrees(run, oracle.traced(_record(run, tmp_path), tmp_path).peaks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["torch", "sft"])
+def test_the_unrolled_run_is_the_recorded_one(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depths, "WORTH", depths.WORTH)  # the benchmark changes it for the process
+    run = next(run for run in _chosen() if run["case"]["method"] == method)
+    outcome = oracle.unrolled(_record(run, tmp_path), tmp_path)
+    assert outcome is not None
+    _agrees(run, outcome.peaks)
