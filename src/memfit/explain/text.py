@@ -149,12 +149,17 @@ _LEFT_BEHIND = re.compile(
     r"(?:gpu|video|card|vram)(?:'?s)? ?memory (?:\w+ ){0,2}(?:stays?|remains?|still|kept|not (?:be )?(?:freed|released))"
 )
 
+# a signal alone may be a person's or a scheduler's
+_HOST_SAYS = re.compile(r"cpuallocator|unable to allocate|memoryerror|oom-kill|killed process|cannot allocate memory")
+
 
 def _on_the_host(m: Message, evidence: Evidence) -> Clue | None:
     if m.kind != "host" or _LEFT_BEHIND.search(evidence.text):
         return None
     alone = all(other.kind == "host" for other in evidence.messages)
-    return Clue("host-ram", 88 if alone else STRONG, Proof("the host's own words: killed, or no memory of the CPU"))
+    named = _HOST_SAYS.search(evidence.text) is not None
+    proof = "the host's own words: no memory of the CPU" if named else "it was killed from outside, without an error"
+    return Clue("host-ram", 88 if alone else STRONG, Proof(proof), seen=named)
 
 
 def _engine(m: Message, evidence: Evidence) -> Clue | None:
