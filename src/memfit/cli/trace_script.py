@@ -29,8 +29,9 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     from memfit.supported import check_trace
     from memfit.traced import judged
 
-    (gpu, world_size), conf = _checked(flags), flags["alloc_conf"] or ""
+    (gpu, cards), conf = _checked(flags), flags["alloc_conf"] or ""
     check_trace()
+    launcher, world_size = _launched(Path(path), cards, flags)
     from memfit.virtual.answers import Answers
 
     answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
@@ -41,7 +42,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         tape, outcome = trace_script(
             Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept), world_size=world_size,
+            capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher,
         )  # fmt: skip
     version = tape.about["torch"]
     torch = torch_version(version)
@@ -95,9 +96,7 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
     if flags["full"]:
         raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
     given = sorted(
-        set(recipe_values(flags)) - {"alloc_conf", "num_gpus"}
-        | ({"from"} if flags["from_"] else set())
-        | {n for n in ("data", "tokenizer") if flags[n]}
+        set(recipe_values(flags)) - {"alloc_conf", "num_gpus"} | {n for n in ("data", "tokenizer") if flags[n]}
     )
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -111,3 +110,19 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
     if count < 1 or named not in (1, count):
         raise BadInput(f"--num-gpus {count} and --gpu {flags['gpu']} are two answers", hint="--gpu 8xh100 says both")
     return gpu, count
+
+
+def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
+    """accelerate's file, named or beside the script, and how many processes run."""
+    from memfit.virtual.launched import launcher_file, processes_of
+
+    named = flags["from_"]
+    if named and not Path(named).is_file():
+        raise BadInput(f"{named} does not exist", hint="for a script --from is the file of accelerate launch")
+    path = Path(named) if named else launcher_file(script)
+    if path is None:
+        return None, cards
+    count = processes_of(path)
+    if cards not in (1, count):
+        raise BadInput(f"{path} starts {count} processes, not {cards}", hint=f"--num-gpus {count}, or another file")
+    return path, count

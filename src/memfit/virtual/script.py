@@ -24,10 +24,12 @@ from memfit.virtual import Answers, flash_attn, virtual_gpu
 from memfit.virtual.files import Saves, guarded
 from memfit.virtual.host import hollow_host
 from memfit.virtual.imports import when_imported
+from memfit.virtual.launched import variables
 from memfit.virtual.loaders import ScriptObserver, enough_batches
 from memfit.virtual.observer import EnoughSteps
-from memfit.virtual.patching import patched
+from memfit.virtual.patching import environment, patched
 from memfit.virtual.repositories import Repositories, changes
+from memfit.virtual.world import forget
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +76,28 @@ _OTHER = (
 
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
-    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1,
+    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, launcher: Path | None = None,
 ) -> tuple[Tape, Outcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: more than 1 runs it as torchrun would start rank 0 of so many processes, with a card each.
+    launcher: a file of accelerate's, whose settings the script finds as `accelerate launch --config_file` sets them.
     Raises BadInput for what cannot be run, naming the script's line.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
-    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size) as card:
+    told = variables(launcher) if launcher else {}
+    card_of = virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size)
+    with card_of as card, environment(told):
         observer = ScriptObserver(card, steps)
         run = _Run(path, observer)
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
+        if launcher:
+            run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
         with run.prepared(list(args)):
             ending, error = run.attempt()
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
@@ -122,6 +129,7 @@ class _Run:
         observer = self.observer
         saves = Saves(lambda: observer.mark("save", "saving"), lambda: observer.mark("resume", "loading a checkpoint"))
         with ExitStack() as stack:
+            stack.callback(forget)
             root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             table = changes(Repositories(root, self.note)) | {
                 "transformers.trainer": self._fewer_steps,

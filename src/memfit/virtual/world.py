@@ -63,10 +63,10 @@ def world(size: int) -> Iterator[None]:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_world()
+            forget()
 
 
-def _forget_world() -> None:
+def forget() -> None:
     """accelerate remembers for the life of the process what it found."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
