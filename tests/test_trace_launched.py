@@ -41,6 +41,14 @@ fsdp_config:
   fsdp_auto_wrap_policy: SIZE_BASED_WRAP
   fsdp_min_num_params: 1000
 """
+SAGEMAKER = """
+compute_environment: AMAZON_SAGEMAKER
+distributed_type: DATA_PARALLEL
+mixed_precision: bf16
+ec2_instance_type: ml.p3.2xlarge
+iam_role_name: a role
+region: us-east-1
+"""
 PLAIN = "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: bf16\n"
 
 
@@ -95,7 +103,9 @@ def test_a_file_that_is_named_goes_before_the_one_beside(tmp_path: Path, capsys:
     assert "rank 0 of" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["nonsense: 1\n", "method = 'lora'\n", "[1, 2", "", "num_processes: many\n"])
+@pytest.mark.parametrize(
+    "text", ["nonsense: 1\n", "method = 'lora'\n", "[1, 2", "", "num_processes: many\n", SAGEMAKER]
+)
 def test_what_accelerate_cannot_read_is_said(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, file = _folder(tmp_path, text, "other.yaml")
     with pytest.raises(BadInput, match=r"other\.yaml"):
