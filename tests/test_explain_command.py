@@ -87,3 +87,25 @@ def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
     Console(file=out, width=100).print(explain_view("log", Evidence(), [finding]))
     shown = out.getvalue()
     assert "saves nothing in the run as described: that" in shown and " 0 B" not in shown and "3.00 GiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("it ran out of memory", ("when it failed", "whole message", "traceback")),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is free. at eval",
+         ("traceback",)),
+        ('File "train.py", line 3, in main\n    loss.backward()\ntorch.OutOfMemoryError: CUDA out of memory.', ("whole message",)),
+    ],
+)  # fmt: skip
+def test_what_a_report_lacks_is_asked_for(
+    text: str, asked: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.txt").write_text(text)
+    cli.main(["explain", str(tmp_path / "log.txt")])
+    said = " ".join(capsys.readouterr().out.split()).partition("would tell more: ")[2]
+    assert [word in said for word in ("when it failed", "whole message", "traceback")] == [
+        word in asked for word in ("when it failed", "whole message", "traceback")
+    ]
+    cli.main(["explain", str(tmp_path / "log.txt"), "--json"])
+    assert len(json.loads(capsys.readouterr().out)["lacks"]) == len(asked)

@@ -19,6 +19,7 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     messages: Annotated[tuple[Message, ...], Meta(description="the out-of-memory messages in the text, fullest first")]
     shortfall: Annotated[int | None, Meta(description="bytes that were missing, where the message or history tells")]
+    lacks: Annotated[tuple[str, ...], Meta(description="what the text does not say and would tell more")] = ()
     recipe: Annotated[
         Remedy | None, Meta(description="all of a recipe that the planner found to need the shortfall less, else null")
     ] = None
@@ -29,5 +30,5 @@ def explain_doc(evidence: Evidence, findings: tuple[Finding, ...], recipe: Remed
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe,
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=evidence.lacks,
     )  # fmt: skip

@@ -43,6 +43,12 @@ _FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" a
 # what PyTorch adds to every message says nothing of this one
 _HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
 
+_ASKED = {
+    "when": "when it failed (loading, which step, evaluation, saving)",
+    "sizes": "the whole message with its sizes",
+    "frames": "the traceback",
+}
+
 
 def library(path: str) -> bool:
     """Is this file installed, rather than the user's own?"""
@@ -109,6 +115,14 @@ class Evidence:
         if memory is not None and memory.asked and memory.capacity is not None:
             return max(memory.asked - (memory.capacity - memory.allocated), 0)
         return max(m.tried - m.free, 0) if m and m.tried is not None and m.free is not None else None
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What a text does not say, and a better answer could be read from; () beside a history, which says all of it."""
+        if self.memory is not None:
+            return ()
+        said = ((self.when, "when"), (self.message and self.message.facts > 1, "sizes"), (self.frames, "frames"))
+        return tuple(_ASKED[name] for known, name in said if not known)
 
     @property
     def line(self) -> str:

@@ -35,6 +35,8 @@ def explain_view(
         parts += [*_remedies(first.remedies, evidence.shortfall), ""]
     if whole is not None and whole.saves is not None:
         parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
+    if first.confidence != "certain" and evidence.lacks:
+        parts += [paragraphs([("would tell more:", ", ".join(evidence.lacks))]), ""]
     if others:
         parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
     return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
@@ -49,6 +51,8 @@ def two_lines(finding: Finding) -> tuple[str, str]:
 
 def _cause(finding: Finding) -> Text:
     at = f"{DOT}at {finding.line}" if finding.line else ""
+    if finding.cause == "not-known":
+        return Text.assemble(("NOT KNOWN", "bold"), f"  {finding.title}{at}")
     return Text.assemble(
         (finding.cause.upper(), SAID[finding.confidence]), f"  {finding.confidence}{DOT}{finding.title}{at}"
     )
