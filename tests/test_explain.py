@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from memfit import cli, codec
 from memfit.cards import list_gpus
 from memfit.catalogue import Entry, config, words_of_causes
+from memfit.catalogue.weights import Weights
 from memfit.explain import Evidence, explain, learned, messages, read_text
 from memfit.explain.clue import SURE
 from memfit.explain.figures import card_of, vocabulary
@@ -28,6 +29,7 @@ from memfit.explain.memory import holders, unnumbered
 from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
+from memfit.explain.text import clues
 from memfit.finding import CAUSES, Cause
 from memfit.hub import list_models
 from memfit.job import RECIPE_FIELDS
@@ -486,8 +488,18 @@ def test_the_words_were_fitted_to_these_reports() -> None:
     paths = (*BENCHMARK.DEFAULT, *(BENCHMARK.DATA / f"oom_{name}.csv" for name in ("cases_written", "phrases")))
     files = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
     table = words_of_causes()
-    assert table["fitted_to"] == {"reports": 1089, "files": files} and set(table["causes"]) <= set(CAUSES)
-    assert all(len(row) == 1 + len(table["causes"]) == 1 + len(table["bias"]) for row in table["pieces"].values())
+    assert table.about == {"reports": 1154, "files": files} and set(table.classes) <= set(CAUSES)
+    assert {len(table.weights(name)) for name in table.rows} == {len(table.classes)} == {len(table.bias)}
+
+
+def test_a_table_of_weights_reads_back(tmp_path: Path) -> None:
+    rows = {"a piece": (2.125, [1, -3]), "= a pair": (1.0, [400, -400])}
+    table = Weights.of(["leak", "logits"], [5, -5], rows, {"reports": 2})
+    table.write(tmp_path / "table.gz")
+    table.write(tmp_path / "again.gz")
+    assert Weights.read(tmp_path / "table.gz") == table
+    assert (list(table.weights("a piece")), list(table.weights("= a pair"))) == ([1, -3], [127, -127])
+    assert (tmp_path / "table.gz").read_bytes() == (tmp_path / "again.gz").read_bytes()
 
 
 PROSE = (
@@ -497,10 +509,10 @@ PROSE = (
 
 
 def test_words_speak_of_prose_alone() -> None:
-    told = learned.probabilities(read_text(PROSE))
+    told = learned.probabilities(read_text(PROSE), ())
     assert sum(told.values()) == pytest.approx(1) and max(told, key=told.__getitem__) == "leak"
-    assert learned.probabilities(read_text("out of memory after some steps")) == {}
-    assert learned.probabilities(read_text(PROSE * 30)) == {}
+    assert learned.probabilities(read_text("out of memory after some steps"), ()) == {}
+    assert learned.probabilities(read_text(PROSE * 30), ()) == {}
 
 
 def test_words_are_evidence_of_a_finding() -> None:
@@ -512,11 +524,11 @@ def test_words_are_evidence_of_a_finding() -> None:
 
 @given(
     st.text(alphabet="abcdefgh ,.0", max_size=300),
-    st.lists(st.sampled_from(sorted(piece.strip() for piece in words_of_causes()["pieces"])), max_size=60),
+    st.lists(st.sampled_from(sorted(name.strip("= ") for name in words_of_causes().rows)), max_size=60),
 )
 def test_words_never_make_a_finding_certain(noise: str, words: list[str]) -> None:
     evidence = read_text(f"{noise} {' '.join(words)}")
-    assert sum(learned.probabilities(evidence).values()) in (0, pytest.approx(1))
+    assert sum(learned.probabilities(evidence, clues(evidence)).values()) in (0, pytest.approx(1))
     assert all(finding.confidence != "certain" for finding in explain(evidence))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from conftest import Ran
 from memfit import errors, units
+from memfit.job import _CHOICES as CHOICES
+from memfit.job import MEANT, Recipe, check_values
 from memfit.run import embedded
 
 
@@ -95,3 +98,18 @@ def test_gigabytes_of_a_card_are_told_from_gibibytes(ran: Ran) -> None:
     words = ("estimate", "qwen2.5-0.5b", "--method", "lora", "--gpu-memory")
     assert "a card sold as 24 GB has nearly 24GiB" in ran(*words, "24GB")[2]
     assert "sold" not in ran(*words, "24GiB")[2]
+
+
+@pytest.mark.parametrize("name", sorted(MEANT))
+def test_what_other_tools_call_a_choice_is_known(name: str) -> None:
+    fields = [field for field, choice in CHOICES.items() if MEANT[name] in get_args(choice)]
+    for field in fields:
+        with pytest.raises(errors.BadInput) as caught:
+            check_values(Recipe(**{field: name}))
+        assert caught.value.hint.startswith(f"--{field} {MEANT[name]}, or choose one of ")
+    assert fields
+
+
+def test_a_choice_that_is_no_text_is_refused() -> None:
+    with pytest.raises(errors.BadInput, match="--shard cannot be"):
+        check_values(Recipe(shard=["parameters"]))  # type: ignore[arg-type]

@@ -104,6 +104,11 @@ _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
     "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
 }  # fmt: skip
+MEANT = {  # what other tools call a choice -> the choice
+    "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters", "fsdp2": "parameters",
+    "flash_attention_2": "flash", "flash2": "flash", "fa2": "flash", "bfloat16": "bf16", "float32": "fp32", "4bit": "nf4", "8bit": "int8",
+    "cpu": "optimizer", "liger": "fused",
+}  # fmt: skip
 
 
 def check_values(recipe: Recipe) -> Recipe:
@@ -119,7 +124,8 @@ def check_values(recipe: Recipe) -> Recipe:
         value = getattr(recipe, name)
         if value not in get_args(choice):
             flag = "--" + name.replace("_", "-")
-            raise BadInput(f"{flag} cannot be {value!r}", hint=f"choose one of {', '.join(get_args(choice))}")
+            meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
+            raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
     if not 0.0 <= recipe.lora_dropout < 1.0:
         raise BadInput(f"--lora-dropout must be from 0 to below 1, not {recipe.lora_dropout}", hint="0.05 is usual")
     return recipe

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from memfit.catalogue.weights import Weights
 
 FOLDER = Path(__file__).parent  # importlib.resources would bring zipfile and more into every start
 
@@ -44,6 +45,6 @@ def config(entry: Entry) -> dict[str, object]:
     return dict(json.loads(text))
 
 
-def words_of_causes() -> dict[str, Any]:
-    """How much each word of a report speaks for each cause of an out-of-memory (written by benchmarks/learn_causes.py)."""
-    return dict(json.loads((FOLDER / "words_of_causes.json").read_text(encoding="utf-8")))
+def words_of_causes() -> Weights:
+    """How much each feature of a report speaks for each cause of an out-of-memory (written by benchmarks/learn_causes.py)."""
+    return Weights.read(FOLDER / "words_of_causes.gz")

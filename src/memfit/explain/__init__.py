@@ -17,6 +17,7 @@ from memfit.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Rem
 
 Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
+EVEN = 0.5  # probability from which a cause is called likely
 MOST = 4  # findings told
 RIVAL = 15  # how near another cause must be to leave no certainty
 NEAR = 25  # how much weaker a second finding may be and still be told
@@ -29,34 +30,30 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
 
     price: bytes a remedy saves, by the planner's estimate. What a history shows weighs more than what a text says.
     """
-    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *clues(evidence)]
+    read = clues(evidence)
+    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *read]
     best: dict[Cause, int] = {}
     for clue in told:
         best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
     measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
-    chances = {} if measured else learned.probabilities(evidence)
+    chances = {} if measured else learned.probabilities(evidence, read)
     heard = learned.heard(chances, bool(best))
     told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard]
     top = max(best.values(), default=0)
-    near = [cause for cause in dict.fromkeys((*best, *heard)) if cause in heard or best[cause] >= top - NEAR]
-    ranked = sorted(near, key=lambda cause: -_standing(cause, best, chances))
+    loud = [cause for cause in best if best[cause] >= top - NEAR]
+    ranked = sorted(heard, key=lambda cause: -chances[cause]) or sorted(loud, key=lambda cause: -best[cause])
     found = [
-        _finding(cause, _confidence(cause, best, told), [c for c in told if c.cause == cause], evidence, price)
+        _finding(cause, _confidence(cause, best, chances, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
     ]
     return tuple(found) or (_unknown(evidence),)
 
 
-def _standing(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float]) -> float:
-    """In a clue's weight: the best sign, and the words of the report where it has enough of them."""
-    neutral = 1 / max(len(chances), 1)  # of a cause that no report had
-    return learned.standing(best.get(cause, 0), chances.get(cause, neutral)) if chances else best.get(cause, 0)
-
-
-def _confidence(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> Confidence:
+def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float], told: list[Clue]) -> Confidence:
     if _certain(cause, best, told):
         return "certain"
-    return "likely" if best.get(cause, 0) >= LIKELY else "possible"
+    likely = chances[cause] >= EVEN if cause in chances else best.get(cause, 0) >= LIKELY
+    return "likely" if likely else "possible"
 
 
 def _certain(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> bool:

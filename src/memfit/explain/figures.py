@@ -19,6 +19,8 @@ SAME = 0.01  # of a request: it is printed with three digits
 MOST_OF_CARD = 0.25  # a request of so much of the card, in training a language model, is hardly anything but logits
 MANY_WORDS = 100_000  # surely where the words of its vocabulary are so many
 ROUND = 1024  # tokens of a filled or padded batch come in such numbers; one in ten other requests does by chance
+HEADS = (8, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)  # of attention, in models that are trained
+LEAST_SCORES = GIB  # smaller requests are such a product by chance
 PRINTED = 0.006 * GIB  # how far a size that is printed in GiB is from itself
 IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
@@ -196,6 +198,19 @@ def _logits_asked(evidence: Evidence, words: int) -> Clue | None:
     return Clue("logits", 80, Proof(said, size), seen=False)
 
 
+def _scores(evidence: Evidence) -> Clue | None:
+    """A request that is batch x heads x tokens x tokens x bytes: the scores of one layer, written out."""
+    m = evidence.message
+    if m is None or not m.tried or m.tried < LEAST_SCORES or evidence.when not in PASS:
+        return None
+    batches = {int(found[1]) for found in _BATCH.finditer(evidence.text)} | {1}
+    for tokens, batch, heads, width in product(_lengths(evidence.text), sorted(batches), HEADS, (2, 4)):
+        if abs(batch * heads * tokens * tokens * width - m.tried) <= PRINTED:
+            said = f"{human(m.tried)} are {batch} x {heads} heads x {tokens:,} x {tokens:,} x {width} B"
+            return Clue("attention", 87, Proof(said, m.tried))
+    return None
+
+
 def ran_out(evidence: Evidence) -> bool:
     """A message, or anybody's words, say that memory ran out."""
     return bool(evidence.messages or _RAN_OUT.search(evidence.text))
@@ -295,4 +310,4 @@ def _alone(evidence: Evidence) -> Clue | None:
     return None
 
 
-FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _logits, _measured, _idle, _listed, _alone)
+FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _logits, _scores, _measured, _idle, _listed, _alone)

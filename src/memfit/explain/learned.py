@@ -1,29 +1,32 @@
-"""What the words of a report say of its cause, by a linear model that was fitted to reports whose cause is known.
+"""What a report says of its cause, by a linear model that was fitted to reports whose cause is known.
 
-Signs know mechanisms; this knows how people write. It speaks only on prose of a report's length, beside the signs, and never makes
-a finding certain. Fitted by benchmarks/learn_causes.py: multinomial logistic regression on tf-idf of pieces of words, so that
-"evaluating", "eval_steps" and "evaluation" have something in common.
+Signs know mechanisms; this knows how people write, and how far each sign is to be trusted. It speaks only of prose of a report's
+length and never makes a finding certain. Fitted by benchmarks/learn_causes.py: multinomial logistic regression on tf-idf of pieces
+of words ("evaluating", "eval_steps" and "evaluation" have something in common), on tf-idf of words and pairs of them, and on signs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import cast
 
 from memfit import catalogue
+from memfit.catalogue.weights import Weights
+from memfit.explain.clue import SURE, Clue
 from memfit.explain.evidence import Evidence
 from memfit.finding import Cause, Proof
 
 PIECES = (3, 4, 5)  # characters, a space before and after every word included
 LONGEST = 3_000  # characters: the reports it was fitted to have up to 1,100; a log has words of other kinds
 FEWEST = 10  # words that a text must have: a phrase alone is the signs'
-POINTS = 10  # of a clue's weight, for one natural logarithm of probability: see docs/decisions.md
-QUIET = 60  # weight up to which signs say nothing beside words: one of twelve was right in reports they were not written with
+TRUST = 0.2  # of a sign of weight SURE beside vectors of length one, before the fit; 0.1 does alike, 0.4 names 5 of a hundred less
 HEARD = 0.05  # probability from which a cause stands beside those of the signs
-ALONE = 0.2  # and where no sign was seen; of 47 such reports above it 35 were named aright, in cross-validation
+ALONE = 0.2  # and where no sign was seen
 SHOWN = 6  # words told as evidence
 FORM = frozenset(
     ["|", "repo:", "framework:", "model:", "hardware:", "config:", "phase:", "oom_message:"]
@@ -38,48 +41,79 @@ PRINTED = re.compile(  # what Python and PyTorch, in all its versions, write the
     r"|if reserved (?:but unallocated )?memory is [^.]*\.|see documentation for memory management(?: and pytorch_\w+)?(?: \([^)]*\))?"
 )
 SUBJECT = re.compile(r"memory|\bv?ram\b|\boom")  # a log that mentions none of it is not about it
-UNIT = 0.1  # of the weights, which are stored as integers
+_WORD = re.compile(r"[a-z_]+|\d+")
+UNIT = 0.1  # of the weights, which are stored in a signed byte each
 
 
 @cache
-def _model() -> dict[str, Any]:
+def _model() -> Weights:
     return catalogue.words_of_causes()
 
 
-def probabilities(evidence: Evidence) -> dict[Cause, float]:
-    """Of each cause that the reports had; {} where the text is none of a report, or has none of their words."""
+def probabilities(evidence: Evidence, clues: Iterable[Clue]) -> dict[Cause, float]:
+    """Of each cause that the reports had; {} where the text is none of a report, or has none of their words.
+
+    clues: what the text points at.
+    """
     text = evidence.text
-    if len(text) > LONGEST or evidence.memory is not None or not SUBJECT.search(text) or len(_words(text)) < FEWEST:
+    if len(text) > LONGEST or evidence.memory is not None or not SUBJECT.search(text) or len(_split(text)) < FEWEST:
         return {}
-    model = _model()
-    told = tfidf(text)
+    model, told = _model(), vector(evidence, clues)
     if not told:
         return {}
-    scores = [UNIT * bias for bias in model["bias"]]
-    for piece, value in told.items():
-        for number, weight in enumerate(model["pieces"][piece][1:]):
+    scores = [UNIT * bias for bias in model.bias]
+    for name, value in told.items():
+        for number, weight in enumerate(model.weights(name)):
             scores[number] += UNIT * weight * value
     top = max(scores)
     powers = [math.exp(score - top) for score in scores]
-    return {cause: power / sum(powers) for cause, power in zip(model["causes"], powers, strict=True)}
+    return {cast(Cause, cause): power / sum(powers) for cause, power in zip(model.classes, powers, strict=True)}
 
 
-def heard(chances: dict[Cause, float], signs: bool) -> set[Cause]:
-    """The causes that words make a finding: beside signs, or alone."""
+def heard(chances: Mapping[Cause, float], signs: bool) -> set[Cause]:
+    """The causes that this makes a finding: beside signs, or alone."""
     return {cause for cause, chance in chances.items() if chance >= (HEARD if signs else ALONE)}
 
 
-def standing(weight: int, chance: float) -> float:
-    """How a cause stands: the weight of its best sign as far as it is no whisper, and what the words say of it."""
-    return max(weight - QUIET, 0) + POINTS * math.log(chance)
+def vector(evidence: Evidence, clues: Iterable[Clue]) -> dict[str, float]:
+    """The known features of a report by name, and their values."""
+    known = _model().idf
+    return {
+        **_tfidf(pieces(evidence.text), known),
+        **_tfidf(words(evidence.text), known),
+        **{name: value for name, value in strengths(clues).items() if name in known},
+    }
+
+
+def _tfidf(names: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
+    """(1 + ln count) x inverse document frequency, as a vector of length one."""
+    counts = Counter(name for name in names if name in known)
+    told = {name: (1 + math.log(count)) * known[name] for name, count in counts.items()}
+    length = math.sqrt(sum(value * value for value in told.values()))
+    return {name: value / length for name, value in told.items()}
 
 
 def pieces(text: str) -> list[str]:
     """Of all words, in their order and as often as they come."""
-    return [piece for word in _words(text) for piece in _cut(word)]
+    return [piece for word in _split(text) for piece in _cut(word)]
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """All words and all pairs of neighbours, marked as no piece can be: "= word"."""
+    plain = _WORD.findall(" ".join(_split(text)))
+    return [*(f"= {word}" for word in plain), *(f"= {a} {b}" for a, b in itertools.pairwise(plain))]
+
+
+def strengths(clues: Iterable[Clue]) -> dict[str, float]:
+    """The heaviest sign of each cause."""
+    best: dict[str, float] = {}
+    for clue in clues:
+        name = f"! {clue.cause}"
+        best[name] = max(best.get(name, 0.0), TRUST * clue.weight / SURE)
+    return best
+
+
+def _split(text: str) -> list[str]:
     return [word for word in PRINTED.sub(" ", text.lower()).split() if word not in FORM]
 
 
@@ -88,20 +122,12 @@ def _cut(word: str) -> list[str]:
     return [whole[i : i + n] for n in PIECES for i in range(len(whole) - n + 1)]
 
 
-def tfidf(text: str) -> dict[str, float]:
-    """Known pieces: (1 + ln count) x inverse document frequency, as a vector of length one."""
-    known = _model()["pieces"]
-    counts = Counter(piece for piece in pieces(text) if piece in known)
-    told = {piece: (1 + math.log(count)) * known[piece][0] for piece, count in counts.items()}
-    length = math.sqrt(sum(value * value for value in told.values()))
-    return {piece: value / length for piece, value in told.items()}
-
-
 def proof(evidence: Evidence, cause: Cause) -> Proof:
     """The words that spoke most for the cause."""
-    model, told = _model(), tfidf(evidence.text)
-    number = 1 + model["causes"].index(cause)
-    spoke = {piece: value * model["pieces"][piece][number] for piece, value in told.items()}
-    words = {word: sum(spoke.get(piece, 0) for piece in _cut(word)) for word in _words(evidence.text)}
-    best = sorted((word for word in words if words[word] > 0), key=lambda word: -words[word])[:SHOWN]
+    model, told = _model(), vector(evidence, ())
+    number = model.classes.index(cause)
+    spoke = {name: value * model.weights(name)[number] for name, value in told.items()}
+    split = dict.fromkeys(_split(evidence.text))
+    said = {w: sum(spoke.get(n, 0) for n in (*_cut(w), *(f"= {p}" for p in _WORD.findall(w)))) for w in split}
+    best = sorted((word for word in said if said[word] > 0), key=lambda word: -said[word])[:SHOWN]
     return Proof("reports with this cause say: " + ", ".join(word.strip(",.;:()") for word in best))
