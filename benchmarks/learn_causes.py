@@ -150,7 +150,7 @@ def main() -> None:
     way.add_argument("--without", metavar="LOTS", help="fit to all but these (klmnopqrst), score these and lot z")
     asked, told = parser.parse_args(), reports()
     if asked.write:
-        fitted(told).write(TABLE)
+        TABLE.write_bytes(fitted(told).dumps())
         return
     print(
         "| lot | reports | words alone | signs and words | enough | signs and words |\n|---|---:|---:|---:|---:|---:|"

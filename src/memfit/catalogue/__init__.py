@@ -47,4 +47,4 @@ def config(entry: Entry) -> dict[str, object]:
 
 def words_of_causes() -> Weights:
     """How much each feature of a report speaks for each cause of an out-of-memory (written by benchmarks/learn_causes.py)."""
-    return Weights.read(FOLDER / "words_of_causes.gz")
+    return Weights.loads((FOLDER / "words_of_causes.gz").read_bytes())

@@ -1,11 +1,10 @@
-"""The noun Weights: a fitted linear model by the names of its features, and the file that holds it."""
+"""The noun Weights: a fitted linear model by the names of its features, and its bytes."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 RANGE = 127  # of a weight, in the unit that the model's user chose
@@ -37,16 +36,16 @@ class Weights:
         return cls(tuple(classes), tuple(bias), {name: idf for name, (idf, _) in features.items()}, rows, about)
 
     @classmethod
-    def read(cls, path: Path) -> Weights:
+    def loads(cls, content: bytes) -> Weights:
         """A line of JSON, then a feature a line: name, rarity, weights, with tabs between them; compressed."""
-        head, *lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+        head, *lines = gzip.decompress(content).decode().splitlines()
         told = json.loads(head)
         split = [line.split("\t") for line in lines]
         idf, rows = {name: float(rare) for name, rare, _ in split}, {name: row for name, _, row in split}
         return cls(tuple(told["classes"]), tuple(told["bias"]), idf, rows, told["about"])
 
-    def write(self, path: Path) -> None:
+    def dumps(self) -> bytes:
         """The same bytes for the same weights."""
         head = json.dumps({"about": self.about, "classes": self.classes, "bias": self.bias})
         lines = (f"{name}\t{self.idf[name]:g}\t{row}" for name, row in self.rows.items())
-        path.write_bytes(gzip.compress("\n".join([head, *lines, ""]).encode(), mtime=0))
+        return gzip.compress("\n".join([head, *lines, ""]).encode(), mtime=0)
