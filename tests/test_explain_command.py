@@ -109,3 +109,60 @@ def test_what_a_report_lacks_is_asked_for(
     ]
     cli.main(["explain", str(tmp_path / "log.txt"), "--json"])
     assert len(json.loads(capsys.readouterr().out)["lacks"]) == len(asked)
+
+
+PROCESSES = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 15.12 MiB is "
+    "free. Process 3021 has {} memory in use. Process 77120 has {} memory in use. Of the allocated memory 15.80 GiB is allocated by "
+    "PyTorch, and 310.22 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "other"), [("62.40 GiB", "16.71 GiB", 3021), ("16.71 GiB", "62.40 GiB", 77120)]
+)
+def test_the_other_process_is_the_one_that_is_not_ours(
+    first: str, second: str, other: int, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "log.txt").write_text(PROCESSES.format(first, second))
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"))
+    assert "OTHER-PROCESS" in out and f"62.4 GiB of the card are held by process {other}" in out
+
+
+@pytest.mark.parametrize("asked", ["86.00 MiB", "512.00 MiB"])
+def test_a_card_full_of_tensors_is_not_in_pieces(asked: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log.txt").write_text(
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.64 GiB of which 42.06 MiB is "
+        "free. Of the allocated memory 23.05 GiB is allocated by PyTorch, and 70.41 MiB is reserved by PyTorch but unallocated."
+    )
+    code, out, _ = run(capsys, str(tmp_path / "log.txt"))
+    assert code == 4 and "NOT KNOWN" in out and "98% of the card are tensors" in out and "gradient_checkpointing" in out
+    assert "FRAGMENTATION" not in out and "expandable" not in out
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy", "not_so"),
+    [
+        ("ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (28512).",
+         "a larger gpu_memory_utilization", "a smaller vllm_gpu_memory"),
+        ("RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared "
+         "memory. Please try to raise your shared memory limit.", "--shm-size", "sbatch"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s). Some of your processes may have been killed by the cgroup out-of-memory handler.",
+         "sbatch --mem", "--shm-size"),
+    ],
+)  # fmt: skip
+def test_a_message_that_asks_for_something_gets_it(
+    text: str, remedy: str, not_so: str, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "log.txt").write_text(text)
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"))
+    assert remedy in out and not_so not in out
+
+
+def test_scores_of_attention_are_recognised_by_their_size(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log.txt").write_text(
+        "ColossalAI Llama2 7B, batch_size=16, max_length=4096, flash attention off, in forward. CUDA out of memory. Tried to allocate 32.00 GiB "
+        "(GPU 6; 79.20 GiB total capacity; 54.76 GiB already allocated; 22.56 GiB free; 55.44 GiB reserved in total by PyTorch)"
+    )
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"))
+    assert "ATTENTION" in out and "32.0 GiB are 16 x 32 heads x 4,096 x 4,096 x 4 B" in out

@@ -66,6 +66,16 @@ def test_largest_values_fit_and_one_more_does_not() -> None:
     assert estimator.quick(plan.recipe.but(micro_batch=most + 1)).judgement.verdict != "fits"
 
 
+@pytest.mark.parametrize(("model", "shard"), [("llama-3.2-3b", "gradients"), ("llama-3.1-8b", "parameters")])
+def test_largest_values_of_several_cards_fit_by_the_replay_too(model: str, shard: str) -> None:
+    request = job(model, "a100-40gb", num_gpus=4, wanted=(("shard", shard),))
+    plan = make_plan(request)
+    estimator = Estimator(request)
+    for name, value in plan.largest.items():
+        assert value >= getattr(plan.recipe, name)
+        assert estimator.shown(plan.recipe.but(**{name: value}), exact=True)[1].verdict == "fits"
+
+
 def test_nothing_fits_names_the_closest_and_the_hardware_that_would_do() -> None:
     plan = make_plan(job("llama-3.1-405b", "rtx-4090"), cards=list_gpus())
     assert plan.judgement.verdict == "misfit"

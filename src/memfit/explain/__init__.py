@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.explain import learned
@@ -81,14 +81,16 @@ def _priced(remedy: Remedy, price: Price | None) -> Remedy:
 def _unknown(evidence: Evidence) -> Finding:
     """What there is, without a conclusion."""
     message = evidence.message
-    said: Iterable[Proof] = ()
+    said: list[Proof] = []
     if message is not None:
         named = (
             ("asked for", message.tried),
             ("allocated by PyTorch", message.allocated),
             ("reserved, not allocated", message.unallocated),
         )
-        said = (Proof(text, size) for text, size in named if size is not None)
+        said = [Proof(text, size) for text, size in named if size is not None]
+        if message.full:
+            said.append(Proof(f"{message.full:.0%} of the card are tensors of this process: nobody else, and no pieces"))
     held = holders(evidence.memory.groups) if evidence.memory else ()
     return Finding(
         "not-known",

@@ -53,6 +53,7 @@ _FIELDS: dict[str, str] = {
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
 _FACTOR = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
+FULL = 0.9  # of the card: the rest is context, and pieces as they are in any cache
 WSL = 1 << 60  # bytes no process has: what Windows' accounting gives where it does not know (17179869184 GiB)
 
 
@@ -79,6 +80,12 @@ class Message:
         if self.total is None or self.free is None or self.reserved is None:
             return None
         return max(self.total - self.free - self.reserved, 0)
+
+    @property
+    def full(self) -> float:
+        """The share of the card that tensors of this process take, 0 where it is not told or leaves room for another cause."""
+        share = self.allocated / self.total if self.allocated and self.total else 0.0
+        return share if share >= FULL else 0.0
 
     @property
     def facts(self) -> int:

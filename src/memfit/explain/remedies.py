@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from memfit.explain.evidence import Evidence
 from memfit.finding import Cause, Remedy
 
@@ -88,6 +90,12 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
 }  # fmt: skip
 
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
+# the words of a message that asks for something else than its cause usually does
+ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
+    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
+    ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error", Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
+    ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit", Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
+)  # fmt: skip
 ALREADY = Remedy("expandable segments are on already: the error's own hint changes nothing", NONE)
 BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
 
@@ -95,6 +103,11 @@ BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same
 def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     """The remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
     found = (EARLIER,) if cause == "not-known" and evidence.memory else REMEDIES[cause]
+    if cause == "not-known" and evidence.message and evidence.message.full:
+        found = (*found, BATCH_1, CHECKPOINTING)
+    asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
+    if asked:
+        found = asked if cause == "inference-engine" else (*asked, *found)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     return found

@@ -83,7 +83,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
         )  # likely, not certain: of two later reports another cause had left the pieces
     if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
         return Clue("fragmentation", 58, proof)
-    return Clue("fragmentation", FAINT, proof)  # so much lies in pieces of any card that is full
+    return None if share < SHARE_PIECES and tried else Clue("fragmentation", FAINT, proof)
 
 
 def _others(m: Message, evidence: Evidence) -> Clue | None:
@@ -99,17 +99,31 @@ def _others(m: Message, evidence: Evidence) -> Clue | None:
     foreign = _foreign(m, real)
     if not foreign or not m.total or foreign < CONTEXT or foreign < 0.1 * m.total:
         return None
-    return Clue("other-process", SURE, Proof(f"{human(foreign)} of the card are held by other processes", foreign))
+    return Clue("other-process", SURE, Proof(f"{human(foreign)} of the card are held by {_named(m, real)}", foreign))
+
+
+def _own(m: Message, real: list[int]) -> int:
+    """Bytes of the row that is this process, 0 where there is none: beside `in_process` a message names others alone."""
+    if m.in_process is not None or not m.reserved or not real:
+        return 0
+    return min(
+        (size for size in real if size >= m.reserved), key=lambda size: size - (m.reserved or 0), default=max(real)
+    )
 
 
 def _foreign(m: Message, real: list[int]) -> int:
-    """Bytes of other processes. Beside `in_process` the message names others alone; a lone row may be this process."""
+    """Bytes of other processes. A lone row may be this process."""
+    held = sum(real) - _own(m, real)
     if m.in_process is not None:
-        held = sum(real)
-        if m.total is not None and m.free is not None:
-            return max(held, m.total - m.free - m.in_process)
-        return held
-    return sum(real) - max(real, default=0) if m.reserved else 0
+        return max(held, m.total - m.free - m.in_process) if m.total is not None and m.free is not None else held
+    return held if m.reserved else 0
+
+
+def _named(m: Message, real: list[int]) -> str:
+    """'process 3021', 'other processes'."""
+    own = _own(m, real)
+    others = [(process, size) for process, size in m.others if size < WSL and size != own]
+    return f"process {others[0][0]}" if len(others) == 1 else "other processes"
 
 
 def _spilled(m: Message, evidence: Evidence) -> Clue | None:

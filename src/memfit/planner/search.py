@@ -62,17 +62,20 @@ def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
     return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
+TRIES = 16  # steps from a value that the closed form takes for the largest down to the recipe's own
+
+
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     """The largest value of a field that still fits with the rest as it is (0: not even 1). Doubling, then bisection."""
 
     # where a replay had to say that the recipe fits, the closed form would say of each value that it does not
     replayed = estimator.quick(recipe).judgement.verdict != "fits"
 
-    def fits(value: int) -> bool:
+    def fits(value: int, exact: bool = replayed) -> bool:
         changed = recipe.but(**{name: value})
         if not estimator.possible(changed):
             return False
-        judgement = estimator.shown(changed, exact=True)[1] if replayed else estimator.quick(changed).judgement
+        judgement = estimator.shown(changed, exact=True)[1] if exact else estimator.quick(changed).judgement
         return judgement.verdict == "fits"
 
     step = 64 if name == "sequence_length" else 1
@@ -83,4 +86,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     while high - low > step:
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
+    sure, first = getattr(recipe, name), low
+    while not replayed and low > sure and not fits(low, exact=True):  # quick, and wrong by what an allocator keeps
+        low = max(sure, low - max(step, first // TRIES // step * step))
     return low

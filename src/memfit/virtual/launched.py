@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from memfit.errors import BadInput
 from memfit.virtual.patching import patched
 
 BESIDE = ("accelerate.yaml", "accelerate.yml")  # what memfit export calls the file
+_USED = re.compile(r"\baccelerate\b|\bAccelerator\b|Trainer\b")  # by the script, or by what it uses
 _TOLD = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TP_", "CP_")  # the rest is torchrun's, or the machine's
 
 _LAUNCHERS = {  # -> what prepares their environment, in accelerate.utils.launch; none of them is ever called
@@ -24,8 +26,9 @@ _LAUNCHERS = {  # -> what prepares their environment, in accelerate.utils.launch
 
 
 def launcher_file(script: Path) -> Path | None:
-    """accelerate's file that lies beside a script."""
-    return next((path for name in BESIDE if (path := script.parent / name).is_file()), None)
+    """accelerate's file that lies beside a script that uses accelerate, or a Trainer, which does."""
+    path = next((path for name in BESIDE if (path := script.parent / name).is_file()), None)
+    return path if path and script.is_file() and _USED.search(script.read_text(errors="replace")) else None
 
 
 def processes_of(path: Path) -> int:

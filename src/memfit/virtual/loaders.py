@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.utils.data import DataLoader
 
 from memfit.tape import Phase
 from memfit.virtual.card import Card
+from memfit.virtual.longest import Longest, longest
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
 
@@ -29,6 +30,8 @@ class ScriptObserver(Observer):
         self.trained: WeakSet[Any] = WeakSet()  # loaders that steps were taken from
         self.read: Any = None  # weak reference to the iterator that gave the last batch
         self._dry = 0
+        self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
+        self.assumed: dict[str, None] = {}  # in words
         super().__init__(card)
 
     @property
@@ -45,6 +48,14 @@ class ScriptObserver(Observer):
         self.backwards += instant == "backward"
         self.evaluations += phase == "eval"
         super().mark(phase, instant)
+
+    def longest_of(self, loader: Any) -> Longest | None:
+        """Its longest batch, looked for once."""
+        if loader not in self._longest:
+            self._longest[loader] = found = longest(loader)
+            if found:
+                self.assumed.setdefault(found.said)
+        return self._longest[loader]
 
     def ran_dry(self) -> None:
         """A loader that has been trained from was asked for more. Raises EnoughSteps where that never ends."""
@@ -72,6 +83,7 @@ class _Batches:
     def __init__(self, loader: Any, real: Any, observer: ScriptObserver) -> None:
         self.loader, self._real, self._observer = loader, real, observer
         self._before = observer.backwards, observer.evaluations
+        self._longest = observer.longest_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -92,7 +104,7 @@ class _Batches:
             raise StopIteration
         batch = next(self._real)
         observer.read = ref(self)
-        return batch
+        return self._longest.batch() if self._longest else batch
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
 from memfit.errors import BadInput, MemfitError
 from memfit.gpu import Gpu
@@ -117,7 +118,7 @@ class _Run:
 
     def __init__(self, path: Path, observer: ScriptObserver) -> None:
         self.path, self.observer = path.resolve(), observer
-        self.assumed: dict[str, None] = {}
+        self.assumed = observer.assumed
 
     def note(self, text: str) -> None:
         """Something taken for granted, said once."""
@@ -158,7 +159,7 @@ class _Run:
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise BadInput(self._left(error.code), hint="see what it printed") from error
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if not self.observer.over:
                 raise self._failure(error) from error
             self.note(f"after its steps the script failed at {self.place(error)}: {type(error).__name__}")
@@ -187,7 +188,7 @@ class _Run:
         steps = self.observer.done
         return f"{self.path.name} ended {why} (after {steps} optimizer step{'s' * (steps != 1)})"
 
-    def _failure(self, error: Exception) -> BadInput:
+    def _failure(self, error: BaseException) -> BadInput:
         where = self.place(error)
         if isinstance(error, MemfitError):
             return BadInput(f"{where}: {error.message}", hint=error.hint)

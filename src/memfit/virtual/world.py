@@ -56,6 +56,7 @@ def world(size: int) -> Iterator[None]:
         _collectives(),
         told(),
     ):
+        distributed_c10d._world.group_count = 0  # a group that could not be made has left its number
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
             with patched(dist, started | nccl), patched(distributed_c10d, started), patched(device_mesh, started):
