@@ -90,7 +90,9 @@ def _unknown(evidence: Evidence) -> Finding:
         )
         said = [Proof(text, size) for text, size in named if size is not None]
         if message.full:
-            said.append(Proof(f"{message.full:.0%} of the card are tensors of this process: nobody else, and no pieces"))
+            said.append(
+                Proof(f"{message.full:.0%} of the card are tensors of this process: nobody else, and no pieces")
+            )
     held = holders(evidence.memory.groups) if evidence.memory else ()
     return Finding(
         "not-known",

@@ -20,6 +20,7 @@ from memfit.units import rough, said_share
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
 CONFIRMED = 6  # how many of the fastest candidates are replayed before the search gives up
+MULTIPLE = 64  # tokens that a sequence length is rounded to, as `choose_sequence_length` does
 LONGEST_SEQUENCE = 1 << 20
 PAYS_LATER = ("mixed", "accumulation", "shard-parameters")  # rungs that later ones build on, whatever they buy at once
 
@@ -100,8 +101,8 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
     if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised
         plain |= {"method": method, "precision": half_precision(job.gpu)}
         plain["quantization"] = "nf4-double" if method == "qlora" else "none"
-    if job.longest_sample:  # a sequence length that no sample reaches costs nothing
-        plain["sequence_length"] = min(job.sequence_length, job.longest_sample)
+    if job.longest_sample:  # a sequence length that no sample reaches costs nothing; token counts may be estimates
+        plain["sequence_length"] = min(job.sequence_length, -(-job.longest_sample // MULTIPLE) * MULTIPLE)
     plain |= {k: v for k, v in wanted.items() if k != "method" or v != "auto"}
     if "micro_batch" in wanted and "accumulation" not in wanted:
         plain["accumulation"] = max(per_gpu // wanted["micro_batch"], 1)
