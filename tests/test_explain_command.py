@@ -166,3 +166,33 @@ def test_scores_of_attention_are_recognised_by_their_size(tmp_path: Path, capsys
     )
     _, out, _ = run(capsys, str(tmp_path / "log.txt"))
     assert "ATTENTION" in out and "32.0 GiB are 16 x 32 heads x 4,096 x 4,096 x 4 B" in out
+
+
+FOREACH = (
+    'Traceback (most recent call last):\n  File "run.py", line 20, in main\n    optimizer.step()\n  File "/x/site-packages/torch/optim/adamw.py", '
+    "line 600, in _multi_tensor_adamw\n    torch._foreach_sqrt(exp_avg_sqs)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate "
+    "224.00 MiB. GPU 0 has a total capacity of 44.53 GiB of which 58.94 MiB is free. Of the allocated memory 43.90 GiB is allocated by PyTorch, "
+    "and 90.20 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_the_run_that_is_priced_is_said_and_is_the_one_that_failed(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log.txt").write_text(FOREACH)
+    _, out, err = run(capsys, str(tmp_path / "log.txt"), "--model", "llama-3.2-3b", "--gpu", "l40s")
+    said = " ".join(err.split())
+    assert "--optimizer adamw-foreach: the step that failed" in said and "priced for full fine-tuning" in said
+    fused = next(line for line in out.splitlines() if "adamw_torch_fused" in line)
+    assert "GiB" in fused and "saves nothing" not in out
+    _, _, err = run(
+        capsys, str(tmp_path / "log.txt"), "--model", "llama-3.2-3b", "--gpu", "l40s", "--optimizer", "adamw"
+    )
+    assert "adamw-foreach" not in err
+
+
+def test_a_recipe_that_does_not_fit_is_not_sold_as_one_that_does(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log.txt").write_text(NOW)
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"), "--model", "qwen2.5-7b", "--gpu", "rtx-4090", "--method", "full")
+    told = " ".join(out.split())
+    assert "planner:" not in told or "too much for the card" in told
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"), "--model", "qwen2.5-0.5b", "--gpu", "rtx-4090")
+    assert "too much for the card" not in out

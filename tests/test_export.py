@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memfit import export, launch
 from memfit import framework_names as names
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.export import templates
+from memfit.export import text as export_text
 from memfit.export.dataset import layout_of
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
@@ -495,8 +496,15 @@ def no_file(name: str) -> bool:
     return export._absolute(name) is None
 
 
+@pytest.mark.parametrize("text", ["\n", "\n\n", " a\nb", "a\n\n", "a\nb", "a\nb\n", "a\n\nb", "\n#", "a: b\n", "\r\n"])
+def test_text_of_several_lines_reads_back(text: str) -> None:
+    words = {"first": text, "second": {"inner": text}, "last": 1}
+    assert yaml.safe_load(export_text.yaml_text(words, {"first": "a note", "last": "another"})) == words
+
+
 @settings(deadline=None)
 @given(st.text(max_size=40), st.text(max_size=40).filter(no_file), st.text(max_size=20))
+@example("\n", "0", "")
 def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
     recipe = Recipe(alloc_conf=alloc_conf, method="lora", lora_targets=(model,))
     files = export.export(make_plan(recipe, model=model, dataset=dataset), "trl")

@@ -176,21 +176,21 @@ class _Planned:
             return None
         from memfit import combinations
         from memfit.cli.asked import asked, exact_recipe, job_of
-        from memfit.explain import explain
+        from memfit.report.words import DOT, recipe_facts
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
-        said = flags["trainer"] or flags["loss"] or flags["from_"]
-        if not said and explain(evidence)[0].cause == "logits":
-            flags = {**flags, "trainer": "transformers"}
-            terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
+        flags = _as_it_failed(flags, evidence)
         found = asked(flags["model"], flags)
         recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
         for line in found.notes:
             terminal.note(line)
         job, _ = job_of(found, {**flags, "method": recipe.method})
-        return cls(job, recipe)
+        planned = cls(job, recipe)
+        if not flags["from_"]:
+            terminal.note(f"priced for {DOT.join(recipe_facts(recipe))}; flags say what was another way")
+        return planned
 
     def price(self, remedy: Remedy) -> int | None:
         """Bytes of the reserved peak it saves; None where this run cannot take it."""
@@ -212,6 +212,7 @@ class _Planned:
         from memfit.planner.descend import down, tensor_bytes
         from memfit.planner.engine import Estimator
         from memfit.report.words import changes
+        from memfit.units import rough
 
         plan = Plan(self.job, self.recipe, *Estimator(self.job).shown(self.recipe, exact=True), ladder=())
         found = down(plan, shortfall)
@@ -223,7 +224,27 @@ class _Planned:
             for f in fields(found.recipe)
             if getattr(found.recipe, f.name) != getattr(self.recipe, f.name)
         )
-        return Remedy(", ".join(changes(self.recipe, found.recipe)), "same effective batch", altered, saves)
+        over = found.judgement.need - found.judgement.usable
+        cost = "same effective batch" + (f", by estimate still {rough(over)} too much for the card" if over > 0 else "")
+        return Remedy(", ".join(changes(self.recipe, found.recipe)), cost, altered, saves)
+
+
+def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
+    """The flags, with what the failure itself shows of the run where they say nothing of it."""
+    from memfit.explain import explain
+
+    cause = explain(evidence)[0].cause
+    if cause == "logits" and not (flags["trainer"] or flags["loss"] or flags["from_"]):
+        terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
+        return {**flags, "trainer": "transformers"}
+    if (
+        cause == "optimizer-step"
+        and "_multi_tensor_adam" in evidence.traced
+        and not (flags["optimizer"] or flags["from_"])
+    ):
+        terminal.note("--optimizer adamw-foreach: the step that failed went through all weights at once")
+        return {**flags, "optimizer": "adamw-foreach"}
+    return flags
 
 
 def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:

@@ -42,9 +42,15 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
+def _style(text: str) -> str | None:
+    """A block where it says the same text at any place of a file; else quotes with escapes."""
+    if "\n" not in text:
+        return None
+    return '"' if text[0].isspace() or text.endswith("\n\n") else "|"
+
+
 _Plain.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=_style(text))
 )
 
 

@@ -62,6 +62,11 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
     ("NotImplementedError", "", "the operator has no shape function: torch.library.register_fake gives it one"),
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
+    (
+        "ValueError",
+        "existing deepspeed config",
+        "its path is looked up from the current folder: cd there, as for accelerate launch",
+    ),
     ("RuntimeError", "NCCL", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
     ("ValueError", "rendezvous", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
     ("RuntimeError", "process group", "--gpu 8xh100 runs the script as torchrun starts its rank 0"),
