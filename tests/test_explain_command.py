@@ -196,3 +196,20 @@ def test_a_recipe_that_does_not_fit_is_not_sold_as_one_that_does(tmp_path: Path,
     assert "planner:" not in told or "too much for the card" in told
     _, out, _ = run(capsys, str(tmp_path / "log.txt"), "--model", "qwen2.5-0.5b", "--gpu", "rtx-4090")
     assert "too much for the card" not in out
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "scores = q @ k.transpose(-2, -1)",
+        "att = torch.matmul(query, key.transpose(2, 3))",
+        "s = torch.einsum('bhqd,bhkd->bhqk', q, k)",
+    ],
+)
+def test_attention_written_by_hand_is_known_by_its_product(code: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log.txt").write_text(
+        f'Traceback (most recent call last):\n  File "train.py", line 40, in attn\n    {code}\ntorch.OutOfMemoryError: CUDA out of memory. '
+        "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 39.39 GiB of which 12.00 GiB is free."
+    )
+    _, out, _ = run(capsys, str(tmp_path / "log.txt"))
+    assert "ATTENTION" in out and "train.py:40" in out

@@ -149,6 +149,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("merge", 86, (), at=("merge",)),
     # loading
     Sign("two-copies", 80, (r"deepcopy|\bema\b.{0,20}(?:copy|model|network|weights)|copy of the (?:model|network)|on the gpu twice|(?:old|previous|first) model (?:is )?(?:not|still|never)|two copies of the (?:model|weights)",), at=("", "forward", "prepare", "init"), never=f"optimi|{PREFERENCE}|process|rank|each|checkpoint"),
+    Sign("two-copies", 75, (r"\bcell\b|notebook|jupyter|colab|kernel", r"restart\w*(?: of)? (?:the |my )?(?:jupyter |python )?(?:kernel|runtime|session|notebook)", r"second (?:time|run)|again|re-?run|2nd|next time|first (?:run|time)"), never=r"after (?:an?|the|that|one) (?:oom|error|exception|crash)|interrupt|except"),
     Sign("wrong-dtype", 86, (rf"(?:load|stor|keep|kept|base|weights?|model|stay|end)\w*\b.{{0,25}}\b(?:in|as|to) (?:{FP32})",), never=f"master|upcast|embed|norm|head|logits|{FSDP}|mxfp4"),
     Sign("wrong-dtype", SURE, (r"(?:without|forgot|missing|no|omit\w*|unset) (?:an? |the |passing |setting |specifying )*(?:torch_)?dtype|4 bytes ?/ ?param|default(?:s to)? (?:dtype )?float32|dtype\W{1,3}(?:torch\.)?float32 default|defaults? to (?:fp32|float32)",), at=("load", "prepare", "forward", "")),
     Sign("wrong-dtype", 87, (r"\b(?:model|net\w*|module|base_model|unet|transformer|backbone)\.(?:float\(\)|to\((?:dtype ?= ?)?torch\.float(?:32)?\b)|float32 copy of the model",), at=BEGIN, never=f"{FSDP}|logits"),
@@ -203,7 +204,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("input-grads", TOLD, (ADAPTER, r"\bgc\b|(?:gradient|activation)[_ ]checkpoint\w*", r"slower|no effect|same memory|not (?:reduce|sav|work|help|take)|does(?:n't| not) (?:reduce|sav|work|help)|ignored|no (?:memory )?(?:sav|reduc|differ|change)|unchanged|(?:not|n't) change"), never=FSDP),
     Sign("input-grads", 76, (ADAPTER, r"\bgc\b|(?:gradient|activation)[_ ]checkpoint\w*", r"(?:is|are|was|be|when|must|to) (?:\w+ )?(?:off|disabled|dropped|removed)|turn\w* off|without (?:gradient|activation)")),
     Sign("kv-cache", SURE, (r"use_cache|past_key_value|past_kv|(?:dynamic|hybrid|static|offloaded|encoderdecoder)_?cache|key_states = torch\.cat|kv[- ]cache (?:is )?(?:kept|built|created) (?:in|during) train",), at=PASS, never=f"{EVALUATION}|{ENGINE}"),
-    Sign("attention", SURE, (r"eager_attention_forward|attn_weights = |attention_scores = |attn_scores|attn_probs|torch\.(?:bmm|matmul)\(q|_prepare_4d|attention_probs|baddbmm|softcap|scaled_dot_product.{0,20}math",)),
+    Sign("attention", SURE, (r"eager_attention_forward|attn_weights = |attention_scores = |attn_scores|attn_probs|torch\.(?:bmm|matmul)\(q|_prepare_4d|attention_probs|baddbmm|softcap|scaled_dot_product.{0,20}math|@ ?k\w*\.(?:transpose|mt\b|t\b|permute)|(?:matmul|bmm)\([^)]{0,60}\bk\w*\.(?:transpose|t\b)|einsum\(['\"][^'\"]*->[^'\"]*['\"], ?q\w*, ?k",)),
     Sign("attention", 84, (r"\b(\d{2,6}k?) ?[x×*] ?\1\b", r"attention|mask|scores|softmax")),
     Sign("attention", 84, (r"(?<!log_)(?<!log)softmax\b|attention scores",), at=("forward", "backward", ""), never="cross|logits|loss"),
     Sign("attention", 86, (r"(?:flash[- _]?att\w*|xformers|sdpa)\W+(?:\w+ )?(?:not|un|isn|missing|fail|disabled|off)",)),
