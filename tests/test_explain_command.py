@@ -96,6 +96,7 @@ def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
         ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is free. at eval",
          ("traceback",)),
         ('File "train.py", line 3, in main\n    loss.backward()\ntorch.OutOfMemoryError: CUDA out of memory.', ("whole message",)),
+        ("slurmstepd: error: Detected 1 oom-kill event(s). Killed", ("when it failed",)),
     ],
 )  # fmt: skip
 def test_what_a_report_lacks_is_asked_for(

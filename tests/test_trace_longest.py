@@ -68,7 +68,7 @@ def test_no_batch_is_longer(lengths: list[int], size: int, shuffle: bool) -> Non
     assert (found is None) == (len(set(lengths)) == 1)
     if found:
         assert found.size == max(lengths[i] for i in found.samples)
-        assert found.batch().numel() >= max(batch.numel() for batch in loader)
+        assert found.batch(loader).numel() >= max(batch.numel() for batch in loader)
 
 
 def test_padded_batches_have_padding_and_packed_ones_do_not() -> None:
@@ -80,12 +80,15 @@ def test_padded_batches_have_padding_and_packed_ones_do_not() -> None:
 
 
 def test_chance_is_as_before() -> None:
-    loader = DataLoader(rows([3, 5, 4]), batch_size=1, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
-    torch.manual_seed(0), random.seed(0)
-    plain = (torch.rand(1).item(), random.random())
-    torch.manual_seed(0), random.seed(0)
+    class Drawing(list[Any]):
+        def __getitem__(self, i: Any) -> Any:
+            return torch.zeros(1 + int(torch.rand(1) + random.random() + numpy.random.rand()) + 2 * i)
+
+    numpy = pytest.importorskip("numpy")
+    loader = DataLoader(Drawing([0, 0, 0]), batch_size=1, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
+    states = random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())
     assert longest(loader) is not None
-    assert (torch.rand(1).item(), random.random()) == plain
+    assert (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())) == states
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

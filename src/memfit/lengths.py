@@ -23,6 +23,7 @@ from memfit.job import Padding
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BINS = 20
+MULTIPLE = 64  # tokens that a sequence length is rounded up to
 Order = Literal["random", "sorted"]
 
 
@@ -117,7 +118,7 @@ def truncation(lengths: Lengths, length: int) -> Cut:
     return Cut(length, longer / lengths.count, lost / lengths.tokens if lengths.tokens else 0.0)
 
 
-def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: int = 64) -> Cut:
+def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: int = MULTIPLE) -> Cut:
     """The percentile rounded up to a multiple, and what it cuts off. Kernels are fastest on multiples of 64 or 128."""
     if multiple < 1:
         raise BadInput(f"the sequence length must be a multiple of at least 1, not {multiple}", hint="64 is usual")

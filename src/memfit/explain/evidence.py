@@ -121,7 +121,9 @@ class Evidence:
         """What a text does not say, and a better answer could be read from; () beside a history, which says all of it."""
         if self.memory is not None:
             return ()
-        said = ((self.when, "when"), (self.message and self.message.facts > 1, "sizes"), (self.frames, "frames"))
+        killed = self.message is not None and self.message.kind == "host"  # leaves neither sizes of a card nor frames
+        sizes = killed or (self.message is not None and self.message.facts > 1)
+        said = ((self.when, "when"), (sizes, "sizes"), (killed or self.frames, "frames"))
         return tuple(_ASKED[name] for known, name in said if not known)
 
     @property

@@ -207,7 +207,7 @@ def _scores(evidence: Evidence) -> Clue | None:
     for tokens, batch, heads, width in product(_lengths(evidence.text), sorted(batches), HEADS, (2, 4)):
         if abs(batch * heads * tokens * tokens * width - m.tried) <= PRINTED:
             said = f"{human(m.tried)} are {batch} x {heads} heads x {tokens:,} x {tokens:,} x {width} B"
-            return Clue("attention", 87, Proof(said, m.tried))
+            return Clue("attention", 84, Proof(said, m.tried), seen=False)  # how many heads is an assumption
     return None
 
 

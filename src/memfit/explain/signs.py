@@ -149,7 +149,6 @@ SIGNS: tuple[Sign, ...] = (
     Sign("merge", 86, (), at=("merge",)),
     # loading
     Sign("two-copies", 80, (r"deepcopy|\bema\b.{0,20}(?:copy|model|network|weights)|copy of the (?:model|network)|on the gpu twice|(?:old|previous|first) model (?:is )?(?:not|still|never)|two copies of the (?:model|weights)",), at=("", "forward", "prepare", "init"), never=f"optimi|{PREFERENCE}|process|rank|each|checkpoint"),
-    Sign("two-copies", 75, (r"\bcell\b|notebook|jupyter|colab|kernel", r"restart\w*(?: of)? (?:the |my )?(?:jupyter |python )?(?:kernel|runtime|session|notebook)", r"second (?:time|run)|again|re-?run|2nd|next time|first (?:run|time)"), never=r"after (?:an?|the|that|one) (?:oom|error|exception|crash)|interrupt|except"),
     Sign("wrong-dtype", 86, (rf"(?:load|stor|keep|kept|base|weights?|model|stay|end)\w*\b.{{0,25}}\b(?:in|as|to) (?:{FP32})",), never=f"master|upcast|embed|norm|head|logits|{FSDP}|mxfp4"),
     Sign("wrong-dtype", SURE, (r"(?:without|forgot|missing|no|omit\w*|unset) (?:an? |the |passing |setting |specifying )*(?:torch_)?dtype|4 bytes ?/ ?param|default(?:s to)? (?:dtype )?float32|dtype\W{1,3}(?:torch\.)?float32 default|defaults? to (?:fp32|float32)",), at=("load", "prepare", "forward", "")),
     Sign("wrong-dtype", 87, (r"\b(?:model|net\w*|module|base_model|unet|transformer|backbone)\.(?:float\(\)|to\((?:dtype ?= ?)?torch\.float(?:32)?\b)|float32 copy of the model",), at=BEGIN, never=f"{FSDP}|logits"),

@@ -9,6 +9,7 @@ from memfit.combinations import absent, check
 from memfit.footprint import Footprint
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe
+from memfit.lengths import MULTIPLE
 from memfit.optimizers import optimizer
 from memfit.plan import Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator, Known
@@ -20,7 +21,6 @@ from memfit.units import rough, said_share
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
 CONFIRMED = 6  # how many of the fastest candidates are replayed before the search gives up
-MULTIPLE = 64  # tokens that a sequence length is rounded to, as `choose_sequence_length` does
 LONGEST_SEQUENCE = 1 << 20
 PAYS_LATER = ("mixed", "accumulation", "shard-parameters")  # rungs that later ones build on, whatever they buy at once
 

@@ -13,7 +13,7 @@ from memfit.virtual.patching import patched
 
 BESIDE = ("accelerate.yaml", "accelerate.yml")  # what memfit export calls the file
 _USED = re.compile(r"\baccelerate\b|\bAccelerator\b|Trainer\b")  # by the script, or by what it uses
-_TOLD = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TP_", "CP_")  # the rest is torchrun's, or the machine's
+_TOLD = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")  # the rest is torchrun's, or the machine's
 
 _LAUNCHERS = {  # -> what prepares their environment, in accelerate.utils.launch; none of them is ever called
     "deepspeed_launcher": "prepare_deepspeed_cmd_env",

@@ -104,7 +104,7 @@ class _Batches:
             raise StopIteration
         batch = next(self._real)
         observer.read = ref(self)
-        return self._longest.batch() if self._longest else batch
+        return self._longest.batch(self.loader) if self._longest else batch
 
 
 @contextmanager

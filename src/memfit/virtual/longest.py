@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,24 +24,21 @@ SECONDS = 5.0  # that are spent on it
 class Longest:
     """The samples of the longest batch. `size`: numbers in its longest sample; `typical`: in the median one."""
 
-    loader: DataLoader[Any]
     samples: tuple[int, ...]
     size: int
     typical: int
     seen: int  # samples that were read
+    known: int  # of the data set
 
-    def batch(self) -> Any:
+    def batch(self, loader: DataLoader[Any]) -> Any:
         """Collated anew, as a script may change what it was given."""
-        collate = self.loader.collate_fn
-        assert collate is not None
         with _same_chance():
-            return collate([self.loader.dataset[i] for i in self.samples])
+            return _collated(loader, self.samples)
 
     @property
     def said(self) -> str:
         """What was taken for granted."""
-        known = len(self.loader.dataset)  # type: ignore[arg-type]
-        of = f"{known:,}" if self.seen >= known else f"the first {self.seen:,} of {known:,}"
+        of = f"{self.known:,}" if self.seen >= self.known else f"the first {self.seen:,} of {self.known:,}"
         return f"every batch holds the longest samples of {of}: {self.size:,} numbers, where the median has {self.typical:,}"
 
 
@@ -58,7 +56,13 @@ def longest(loader: DataLoader[Any]) -> Longest | None:
     if not batch:
         return None
     ordered = sorted(sizes)
-    return Longest(loader, batch, max(sizes[i] for i in batch), ordered[len(ordered) // 2], len(sizes))
+    typical, known = ordered[len(ordered) // 2], len(dataset)  # type: ignore[arg-type]
+    return Longest(batch, max(sizes[i] for i in batch), typical, len(sizes), known)
+
+
+def _collated(loader: DataLoader[Any], samples: tuple[int, ...]) -> Any:
+    assert loader.collate_fn is not None
+    return loader.collate_fn([loader.dataset[i] for i in samples])
 
 
 def _sizes(dataset: Any) -> list[int]:
@@ -100,16 +104,19 @@ def _padded(loader: DataLoader[Any], batch: tuple[int, ...], sizes: list[int]) -
     if len(batch) < 2:
         return batch
     mixed = (*sorted(batch, key=lambda i: -sizes[i])[:-1], min(range(len(sizes)), key=sizes.__getitem__))
-    whole, part = (_size(Longest(loader, some, 0, 0, 0).batch()) for some in (batch, mixed))
+    whole, part = (_size(_collated(loader, some)) for some in (batch, mixed))
     return mixed if part >= whole else batch
 
 
 @contextmanager
 def _same_chance() -> Iterator[None]:
     """What is drawn inside is drawn again after it."""
-    before, state = random.getstate(), torch.get_rng_state()
+    numpy: Any = sys.modules.get("numpy")
+    before, state, drawn = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
     try:
         yield
     finally:
         random.setstate(before)
         torch.set_rng_state(state)
+        if numpy:
+            numpy.random.set_state(drawn)
