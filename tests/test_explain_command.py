@@ -96,7 +96,8 @@ def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
         ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is free. at eval",
          ("traceback",)),
         ('File "train.py", line 3, in main\n    loss.backward()\ntorch.OutOfMemoryError: CUDA out of memory.', ("whole message",)),
-        ("slurmstepd: error: Detected 1 oom-kill event(s). Killed", ("when it failed",)),
+        ("rank 3 exited with exit code -9. Killed", ("when it failed",)),  # leaves neither sizes nor frames
+        ("slurmstepd: error: Detected 1 oom-kill event(s). Killed", ()),  # says its cause itself
     ],
 )  # fmt: skip
 def test_what_a_report_lacks_is_asked_for(

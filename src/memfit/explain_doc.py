@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.explain import Evidence, Message
+from memfit.explain import Evidence, Message, wanted
 from memfit.finding import Finding, Remedy
 
 
@@ -19,7 +19,10 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     messages: Annotated[tuple[Message, ...], Meta(description="the out-of-memory messages in the text, fullest first")]
     shortfall: Annotated[int | None, Meta(description="bytes that were missing, where the message or history tells")]
-    lacks: Annotated[tuple[str, ...], Meta(description="what the text does not say and would tell more")] = ()
+    lacks: Annotated[
+        tuple[str, ...],
+        Meta(description="what the text does not say and would tell more; none where the first is certain"),
+    ] = ()
     recipe: Annotated[
         Remedy | None, Meta(description="all of a recipe that the planner found to need the shortfall less, else null")
     ] = None
@@ -30,5 +33,5 @@ def explain_doc(evidence: Evidence, findings: tuple[Finding, ...], recipe: Remed
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=evidence.lacks,
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=wanted(evidence, findings),
     )  # fmt: skip

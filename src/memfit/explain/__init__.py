@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.explain import learned
@@ -22,7 +22,7 @@ MOST = 4  # findings told
 RIVAL = 15  # how near another cause must be to leave no certainty
 NEAR = 25  # how much weaker a second finding may be and still be told
 
-__all__ = ["Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text"]
+__all__ = ["Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text", "wanted"]
 
 
 def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ...]:
@@ -47,6 +47,11 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
         for cause in ranked[:MOST]
     ]
     return tuple(found) or (_unknown(evidence),)
+
+
+def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """What the text does not say and would tell more; () where the cause is certain."""
+    return () if findings[0].confidence == "certain" else evidence.lacks
 
 
 def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float], told: list[Clue]) -> Confidence:

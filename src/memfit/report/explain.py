@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.explain import Evidence
+from memfit.explain import Evidence, wanted
 from memfit.explain.memory import Memory
 from memfit.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.report.layout import Ends, commands, paragraphs, table, text
@@ -35,8 +35,8 @@ def explain_view(
         parts += [*_remedies(first.remedies, evidence.shortfall), ""]
     if whole is not None and whole.saves is not None:
         parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
-    if first.confidence != "certain" and evidence.lacks:
-        parts += [paragraphs([("would tell more:", ", ".join(evidence.lacks))]), ""]
+    if lacks := wanted(evidence, findings):
+        parts += [paragraphs([("would tell more:", ", ".join(lacks))]), ""]
     if others:
         parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
     return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
