@@ -64,28 +64,24 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def run(row: Row) -> None:
-    """The recipe from its setup through its training loop; its blocks are not compiled."""
+    """The recipe from its setup through its training loop, compiled as the row's was."""
     from omegaconf import OmegaConf
 
     length = re.fullmatch(r"(\d+)( packed)?", row.seq_len)
     if length is None:
         raise NotCovered(f"sequence length '{row.seq_len}' is not known")
-    if _compiled(row) and not row.checkpointing.startswith("on"):
-        raise NotCovered("compiled blocks without checkpointing: which tensors are kept is the compiler's choice")
     kind = "full" if row.method == "full" else "lora"
     folder_of = importlib.util.find_spec("recipes")
     assert folder_of is not None and folder_of.origin is not None
     recipes = Path(folder_of.origin).parent  # not a package: its files are scripts
     name = next(path for pattern, path in CONFIGS if re.search(pattern, row.model))
     file = recipes / "configs" / f"{name}_{row.method}_single_device.yaml"
-    with tempfile.TemporaryDirectory() as folder, eager(), without_files():
+    with tempfile.TemporaryDirectory() as folder, nccl(), without_files():
         script = load(recipes / f"{kind}_finetune_single_device.py")
         config = OmegaConf.merge(OmegaConf.load(file), changes(row, int(length[1]), folder))
         recipe = next(c for name, c in vars(script).items() if name.endswith("RecipeSingleDevice"))
         job = recipe(cfg=config)
         job.setup(cfg=config)
-        if _compiled(row):
-            job._loss_fn.compute_cross_entropy = FusedCrossEntropy.apply
         job.train()
 
 
@@ -103,7 +99,7 @@ def changes(row: Row, length: int, folder: str) -> Any:
     here, batch = __name__, row.number("micro_batch", 2)
     accumulation = min(row.number("grad_accum", 1), 2)
     made: dict[str, Any] = {
-        "output_dir": folder, "batch_size": batch, "gradient_accumulation_steps": accumulation, "epochs": 1, "compile": False,
+        "output_dir": folder, "batch_size": batch, "gradient_accumulation_steps": accumulation, "epochs": 1, "compile": _compiled(row),
         "max_steps_per_epoch": STEPS, "enable_activation_checkpointing": row.checkpointing.startswith("on"),
         "enable_activation_offloading": "offload" in row.checkpointing,
         "tokenizer": {"_component_": f"{here}.Tokenizer", "path": "none"},
@@ -117,43 +113,18 @@ def changes(row: Row, length: int, folder: str) -> Any:
         made["optimizer"] = {"_component_": "torchao.prototype.low_bit_optim.AdamW8bit"}
     else:
         made["optimizer"] = {"_component_": "torch.optim.AdamW", "fused": True}
+    if "Chunked" not in row.loss_kernel:
+        made["loss"] = {"_component_": "torch.nn.CrossEntropyLoss"}
     if row.lora_rank and row.method != "full":
         made["model"] = {"lora_rank": row.number("lora_rank")}
     return made
 
 
-class FusedCrossEntropy(torch.autograd.Function):
-    """What Inductor makes of the loss of one chunk: the bf16 logits are kept, and two numbers per token; no fp32 copy."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """logits: [T, V]; labels: [T]. The summed loss."""
-        highest, total = (torch.empty(len(logits), device=logits.device) for _ in range(2))
-        ctx.save_for_backward(logits, labels, highest, total)
-        return torch.empty((), device=logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient in the logits' own dtype."""
-        return torch.empty_like(ctx.saved_tensors[0]), None
-
-
-# functions that the row's run compiled, by name, and what stands in for the compiled code: torchao's step of one weight
-# is elementwise but for maxima of blocks, and is taken to need no memory of its own
-COMPILED: dict[str, Any] = {"single_param_adam": lambda *_, **__: None}
-
-
 @contextmanager
-def eager() -> Iterator[None]:
-    """torch.compile is refused on a virtual card: what asks for it runs eagerly, or as COMPILED says. NCCL has a version."""
-
-    def same(function: Any = None, **_: Any) -> Any:
-        if function is None:
-            return lambda f: f
-        return COMPILED.get(getattr(function, "__name__", ""), function)
-
-    nccl = patched(torch.cuda.nccl, {"version": lambda: (2, 27, 0)})
-    with nccl, patched(torch.distributed, {"is_nccl_available": lambda: True}), patched(torch, {"compile": same}):
+def nccl() -> Iterator[None]:
+    """NCCL is there, and has a version."""
+    there = patched(torch.distributed, {"is_nccl_available": lambda: True})
+    with there, patched(torch.cuda.nccl, {"version": lambda: (2, 27, 0)}):
         yield
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
-from memfit.virtual import api, deepspeed, dispatch, engine, guard, libraries, liger, triton
+from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, libraries, liger, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
@@ -40,6 +40,7 @@ def virtual_gpu(
         libraries.installed(),
         triton.launches_nothing(),
         liger.undone(),
+        inductor.planned(card),
         deepspeed.hosted(),
         _world(world_size) if launched or world_size > 1 else nullcontext(),
     ):

@@ -95,6 +95,16 @@ def _resize(card: Card) -> Callable[[torch.UntypedStorage, int], torch.UntypedSt
     return resize
 
 
+_clone_on_host = torch.UntypedStorage.clone
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """UntypedStorage.clone, which this build has for the host alone; copy.deepcopy comes here for all but parameters."""
+    if self.device.type != "cuda":
+        return _clone_on_host(self)
+    return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
+
+
 def _clear_autocast_cache(card: Card) -> Callable[[], None]:
     """The cache lets go of its casts in an order of addresses, which differs from run to run; here in that of their birth."""
     real = torch.clear_autocast_cache
@@ -117,7 +127,8 @@ def answered(card: Card) -> Iterator[None]:
         **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
         "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
         "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,
-        "get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
+        "get_device_properties": lambda *_: _properties(card),
+        "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), 
         "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
@@ -131,9 +142,11 @@ def answered(card: Card) -> Iterator[None]:
     with (
         patched(torch._C, functions),
         patched(torch.Tensor, tensor),
-        patched(torch.UntypedStorage, {"resize_": _resize(card)}),
+        patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
-        patched(torch.accelerator, {"current_stream": cuda["current_stream"]}),
+        patched(
+            torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}
+        ),  # the compiler tells them apart
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch.version, {"cuda": "13.0"}),
         # these modules took some names by value

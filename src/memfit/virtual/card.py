@@ -41,6 +41,7 @@ class Card:
         self.ledger = Ledger(allocator)
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()
+        self.assumed: dict[str, None] = {}  # in words: what was taken for granted
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
         self.workspace = cublas_workspace(self.capability)

@@ -11,7 +11,7 @@ from torch import Tensor, empty, zeros  # by value: DeepSpeed puts its own in to
 from torch._C import DispatchKey
 
 from memfit.virtual.ledger import UNNAMED
-from memfit.virtual.native import delegates, operator, registered, shadowed, structured, title
+from memfit.virtual.native import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.shapes import Shapes, blueprint
 from memfit.virtual.special import SPECIAL
 from memfit.virtual.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
@@ -48,6 +48,7 @@ def _register() -> None:
     """Once per process: everything for CUDA that this build has no kernel for comes to `_kernel`."""
     if _REGISTERED:
         return
+    missing()  # found out before there is a fallback
     everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced is the point
@@ -57,6 +58,16 @@ def _register() -> None:
     own.impl("scaled_dot_product_attention", _sdpa, "AutogradCUDA")
     own.impl("scaled_dot_product_attention", _sdpa, "CUDA")
     _REGISTERED.extend([everything, own])
+
+
+def register_by_name() -> None:
+    """Below a mode that is on and skipped, as the compiler's `no_dispatch`, PyTorch looks for an operator's own registration only."""
+    if len(_REGISTERED) > 2:
+        return
+    named = torch.library.Library("aten", "IMPL")
+    for name in missing():
+        named.impl(name, bound(operator(name)), "CUDA")
+    _REGISTERED.append(named)
 
 
 def bound(op: Any) -> Callable[..., Any]:

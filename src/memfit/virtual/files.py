@@ -156,5 +156,9 @@ class Saves:
 def _hollow(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
+    if hasattr(x, "__tensor_flatten__") and not hasattr(x, "device_mesh"):  # made of others: quantised states, say
+        names, context = x.__tensor_flatten__()
+        held = {name: _hollow(getattr(x, name)) for name in names}
+        return type(x).__tensor_unflatten__(held, context, x.shape, x.stride())  # type: ignore[attr-defined]
     small = x.device.type == "cpu" and x.numel() <= LARGEST  # the state of a random generator, say
     return x.clone() if small else room(x.shape, x.dtype)

@@ -31,7 +31,7 @@ class ScriptObserver(Observer):
         self.read: Any = None  # weak reference to the iterator that gave the last batch
         self._dry = 0
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
-        self.assumed: dict[str, None] = {}  # in words
+        self.assumed = card.assumed
         super().__init__(card)
 
     @property

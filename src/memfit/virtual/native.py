@@ -76,3 +76,11 @@ def registered() -> tuple[str, ...]:
         return ()
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     return tuple(sorted({name.removeprefix("aten::") for name in names if name.startswith("aten::")}))
+
+
+@lru_cache(maxsize=1)
+def missing() -> tuple[str, ...]:
+    """Operators of ATen without any kernel for CUDA, before a fallback is registered."""
+    has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return tuple(name.removeprefix("aten::") for name in names if not has(name, "CUDA"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -76,6 +78,10 @@ class Observer:
     def watching(self) -> Iterator[Observer]:
         """Hooks that concern every module, optimizer and backward pass of the process."""
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", "Using `torch.compile\\(module\\)` when there are global hooks"
+            )  # those below
             for handle in (
                 hooks.register_module_forward_pre_hook(self._enter),
                 hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -83,6 +89,7 @@ class Observer:
                 optimizers.register_optimizer_step_post_hook(self._after_step),
             ):
                 stack.callback(handle.remove)
+            stack.enter_context(patched(torch.nn.Module, {"compile": self._compile(torch.nn.Module.compile)}))
             stack.enter_context(patched(torch.autograd, {"backward": self._backward(torch.autograd.backward)}))
             stack.enter_context(patched(self.card.ledger, {"place": self._place}))
             yield self
@@ -90,16 +97,44 @@ class Observer:
     # --- hooks ---
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        if (
+            torch.compiler.is_compiling()
+        ):  # compiled code has no hooks; in tracing it they would be guarded by what they touch
+            return
         if not self._depth and not self._in_backward:
             self._begin_forward(module)
         self._depth += 1
         self._path.append(self._names.get(id(module), type(module).__name__))
 
     def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth -= 1
         self._path.pop()
 
-    def _begin_forward(self, root: torch.nn.Module) -> None:
+    def _compile(self, real: Any) -> Any:
+        """Module.compile, whose compiled call is watched from outside."""
+
+        @functools.wraps(real)
+        def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            real(module, *args, **kwargs)
+            compiled: Any = module._compiled_call_impl
+
+            def call(*inputs: Any, **words: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return compiled(*inputs, **words)
+                self._enter(module, inputs)
+                try:
+                    return compiled(*inputs, **words)
+                finally:
+                    self._leave(module, inputs, None)
+
+            module._compiled_call_impl = call
+
+        return compile
+
+    def _begin_forward(self, module: torch.nn.Module) -> None:
+        root = getattr(module, "_orig_mod", module)  # of torch.compile's wrapper
         if not any(root is known for known in self._roots):
             self._roots.append(root)
             self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}

@@ -141,10 +141,10 @@ class _Run:
                 "transformers.trainer": self._fewer_steps,
                 "safetensors.torch": lambda module: patched(module, {"save_file": saves.save}),
             }
-            words = {"save": saves.save, "load": saves.load(torch.load), "compile": self._eager}
+            words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
                 guarded(self.path.parent), hollow_host(), enough_batches(observer), observer.watching(),
-                when_imported(table), patched(torch, words), patched(torch.nn.Module, {"compile": lambda module, *_, **__: self._eager(module) and None}),
+                when_imported(table), patched(torch, words),
                 _as_main(self.path, args),
             ):  # fmt: skip
                 stack.enter_context(context)
@@ -202,12 +202,6 @@ class _Run:
         return BadInput(f"{where}: {type(error).__name__}: {_first_line(error)}", hint=hint)
 
     # --- what is run in another way than the script says ---
-
-    def _eager(self, model: Any = None, **_: Any) -> Any:
-        """torch.compile: the model as it is; also as a decorator with arguments."""
-        if isinstance(model, torch.nn.Module) or self._own(sys._getframe(1).f_code.co_filename):
-            self.note("torch.compile: run eagerly; the compiler's own memory is not known")
-        return model if model is not None else lambda function: function
 
     def _fewer_steps(self, module: ModuleType) -> Any:
         """transformers.trainer: a Trainer ends by itself after the steps, and goes on to evaluate and save."""

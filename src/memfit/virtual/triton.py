@@ -31,6 +31,9 @@ class _Anything(type):
     def __getitem__(cls, _: Any) -> Any:
         return cls
 
+    def __iter__(cls) -> Any:  # else Python would ask for one item after the other, without end
+        return iter(())
+
 
 class Anything(metaclass=_Anything):
     """Stands for whatever is looked up."""
@@ -48,6 +51,9 @@ class Anything(metaclass=_Anything):
 
     def __getitem__(self, _: Any) -> Any:
         return self
+
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 class Kernel:
@@ -70,6 +76,23 @@ class Kernel:
         return Anything
 
 
+class Config:
+    """Sizes of blocks to launch a kernel with; Inductor looks into those of its templates."""
+
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, pre_hook: Any = None, **more: Any
+    ) -> None:
+        self.kwargs, self.num_warps, self.num_stages, self.pre_hook = kwargs, num_warps, num_stages, pre_hook
+        self.__dict__.update(more)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def all_kwargs(self) -> dict[str, Any]:
+        """Everything a kernel is launched with."""
+        return {**self.kwargs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
 def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
     return Kernel(function) if function is not None else Kernel
 
@@ -80,16 +103,19 @@ def _around(*_: Any, **__: Any) -> Callable[[Any], Any]:
 
 
 _REAL: dict[str, Any] = {
-    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION,
+    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION, "Config": Config,
     "cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }  # fmt: skip
+
+
+_GONE = ("AttrsDescriptor",)  # since Triton 3.3: the compiler asks which Triton it has by what is not there
 
 
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _REAL:
             return _REAL[name]
-        if name.startswith("__"):
+        if name.startswith("__") or name in _GONE:
             raise AttributeError(name)
         return Anything
 
