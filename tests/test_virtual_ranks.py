@@ -48,6 +48,29 @@ def test_a_resized_storage_frees_its_memory_and_takes_new() -> None:
         assert torch.cuda.memory_allocated() == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_weights_are_initialised_at_random() -> None:
+    """DTensor counts random numbers in the state of the card's generator: a seed and an offset, as CUDA's has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with virtual_gpu("rtx-4090", world_size=2):
+        dist.init_process_group("nccl")
+        try:
+            weight = distribute_tensor(
+                torch.empty(64, 64, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)], src_data_rank=None
+            )
+            before = torch.cuda.get_rng_state()
+            torch.nn.init.normal_(weight)
+            assert weight.to_local().shape == (32, 64)
+            after = torch.cuda.get_rng_state()
+            assert before.shape == after.shape == (16,) and not torch.equal(before, after)
+            torch.cuda.set_rng_state(before)
+            assert torch.equal(torch.cuda.get_rng_state(), before)
+        finally:
+            dist.destroy_process_group()
+
+
 def test_each_stream_has_its_own_free_blocks() -> None:
     with virtual_gpu("rtx-4090") as card:
         side = torch.cuda.Stream()

@@ -60,11 +60,25 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     """torch.Generator, whose random numbers for the card come from the host: nobody sees them."""
 
     made_for: torch.device
+    philox: torch.Tensor
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         made = super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)  # type: ignore[call-arg]
         made.made_for = torch.device(device)
+        made.philox = torch.zeros(16, dtype=torch.uint8, device="cpu")
         return made
+
+    def get_state(self) -> torch.Tensor:
+        """Of a card's: seed and offset, 8 bytes each, which sharded tensors look into."""
+        return self.philox.clone() if self.made_for.type == "cuda" else super().get_state()
+
+    def set_state(self, state: torch.Tensor) -> Generator:
+        """Take over what `get_state` gave."""
+        if self.made_for.type == "cuda":
+            self.philox.copy_(state)
+        else:
+            super().set_state(state)
+        return self
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -131,7 +145,7 @@ def answered(card: Card) -> Iterator[None]:
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), 
-        "default_generators": (torch.Generator(),), "_initialized": True, "synchronize": lambda *_: None,
+        "default_generators": (Generator("cuda"),), "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
     }  # fmt: skip
