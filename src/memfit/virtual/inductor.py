@@ -162,7 +162,7 @@ def _unseen(module: ModuleType) -> Iterator[None]:
 
 def _forget() -> None:
     """What was compiled, and what the compiler found out of a card or of there being none."""
-    if "torch._dynamo.convert_frame" in sys.modules:
+    if "torch._inductor.compile_fx" in sys.modules:
         torch._dynamo.reset()
     for name, forget in CACHES.items():
         module, _, path = name.partition(":")
