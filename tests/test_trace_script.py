@@ -342,3 +342,15 @@ def test_models_built_on_the_host_take_no_memory_there(tmp_path: Path) -> None:
     tape, _ = trace_script(script, [], "rtx-4090")
     assert replay(tape.events).peak.requested == 8 * (8192 * 28672 + 28672) * 2
     assert float(torch.ones(MIB).sum()) == MIB  # afterwards large tensors are written again
+
+
+def test_no_module_is_the_script_afterwards(elsewhere: Path) -> None:
+    """multiprocess, when it is imported, makes `__main__` known under a second name, which may have been there."""
+    import multiprocessing  # noqa: F401
+    import sys
+
+    before = sys.modules["__mp_main__"]
+    path = written(elsewhere, "import sys, helper\nsys.modules['__mp_main__'] = sys.modules['__main__']\n")
+    (elsewhere / "helper.py").write_text("")
+    trace_script(path, [], "rtx-4090")
+    assert sys.modules["__mp_main__"] is before and "helper" not in sys.modules

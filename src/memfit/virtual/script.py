@@ -228,7 +228,7 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _as_main(path: Path, args: list[str]) -> Iterator[None]:
     """sys.argv and sys.path as the interpreter would set them; modules beside the script are forgotten afterwards."""
-    before = set(sys.modules)
+    before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     environment = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
@@ -243,7 +243,15 @@ def _as_main(path: Path, args: list[str]) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         for name, value in changed.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).is_relative_to(path.parent) and "site-packages" not in file:
-                del sys.modules[name]
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if (
+                module is before.get(name)
+                or not file
+                or not Path(file).is_relative_to(path.parent)
+                or "site-packages" in file
+            ):
+                continue
+            del sys.modules[name]
+            if name in before:  # __mp_main__, which multiprocess makes the script when it is imported
+                sys.modules[name] = before[name]
