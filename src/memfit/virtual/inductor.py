@@ -20,7 +20,7 @@ import torch
 from memfit.virtual.dispatch import current, register_by_name
 from memfit.virtual.imports import Change, when_imported
 from memfit.virtual.patching import patched
-from memfit.virtual.values import tensors
+from memfit.virtual.values import base, tensors
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
@@ -45,19 +45,23 @@ HOOKS = ("observer.py",)  # its hooks are called from compiled code, and do noth
 
 
 class Kernel:
-    """A kernel that Inductor wrote: what it may have written to is not known any more."""
+    """A kernel that Inductor wrote, `triton_poi_fused_mul_silu_3`: what it may have written to is not known any more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def run(self, *args: Any, **_: Any) -> None:
         """Launch nothing."""
-        values = current().values
+        card = current()
         for t in tensors(args):
             if t.is_cuda:
-                values.unknown(t)
+                card.values.unknown(t)
+                card.ledger.rename(base(t), self.name)
 
 
 def _kernels(module: ModuleType) -> AbstractContextManager[None]:
     """torch._inductor.async_compile: nothing is compiled."""
-    return patched(module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": Kernel()})
+    return patched(module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": Kernel(name)})
 
 
 def _forced(settings: dict[str, Any]) -> Change:

@@ -79,9 +79,8 @@ class Observer:
         """Hooks that concern every module, optimizer and backward pass of the process."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", "Using `torch.compile\\(module\\)` when there are global hooks"
-            )  # those below
+            # said of the hooks below
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
             for handle in (
                 hooks.register_module_forward_pre_hook(self._enter),
                 hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -97,9 +96,7 @@ class Observer:
     # --- hooks ---
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        if (
-            torch.compiler.is_compiling()
-        ):  # compiled code has no hooks; in tracing it they would be guarded by what they touch
+        if torch.compiler.is_compiling():  # else Dynamo would guard what is touched here, and compile every block anew
             return
         if not self._depth and not self._in_backward:
             self._begin_forward(module)
