@@ -225,7 +225,65 @@ def test_a_backward_pass_compiles_in_the_engines_thread_with_the_same_settings(t
     assert not any(getattr(event, "label", "").endswith(": mul") for event in tape.events)  # g * 0.1 is fused
 
 
+@pytest.mark.parametrize("name", inductor.LEFT_OUT)
+def test_what_a_script_sets_by_hand_is_left_out_and_said(name: str) -> None:
+    import torch._inductor.config as config
+
+    with virtual_gpu(CARD) as card, torch.no_grad(), config.patch({name: True}):
+        torch.compile(torch.sin)(torch.empty(8, device="cuda"))
+        assert inductor.LEFT_OUT[name] in card.assumed
+
+
+def test_what_a_kernel_reads_stays_known_and_what_it_writes_does_not() -> None:
+    def masked(x: torch.Tensor, mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        count.add_(mask)
+        return x * mask
+
+    with virtual_gpu(CARD) as card, torch.no_grad():
+        mask, count = torch.tensor([1, 1, 0, 1], device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+        torch.compile(masked)(torch.empty(1024, 4, device="cuda"), mask, count)
+        assert mask.sum().item() == 3 and mask.nonzero().shape == (3, 1) and not card.answers.asked
+        count.sum().item()
+        assert card.answers.asked
+
+
+def test_a_source_that_does_not_tell_what_it_writes_leaves_nothing_known() -> None:
+    with virtual_gpu(CARD) as card:
+        known = torch.tensor([1, 2], device="cuda")
+        inductor.Kernel("triton_x", "def triton_x(in_ptr0, xnumel): pass").run(known, 2, stream=0)
+        known.sum().item()
+        assert card.answers.asked
+
+
+def test_a_second_card_is_asked_for_its_own_properties() -> None:
+    import torch._dynamo.device_interface as interfaces
+
+    for gpu, count in ((CARD, 108), ("rtx-4090", 128)):
+        with virtual_gpu(gpu):
+            assert interfaces.CudaInterface.get_device_properties(0).multi_processor_count == count
+
+
+def test_weights_of_a_model_that_compiled_code_calls_are_weights() -> None:
+    with virtual_gpu(CARD) as card:
+        observer = Observer(card)
+        model = Block().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        loss = torch.compile(lambda x: model(x).square().mean())
+        with observer.watching():
+            for _ in range(2):
+                loss(torch.randn(256, 512, device="cuda")).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = [e for e in observer.tape({}).events if getattr(e, "role", "") == "parameters"]
+        assert sum(e.size for e in weights) == sum(4 * p.numel() for p in model.parameters())
+
+
 # --- what the compiler needs of the card ---
+
+
+def test_numbers_stand_for_tensors() -> None:
+    with virtual_gpu(CARD):
+        assert (torch.arange(5, device="cuda") % 3).tolist() == [0, 1, 2, 0, 1]
 
 
 def test_constants_are_made_below_a_mode_that_is_on() -> None:

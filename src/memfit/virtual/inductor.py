@@ -7,6 +7,8 @@ what the backward pass keeps, and by ATen's kernels for products. All of that is
 from __future__ import annotations
 
 import importlib
+import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -45,15 +47,21 @@ HOOKS = ("observer.py",)  # its hooks are called from compiled code, and do noth
 
 
 class Kernel:
-    """A kernel that Inductor wrote, `triton_poi_fused_mul_silu_3`: what it may have written to is not known any more."""
+    """A kernel that Inductor wrote, `triton_poi_fused_mul_silu_3`: what it writes to is not known any more."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, source: str) -> None:
         self.name = name
+        signature = re.search(rf"def {re.escape(name)}\(([^)]*)\)", source)
+        mutated = re.search(r"'mutated_arg_names': \[([^\]]*)\]", source)
+        names = re.findall(r"\w+", signature[1]) if signature else []
+        changed = set(re.findall(r"\w+", mutated[1])) if mutated else set()
+        # of its arguments, by position; None where the source does not tell
+        self.written = [n.startswith(("out_ptr", "in_out_ptr")) or n in changed for n in names] if mutated else None
 
     def run(self, *args: Any, **_: Any) -> None:
         """Launch nothing."""
         card = current()
-        for t in tensors(args):
+        for t in tensors(args if self.written is None else list(itertools.compress(args, self.written))):
             if t.is_cuda:
                 card.values.unknown(t)
                 card.ledger.rename(base(t), self.name)
@@ -61,7 +69,7 @@ class Kernel:
 
 def _kernels(module: ModuleType) -> AbstractContextManager[None]:
     """torch._inductor.async_compile: nothing is compiled."""
-    return patched(module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": Kernel(name)})
+    return patched(module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": Kernel(name, source)})
 
 
 def _forced(settings: dict[str, Any]) -> Change:
@@ -90,8 +98,9 @@ def _compiler(card: Card) -> Change:
 
         def compile_fx(model: Any, *args: Any, config_patches: dict[str, Any] | None = None, **kwargs: Any) -> Any:
             card.assumed.setdefault(PLANNED)
-            for name in sorted((config_patches or {}).keys() & LEFT_OUT.keys()):
-                card.assumed.setdefault(LEFT_OUT[name])
+            for name, said in LEFT_OUT.items():
+                if name in (config_patches or {}) or _set_by_hand(name):
+                    card.assumed.setdefault(said)
             try:
                 return real(model, *args, config_patches=config_patches, **kwargs)
             except torch.OutOfMemoryError:
@@ -107,6 +116,12 @@ def _compiler(card: Card) -> Change:
         return patched(module, {"compile_fx": compile_fx})
 
     return change
+
+
+def _set_by_hand(name: str) -> bool:
+    """Did the script turn a setting of Inductor's on?"""
+    override: Any = getattr(vars(sys.modules["torch._inductor.config"])["_config"].get(name), "user_override", None)
+    return (override.get() if hasattr(override, "get") else override) is True
 
 
 def _first_line(error: Exception) -> str:
@@ -143,6 +158,17 @@ def _triton(module: ModuleType) -> Iterator[None]:
     finally:
         for function in cached:
             function.cache_clear()
+
+
+@contextmanager
+def _device(module: ModuleType) -> Iterator[None]:
+    """torch._dynamo.device_interface keeps functions of torch.cuda by value: those of the card that was there when it was imported."""
+    cuda = module.CudaInterface
+    names = [n for n, value in vars(cuda).items() if isinstance(value, staticmethod) and hasattr(torch.cuda, n)]
+    module.caching_worker_device_properties.clear()
+    with patched(cuda, {name: staticmethod(getattr(torch.cuda, name)) for name in names}):
+        yield
+    module.caching_worker_device_properties.clear()
 
 
 def _metrics(module: ModuleType) -> AbstractContextManager[None]:
@@ -185,6 +211,7 @@ def planned(card: Card) -> Iterator[None]:
         "torch._inductor.fx_passes.pad_mm": _padding,
         "torch._inductor.runtime.benchmarking": _timing,
         "torch._inductor.codegen.triton": lambda module: patched(module, _KEY),
+        "torch._dynamo.device_interface": _device,
         "torch._dynamo.utils": _metrics,
         "torch._dynamo.trace_rules": _unseen,
         "torch.utils._triton": _triton,

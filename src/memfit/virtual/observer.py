@@ -168,6 +168,8 @@ class Observer:
     def _before_step(self, optimizer: Any, _: Any, __: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
+                if id(p) not in self._tensor_names:  # no module was seen to run: compiled code called it
+                    self._tag(p, "parameters", "a weight")
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
         if self._learned:
             self.mark(self.phase, "optimizer step")

@@ -86,7 +86,8 @@ class Config:
         self.__dict__.update(more)
 
     def __getattr__(self, name: str) -> None:
-        return None
+        if name.startswith("__"):
+            raise AttributeError(name)
 
     def all_kwargs(self) -> dict[str, Any]:
         """Everything a kernel is launched with."""

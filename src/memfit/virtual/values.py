@@ -97,3 +97,17 @@ class Values:
             return op(*args, **kwargs)
         except NotImplementedError:  # the host has no kernel for this dtype: what the card would hold is not known
             return None
+        except RuntimeError as error:
+            if "to Tensor" not in str(error):
+                raise
+            return op(*_as_tensors(op, args), **kwargs)
+
+
+def _as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Numbers where an operator has tensors: kernels get them as themselves, and few operators take them so (`x % 3` does not)."""
+    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    made = (torch.scalar_tensor(x, dtype=_DTYPES[type(x)]) if type(x) in _DTYPES else x for x in args)
+    return tuple(m if tensor else x for x, m, tensor in zip(args, made, wanted, strict=False))
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
