@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def trained(how: str, watched: bool) -> tuple[int, int]:
                 block.compile()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         found = []
-        with observer.watching() if watched else copy.copy(torch.enable_grad()):
+        with observer.watching() if watched else nullcontext():
             for _ in range(3):
                 torch.cuda.reset_peak_memory_stats()
                 model(torch.randn(4096, 512, device="cuda")).square().mean().backward()
@@ -143,14 +144,15 @@ def test_a_second_card_in_a_process_compiles_anew() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
+    import torch._inductor.config as config
     from torch.utils import _triton
 
-    before = _triton.has_triton()
+    before, cached = _triton.has_triton(), config.fx_graph_cache
     with virtual_gpu(CARD), torch.no_grad():
         torch.compile(torch.sin)(torch.empty(8, device="cuda"))
-        assert _triton.has_triton()
+        assert _triton.has_triton() and config.fx_graph_cache is inductor.SETTINGS["fx_graph_cache"]
     assert _triton.has_triton() == before
-    assert torch._inductor.config.fx_graph_cache != inductor.SETTINGS["fx_graph_cache"] or before
+    assert config.fx_graph_cache == cached
     assert not any("memfit" in directory for directory in torch._dynamo.trace_rules.SKIP_DIRS)
 
 

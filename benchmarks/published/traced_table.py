@@ -29,7 +29,7 @@ from the measurement:
 - torchtune: compiled as the rows were, by Inductor itself (docs/trace.md). Its blocks on packed data keep what the published
   run kept to 0.1 %, with and without checkpointing. AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   plans two fp32 temporaries for the step of the embedding, and the missing 1.5 GiB are as large as a third.
-  The rows of 16 to 20 GiB (010 to 013) lie 6 to 9 % too high, as they did uncompiled: not explained.
+  Rows 010, 011 and 013 lie 6 to 9 % too high, as they did uncompiled: not explained.
 - PEFT: samples are at most 768 tokens long, and that is what is traced; how long the longest was is not published.
 - The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. Two habits of that PyTorch are
   put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).

@@ -106,7 +106,7 @@ _ROWS = (
               hf_name="adamw_bnb_8bit", package="bitsandbytes"),
     Optimizer(key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096, step_tensors=(3, 3), step_width=4,
               hf_name="adamw_torch_8bit", package="torchao",
-              note="its compiled step makes fp32 copies of one weight: Inductor of PyTorch 2.13 plans 2, a measured run of 2024 had 3"),
+              note="its compiled step makes fp32 copies of one weight: Inductor of PyTorch 2.13 plans 2; 3 are counted, as a run of 2024 needed more"),
     Optimizer(key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096, step_tensors=(6, 6), step_width=4,
               hf_name="adamw_torch_4bit", package="torchao",
               note="its compiled step makes 2 fp32 and 2 int64 copies of one weight (Inductor of PyTorch 2.13)"),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memfit.virtual.native import operator
 from memfit.virtual.patching import patched
+from memfit.virtual.values import dtype_of
 
 HUGE = 1 << 30  # bytes of a tensor for which no memory is asked of the host
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name
@@ -50,7 +51,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
         if untouched(written):
             return written
         if second and not isinstance(args[1], Tensor):  # numbers arrive as themselves
-            args = (args[0], torch.scalar_tensor(args[1], dtype=_dtype(args[1])), *args[2:])
+            args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1])), *args[2:])
         return real(keys, *args, **kwargs)
 
     return kernel
@@ -72,10 +73,6 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def _dtype(number: Any) -> torch.dtype:
-    return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
 
 
 @contextmanager

@@ -166,9 +166,11 @@ def _device(module: ModuleType) -> Iterator[None]:
     cuda = module.CudaInterface
     names = [n for n, value in vars(cuda).items() if isinstance(value, staticmethod) and hasattr(torch.cuda, n)]
     module.caching_worker_device_properties.clear()
-    with patched(cuda, {name: staticmethod(getattr(torch.cuda, name)) for name in names}):
-        yield
-    module.caching_worker_device_properties.clear()
+    try:
+        with patched(cuda, {name: staticmethod(getattr(torch.cuda, name)) for name in names}):
+            yield
+    finally:
+        module.caching_worker_device_properties.clear()
 
 
 def _metrics(module: ModuleType) -> AbstractContextManager[None]:

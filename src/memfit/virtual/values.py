@@ -106,8 +106,10 @@ class Values:
 def _as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Numbers where an operator has tensors: kernels get them as themselves, and few operators take them so (`x % 3` does not)."""
     wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
-    made = (torch.scalar_tensor(x, dtype=_DTYPES[type(x)]) if type(x) in _DTYPES else x for x in args)
-    return tuple(m if tensor else x for x, m, tensor in zip(args, made, wanted, strict=False))
+    numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
+    return tuple(torch.scalar_tensor(x, dtype=dtype_of(x)) if n else x for x, n in zip(args, numbers, strict=True))
 
 
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+def dtype_of(number: Any) -> torch.dtype:
+    """Of the tensor that stands for a number of Python's."""
+    return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
