@@ -59,9 +59,9 @@ def plan_for(model: Path, data: Path, recipe: Recipe = RECIPE) -> Plan:
 
 def make_run(place: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, **settings: Any) -> folder.Run:
     """A run that was created and not yet started."""
-    folder.prepare(place, force=False)
     told = Settings(**{"cpu": True, "max_steps": STEPS, "save_steps": 2, "learning_rate": 5e-3} | settings)
-    return folder.create(place, plan_for(*made, recipe), told)
+    with folder.fresh(place, force=False):
+        return folder.create(place, plan_for(*made, recipe), told)
 
 
 def recipe_of(path: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -13,9 +14,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.job import Recipe  # noqa: E402
+from memfit.run import worker  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
+from memfit.run.children import in_child, with_earlier  # noqa: E402
 from memfit.run.folder import COMPLETE, Run  # noqa: E402
-from memfit.run.nouns import Outcome  # noqa: E402
+from memfit.run.nouns import Event, Outcome  # noqa: E402
 from memfit.run.samples import Ledger, Marks  # noqa: E402
 from memfit.run.supervise import supervise  # noqa: E402
 from memfit.units import human  # noqa: E402
@@ -137,6 +140,10 @@ def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_
     base, merged = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (made[0], tmp_path / "merged"))
     changed = {name for name, t in merged.items() if not torch.equal(t, base[name])}
     assert changed == {name for name in base if "_proj" in name}
+    merge.merged(run)
+    whole = merge.merged(run)  # takes the first one's place
+    assert (whole / "model.safetensors").read_bytes() == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    assert "library_name: transformers" in (whole / "README.md").read_text() and not list(run.path.glob(".merged*"))
     text = write_card(run, outcome).read_text()
     assert (
         run.falls[0].changed[0] in text
@@ -194,3 +201,47 @@ def test_a_ledger_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
     again = Ledger(ledger.path)
     again.begin(2)
     assert again.total == 4 and [line["step"] for line in again.lines()] == [1, 2]
+
+
+def test_samples_that_are_cut_are_told_of(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """The plan may have known their tokens by an estimate only."""
+    for length, cut in ((8, True), (32, False)):
+        run, told = (
+            runs.make_run(tmp_path / str(length), made, runs.RECIPE.but(sequence_length=length), max_steps=1),
+            list[Event](),
+        )
+        supervise(run, attempt, told.append)
+        warned = [event["text"] for event in told if event["event"] == "warning"]
+        assert (len(warned) == 1 and "are cut there" in warned[0] and f"of {runs.SAMPLES} samples" in warned[0]) is cut
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (OSError(28, "No space left on device"), True),
+        (OSError(27, "File too large"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 4992 vs 4928"), True),
+        (RuntimeError("shapes do not match"), False),
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_called_so(error: Exception, hint: bool) -> None:
+    assert ("(hint: the disk" in worker._words(error)) is hint and str(error) in worker._words(error)
+
+
+def test_an_outcome_keeps_the_peaks_of_the_attempts_it_continues() -> None:
+    before = Outcome(status="stopped", step=3, steps=6, host=700, reserved=9, peaks={"step": 5, "eval": 2})
+    after = Outcome(status="done", step=6, steps=6, host=500, reserved=11, peaks={"step": 4, "save": 1})
+    found = with_earlier(after, before)
+    assert (found.host, found.reserved, found.peaks) == (700, 11, {"step": 5, "eval": 2, "save": 1})
+    assert (
+        with_earlier(after, Outcome(status="oom", host=700)) == after == with_earlier(after, None)
+    )  # a rung of its own
+
+
+def test_what_train_py_warns_of_is_heard(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Once, through the pipe to the supervising process: a row without text, and a failure after a step that was saved."""
+    data = tmp_path / "some.jsonl"
+    data.write_text("".join(json.dumps({"text": "a" * (i % 5)}) + "\n" for i in range(20)))
+    run, told = runs.make_run(tmp_path / "run", (made[0], data), max_steps=2, save_steps=1), list[Event]()
+    assert in_child(run, told.append).status == "done"
+    assert [e["text"] for e in told if e["event"] == "warning"] == [f"{data}: 4 of 20 rows without text are left out"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
+from memfit.run import folder, lock  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
+from memfit.run.nouns import Settings  # noqa: E402
 from runs import lines  # noqa: E402
 
 
@@ -60,12 +64,21 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("missing.toml", "--cpu"), "there is no file"),
         (("qwen2.5-0.5b", "--cpu", "--memory-limit", "much"), "not a size"),
         (("--cpu", "--data", "../broken.jsonl"), "line 2: not JSON"),
+        (("--cpu", "--data", "../empty.jsonl"), "every sample of ../empty.jsonl is empty"),
+        (("--cpu", "--eval-data", "../empty.jsonl"), "every sample of ../empty.jsonl is empty"),
+        (("--cpu", "--data", "../mixed.jsonl"), "2 with text, 1 with messages"),
+        (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
+        (("--cpu", "--compile"), "--no-compile"),
     ],
 )
 def test_bad_input_is_refused_with_a_hint(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
+    (tmp_path / "mixed.jsonl").write_text(
+        '{"text": "a"}\n{"text": "b"}\n{"messages": [{"role": "user", "content": "c"}]}\n'
+    )
     tmp_path = tmp_path / "here"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -101,3 +114,89 @@ def test_a_folder_that_holds_something_else_is_left_alone(ran: Ran, tmp_path: Pa
     (tmp_path / "thesis.txt").write_text("years of work")
     code, _, err = ran("train", "--out", tmp_path, "--cpu", "--force")
     assert code == 2 and "holds no run" in err and (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("words", [("--optimizer", "adamwx"), ("--micro-batch", "3", "--accumulation", "5")])
+def test_a_run_is_still_there_where_the_one_to_replace_it_cannot_be_made(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    old = runs.make_run(tmp_path / "run", made)
+    (old.output / "checkpoint-2").mkdir(parents=True)
+    (old.path / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in old.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert ran("train", "--out", old.path, "--cpu", "--force", *words)[0] == 2
+    assert {
+        path: path.read_bytes() for path in old.path.rglob("*") if path.is_file() and path.name != ".lock"
+    } == before
+    assert (old.output / "checkpoint-2").is_dir() and not (old.path / ".before").exists()
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_run_that_was_making_way_when_the_process_died_is_found_again(
+    made: tuple[Path, Path], tmp_path: Path, new: bool
+) -> None:
+    """Unless the new one was made by then: its run.json is written last."""
+    run = runs.make_run(tmp_path / "run", made)
+    run.output.mkdir()
+    (run.output / "model").write_text("old")
+    with pytest.raises(KeyError), folder.fresh(run.path, force=True):
+        raise KeyError
+    assert (run.output / "model").read_text() == "old"  # an error is no death: the old run is back
+    aside = run.path / folder.ASIDE
+    aside.mkdir()
+    for name in ("output", "run.json"):
+        (run.path / name).rename(aside / name)
+    if new:
+        run.keep(Settings(cpu=True, falls=7), ())
+    found = folder.opened(run.path)
+    assert (found.settings.falls == 7) is new and found.output.exists() is not new and not aside.exists()
+
+
+def test_a_run_of_files_that_it_would_replace_is_refused(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run", made)
+    (run.path / "assets").mkdir()
+    data = run.path / "assets" / "data.txt"
+    data.write_text("a\nb\n")
+    code, _, err = ran("train", made[0], "--data", data, "--out", run.path, "--cpu", "--force")
+    assert code == 2 and "would start again" in err and data.exists()
+
+
+def test_one_folder_is_trained_in_by_one_run_at_a_time(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run", made)
+    with lock.held(run.path):
+        for words in (("--resume",), ("--force",)):
+            code, _, err = ran("train", "--out", run.path, "--cpu", *words)
+            assert code == 2 and "a run is going on in" in err and "hint:" in err
+    assert folder.opened(run.path).outcome is None
+
+
+def test_a_worker_that_lost_its_supervisor_keeps_the_folder_saves_and_ends(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """SIGKILL to `memfit train`: what it started finishes its step as at a signal, and its run can be resumed."""
+    run = runs.make_run(tmp_path / "run", made, max_steps=2000, save_steps=1000)
+    words = [sys.executable, "-m", "memfit", "train", "--out", str(run.path), "--resume"]
+    started = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    assert any("step 40:" in line for line in started.stderr)
+    worker = int(Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()[0])
+    os.kill(worker, signal.SIGSTOP)
+    started.kill()
+    started.wait()
+    code, _, err = ran("train", "--out", run.path, "--resume")
+    assert code == 2 and "a run is going on in" in err
+    os.kill(worker, signal.SIGCONT)
+    until = time.monotonic() + runs.WAIT
+    while run.outcome is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert run.outcome is not None and run.outcome.status == "stopped" and 40 <= run.outcome.step < 2000
+    assert [line["step"] for line in lines(run)] == list(range(1, run.outcome.step + 1))
+
+
+def test_the_tokenizer_of_a_model_that_lies_here_counts_its_data(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, data = made
+    words = ["plan", model, "--data", data, "--gpu-memory", "8GiB", "--json"]
+    told, given = (json.loads(ran(*words, *more)[1]) for more in ((), ("--tokenizer", model)))
+    assert told["job"]["longest_sample"] == given["job"]["longest_sample"] > 10

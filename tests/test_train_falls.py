@@ -16,8 +16,9 @@ import runs  # noqa: E402
 from memfit.job import Recipe  # noqa: E402
 from memfit.planner.descend import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
+from memfit.run.cause import cause  # noqa: E402
 from memfit.run.folder import Run, fallen  # noqa: E402
-from memfit.run.nouns import Outcome, Shortage, Stage  # noqa: E402
+from memfit.run.nouns import Event, Outcome, Shortage, Stage  # noqa: E402
 from memfit.run.relief import changes, lower  # noqa: E402
 from memfit.run.supervise import fall_of, supervise  # noqa: E402
 from runs import failing, history, lines, silent, weights  # noqa: E402
@@ -56,8 +57,15 @@ def test_a_fall_loses_nothing(
 def test_after_as_many_falls_as_allowed_it_stops_resumable(
     whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    run = runs.make_run(tmp_path / "run", made, falls=1)
-    stopped = supervise(run, failing("forward and backward", 3, times=2), silent)
+    run, told = runs.make_run(tmp_path / "run", made, falls=1), list[Event]()
+    stopped = supervise(run, failing("forward and backward", 3, times=2), told.append)
+    assert [event["event"] for event in told if "cause" in event] == [
+        "fall",
+        "cause",
+    ]  # the last is explained like the others
+    assert all("forward and backward" in event["cause"][0] for event in told if "cause" in event)
+    for number in ("1", "2"):
+        assert "OutOfMemoryError" in (run.path / "falls" / number / "error.txt").read_text()
     assert (stopped.status, stopped.step, stopped.samples, len(run.falls)) == ("oom", 3, 12, 1)
     assert "--falls" in stopped.error
     done = supervise(run, attempt, silent)
@@ -183,3 +191,13 @@ def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
     """A handful of `python benchmarks/recovery.py`, of one recipe, so that they share the run nobody disturbs."""
     result = bench.one(seed)
     assert result.fault.kind == kind and result.falls and result.exact and result.status in ("done", "oom")
+
+
+def test_no_cause_is_told_that_cannot_be_one_in_its_stage() -> None:
+    """The rehearsal's batch is the longest on purpose, and nothing was before it."""
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. a batch longer than all before it, at step 128"
+    found = {
+        stage: cause(Shortage(stage=stage, step=0, text=text))[1] for stage in ("forward and backward", "rehearsal")
+    }
+    assert "longer than the ones before it" in found["forward and backward"]
+    assert "longer than the ones before it" not in found["rehearsal"]

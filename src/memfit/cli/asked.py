@@ -13,7 +13,7 @@ from memfit.architecture import Architecture
 from memfit.cli import terminal
 from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
-from memfit.errors import BadInput, UnknownName
+from memfit.errors import BadInput, MemfitError, UnknownName
 from memfit.gpu import Gpu
 from memfit.job import Job, Recipe, check_values
 from memfit.optimizers import OPTIMIZERS, optimizer
@@ -260,8 +260,9 @@ def _length_for(found: Asked) -> int:
 
     assert found.dataset is not None
     cut = choose_sequence_length(found.dataset.lengths)
+    by = ", by the estimate of its tokens" if found.dataset.estimate else ""
     found.notes.append(
-        f"--sequence-length {cut.length} from the data: {said_share(cut.truncated)} of the samples are cut"
+        f"--sequence-length {cut.length} from the data: {said_share(cut.truncated)} of the samples are cut{by}"
     )
     return cut.length
 
@@ -286,15 +287,32 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
         return found
     from memfit.data import read_dataset
 
+    tokenizer = flags.get("tokenizer") or _own_tokenizer(found.architecture.name)
     with terminal.progress() as tell:
         dataset = read_dataset(
-            path, flags.get("tokenizer"), progress=lambda done, size: tell("reading the data", done / max(size, 1))
+            path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1))
         )
     found.notes += dataset.notes
     if dataset.estimate:
         found.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
+    if dataset.empty:
+        found.notes.append(f"{path}: {dataset.empty} of its samples are empty, and training leaves them out")
     if dataset.broken:
         found.notes.append(
             f"{path}: {dataset.broken} record{'s' if dataset.broken > 1 else ''} could not be used (see: memfit data {path})"
         )
     return replace(found, dataset=dataset)
+
+
+def _own_tokenizer(model: str) -> Path | None:
+    """The tokenizer.json beside a model that lies here, as training will read it; None where there is none that can be read."""
+    from memfit.data.tokens import find_tokenizer
+
+    folder = Path(model)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        find_tokenizer(folder)
+    except MemfitError:  # a broken one, or no library to read it: an estimate, which is said
+        return None
+    return folder

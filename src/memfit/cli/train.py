@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
-from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
+from memfit.errors import BadInput, MemfitError, MissingExtra
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -47,8 +48,6 @@ RUN: tuple[Flag, ...] = (
 RANGES: dict[str, tuple[float, float]] = {
     "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
 }  # fmt: skip
-ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
 OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
 EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells count it
@@ -61,24 +60,51 @@ def run(what: str | None = None, **flags: Any) -> int:
     Runs the train.py that 'memfit export' writes. Where memory runs out the plan is made again with what was missing, the
     next rung down is taken with the same effective batch and learning rates, and the run resumes from its last good step.
     """
+    need_libraries()
+    _check_ranges(flags)
+    folder = Path(flags["out"] or "memfit-run").resolve()
+    with _held(folder, flags["resume"]):
+        return _run(_resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags), flags["json"])
+
+
+def _run(found: Run, json: bool) -> int:
+    """Supervise it, show it, and leave the card; returns the exit code."""
     from memfit.cli.train_shown import Shown
     from memfit.run.children import in_child
     from memfit.run.nouns import EXIT_OF
     from memfit.run.supervise import supervise
 
-    need_libraries()
-    _check_ranges(flags)
-    folder = Path(flags["out"] or "memfit-run").resolve()
-    found = _resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags)
-    shown = Shown(found, flags["json"])
-    with shown:
-        outcome = supervise(found, in_child, shown.tell)
+    shown = Shown(found, json)
+    try:
+        with shown:
+            outcome = supervise(found, in_child, shown.tell)
+    except KeyboardInterrupt:
+        shown.broken_off()
+        return EXIT_INTERRUPTED
     if outcome.status == "done":
         _write_card(found, outcome)
     shown.end(outcome)
-    if outcome.status == "done" and found.settings.merge and found.plan.recipe.method != "full":
+    if outcome.status == "done" and found.settings.merge:
         _merge(found)
     return EXIT_INTERRUPTED if shown.interrupted and outcome.status == "stopped" else EXIT_OF[outcome.status]
+
+
+@contextmanager
+def _held(folder: Path, resume: bool) -> Iterator[None]:
+    """The folder is this process's own; one that stays empty is not left behind."""
+    from memfit.run import lock
+
+    if resume and not folder.is_dir():  # `opened` says so
+        yield
+        return
+    new = not folder.exists()
+    try:
+        with lock.held(folder):
+            yield
+    finally:
+        if new and folder.is_dir() and {p.name for p in folder.iterdir()} <= {lock.FILE}:
+            (folder / lock.FILE).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def need_libraries() -> None:
@@ -136,20 +162,26 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
-    from memfit.run.folder import create, prepare
+    from memfit.cli.train_checks import check, check_apart, check_cpu, check_data
+    from memfit.run.folder import create, fresh
 
     settings = _settings(what, flags)
     try:
         if what is None:
             if flags["data"]:
-                _check_data(flags["data"])
-            prepare(folder, flags["force"])
-            plan, notes = _planned(_embedded(folder, flags), flags, settings)
+                check_data(flags["data"])
+            with fresh(folder, flags["force"]):
+                plan, notes = _planned(_embedded(folder, flags), flags, settings)
+                check_cpu(plan, settings)
+                found = create(folder, _from_anywhere(plan), settings)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
-            _check(plan, flags)
-            prepare(folder, flags["force"])
-        found = create(folder, _from_anywhere(plan), settings)
+            check(plan, flags["force"])
+            check_cpu(plan, settings)
+            plan = _from_anywhere(plan)
+            check_apart(plan, settings, folder)
+            with fresh(folder, flags["force"]):
+                found = create(folder, plan, settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
     for line in notes:
@@ -177,25 +209,8 @@ def _whole(data: str) -> str:
     return str(Path(data).resolve()) if data and Path(data).exists() else data
 
 
-def _check_data(data: str) -> None:
-    """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
-    from memfit.data import read_dataset
-    from memfit.data.files import READERS
-    from memfit.hub import check_there
-
-    if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
-        if not ON_HUB.fullmatch(data):
-            raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
-        check_there(data, "dataset")
-        return
-    for broken in read_dataset(data).examples:
-        if broken.reason.startswith(UNREADABLE):
-            raise BadInput(
-                f"{data}, line {broken.line}: {broken.reason}", hint=f"mend that line; see: memfit data {data}"
-            )
-
-
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
+    from memfit.cli.train_checks import check_data
     from memfit.run import embedded
     from memfit.run.nouns import FALLS, Settings
     from memfit.units import parse_size
@@ -206,7 +221,7 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
             "there is no GPU in this machine", hint="--cpu trains on the CPU; memfit launch writes a job for others"
         )
     if flags["eval_data"]:
-        _check_data(flags["eval_data"])
+        check_data(flags["eval_data"])
     own = what is None
     said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
@@ -293,42 +308,6 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     return plan_of(file, card)
 
 
-def _check(plan: Plan, flags: dict[str, Any]) -> None:
-    """Refuse what could not run, before anything is written."""
-    from memfit.hub import check_there
-
-    _check_data(plan.job.dataset)
-    _check_packages(plan)
-    if plan.judgement.verdict == "misfit" and not flags["force"]:
-        raise Refused(
-            f"the closest recipe does not fit the {plan.job.gpu.name}",
-            hint="--force tries it; memfit plan says what would",
-        )
-    if not Path(plan.job.architecture.name).exists():
-        check_there(plan.job.architecture.name, "model")
-
-
-def _check_packages(plan: Plan) -> None:
-    """Raises BadInput where train.py could not import what its recipe needs."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    from memfit import launch
-    from memfit.export.requirements import packages
-    from memfit.run.folder import target_of
-
-    missing = []
-    for name in packages(plan.recipe, target_of(plan), launch.backend(plan.recipe)):
-        try:
-            distribution(name)
-        except PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        raise BadInput(
-            f"this recipe needs packages that are not installed: {', '.join(missing)}",
-            hint=f"pip install {' '.join(missing)}",
-        )
-
-
 # ---- at the end
 
 
@@ -342,6 +321,9 @@ def _merge(run: Run) -> None:
     """Write the merged model. The adapters are safe whatever happens here. Raises BadInput saying how to do it again."""
     from memfit.run.merge import merged
 
+    if run.plan.recipe.method == "full":
+        terminal.note("--merge without effect: full fine-tuning has no adapters")
+        return
     terminal.note("merging the adapters into their base")
     try:
         terminal.note(f"wrote {merged(run)}")

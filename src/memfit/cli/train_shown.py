@@ -105,28 +105,49 @@ class Shown:
             terminal.note(f"out of memory: {line}")
         terminal.note(f"one rung down: {', '.join(event['changed'])}; resumed from step {event['step']}")
 
+    def _cause(self, event: dict[str, Any]) -> None:
+        for line in event["cause"]:
+            terminal.note(f"out of memory: {line}")
+        terminal.note(f"what is known of it is in {event['kept']}")
+
+    def _warning(self, event: dict[str, Any]) -> None:
+        terminal.note(f"warning: {event['text']}")
+
     def _stopping(self, event: dict[str, Any]) -> None:
         self.interrupted = event["signal"] == signal.SIGINT
         more = " (Ctrl-C again to stop at once)" if self.interrupted else ""
         terminal.note(f"{signal.Signals(event['signal']).name}: finishing this step and saving{more}")
 
+    @property
+    def resume(self) -> str:
+        """The command that goes on with the run."""
+        return shlex.join(["memfit", "train", "--out", str(self.run.path), "--resume"])
+
+    def broken_off(self) -> None:
+        """A second Ctrl-C ended it at once."""
+        last = self.run.last_good()
+        terminal.note(f"ended at once; {_kept(last.step if last else 0)}; continue with: {self.resume}")
+
     def end(self, outcome: Outcome) -> None:
         """The report, and what to type next."""
-        resume = shlex.join(["memfit", "train", "--out", str(self.run.path), "--resume"])
         if self.json:
-            terminal.show_json(report(self.run, outcome, resume))
+            terminal.show_json(report(self.run, outcome, self.resume))
         else:
             for line in lines(self.run, outcome):
                 print(line)
         if outcome.status in ("stopped", "oom"):
-            terminal.note(f"everything up to step {outcome.step} is saved; continue with: {resume}")
+            terminal.note(f"{_kept(outcome.step)}; continue with: {self.resume}")
         if outcome.status == "failed":
-            terminal.error(outcome.error, f"see {self.run.path / 'log.txt'}; continue with: {resume}")
+            terminal.error(outcome.error, f"see {self.run.path / 'log.txt'}; continue with: {self.resume}")
+
+
+def _kept(step: int) -> str:
+    return f"everything up to step {step} is saved" if step else "no step is saved yet"
 
 
 SAYS = {
     "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log, "memory": Shown._memory,
-    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "stopping": Shown._stopping,
+    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "warning": Shown._warning, "stopping": Shown._stopping,
 }  # fmt: skip
 
 
@@ -134,8 +155,9 @@ def lines(run: Run, outcome: Outcome) -> list[str]:
     """The report in words."""
     from memfit.units import human
 
-    where = f"step {outcome.step} of {outcome.steps}, {outcome.samples:,} samples"
-    found = [f"{outcome.status}: {where if outcome.steps else 'before the first step'}"]
+    of = f" of {outcome.steps}" if outcome.steps else ""
+    reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
+    found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
     if outcome.error and outcome.status != "failed":  # that is an error, on stderr
         found.append(f"why: {outcome.error}")
     if outcome.loss is not None:

@@ -42,6 +42,7 @@ class Dataset:
     examples: tuple[Broken, ...]  # of the broken lines, the first few
     complete: bool  # False when reading stopped at the limit
     notes: tuple[str, ...]
+    empty: int = 0  # samples without anything to learn from; they are counted, and training leaves them out
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -118,6 +119,7 @@ class _Tally:
     examples: list[Broken] = field(default_factory=list)
     notes: set[str] = field(default_factory=set)
     complete: bool = True
+    empty: int = 0
 
     def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Sample]:
         """The samples among the records, at most `limit`; the rest is counted as broken."""
@@ -144,6 +146,7 @@ class _Tally:
             total += tokens.special if sample.texts else 0
             self.counts[total] += 1
             self.layouts[sample.layout] += 1
+            self.empty += sample.empty
             heapq.heappush(self.longest, (total, -sample.line))
             if len(self.longest) > KEPT:
                 heapq.heappop(self.longest)
@@ -171,4 +174,5 @@ class _Tally:
             examples=tuple(self.examples),
             complete=self.complete,
             notes=tuple(sorted(self.notes)),
+            empty=self.empty,
         )

@@ -29,6 +29,7 @@ class Sample(NamedTuple):
     texts: list[str]
     tokens: int  # besides the texts: ready token ids, chat markup, the end of the sequence
     notes: tuple[str, ...] = ()  # what the count takes for granted
+    empty: bool = False  # nothing to learn from: train.py leaves it out
 
 
 class UnusableError(Exception):
@@ -44,7 +45,7 @@ def sample_of(record: Record, text_field: str = "") -> Sample:
         return Sample(record.line, text_field, [_text(value, text_field)], END)
     for layout, needed, read in LAYOUTS:
         if all(value.get(name) is not None for name in needed):
-            return read(record.line, layout, value)
+            return read(record.line, layout, value)._replace(empty=value[needed[-1]] in ("", []))
     found = ", ".join(f"'{str(name)[:30]}'" for name in list(value)[:6]) or "none"
     raise UnusableError(f"no known fields; found {found}")
 

@@ -37,7 +37,7 @@ def load(data: str) -> Dataset:
         raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of a line of LAYOUTS")
     usable = rows.filter(lambda row: row[names[0]] is not None and row[names[-1]])
     if len(usable) < len(rows):
-        print(f"{data}: {len(rows) - len(usable)} of {len(rows)} rows without {' and '.join(names)} are left out")
+        print(f"warning: {data}: {len(rows) - len(usable)} of {len(rows)} rows without {' and '.join(names)} are left out")
     return usable.map(lambda row: sample(row, names), remove_columns=rows.column_names)
 
 

@@ -74,6 +74,8 @@ def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outc
     trainer = None
     try:
         trainer = load(run, settings)
+        if run.last_good() is None and not run.falls:
+            _tell_cut(trainer, run, tell=keeper.tell)
         keeper.attach(trainer)
         return _trained(run, trainer, keeper)
     except Exception as error:
@@ -84,6 +86,17 @@ def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outc
         if trainer is not None:
             _save_what_is_good(run, trainer, keeper)
         return _result("oom", keeper, trainer, run, shortage=shortage)
+
+
+def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
+    """How many samples are as long as the sequence may be: the plan may have known their tokens by an estimate only."""
+    recipe, rows = run.plan.recipe, trainer.train_dataset
+    if recipe.padding == "packing" or "input_ids" not in (rows.column_names or ()):
+        return
+    full = sum(len(tokens) >= recipe.sequence_length for tokens in rows["input_ids"])
+    if full:
+        tell({"event": "warning", "text": f"{full:,} of {len(rows):,} samples have {recipe.sequence_length:,} tokens or had more, "
+              "and are cut there: --sequence-length"})  # fmt: skip
 
 
 def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:

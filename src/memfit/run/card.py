@@ -21,15 +21,15 @@ def write_card(run: Run, outcome: Outcome) -> Path:
     return path
 
 
-def card(run: Run, outcome: Outcome) -> str:
-    """The card as Markdown with the front matter the Hub reads."""
+def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
+    """The card as Markdown with the front matter the Hub reads. `merged`: of the model that the adapters were merged into."""
     plan = run.plan
     recipe, base = plan.recipe, plan.job.architecture.name
-    front = ["---", "library_name: " + ("transformers" if recipe.method == "full" else "peft")]
+    front = ["---", "library_name: " + ("transformers" if recipe.method == "full" or merged else "peft")]
     front += [f"base_model: {base}"] if not Path(base).is_absolute() else []
     front += ["tags: [memfit]", "---", ""]
     body = [
-        f"# {Path(base).name}, {title(recipe)}", "",
+        f"# {Path(base).name}, {title(recipe)}{', merged' * merged}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
         f"{recipe.effective_batch} sequences, {outcome.samples:,} samples.", "",
         *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
@@ -63,8 +63,9 @@ def _memory(run: Run, outcome: Outcome) -> list[str]:
         )
         stages = [(stage, human(size)) for stage, size in outcome.peaks.items()]
         counted = ["", *_table(("stage", "most bytes of tensors, counted"), stages)] if stages else []
+        as_fp32 = " in fp32 instead of fp16-mixed" * (run.settings.cpu and run.plan.recipe.precision == "fp16-mixed")
         return [
-            "Trained on a CPU, so no prediction for a card can be compared. Measured: resident memory of the process.",
+            f"Trained on a CPU{as_fp32}, so no prediction for a card can be compared. Measured: resident memory of the process.",
             "",
             *table,
             *counted,

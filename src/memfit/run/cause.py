@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from memfit.explain import explain, read_text
-from memfit.finding import CAUSES
-from memfit.run.nouns import Shortage
+from memfit.finding import CAUSES, Cause
+from memfit.run.nouns import Shortage, Stage
 from memfit.units import human
+
+# what cannot be the cause in a stage: the rehearsal is the first step, and its batch the longest on purpose
+NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak")}
 
 
 def cause(shortage: Shortage) -> tuple[str, str]:
@@ -25,5 +28,7 @@ def _levels(shortage: Shortage) -> str:
 
 def _found(shortage: Shortage) -> str:
     """What the traceback points at, where it points at anything with some certainty."""
-    best = explain(read_text(shortage.trace or shortage.text))[0]
-    return CAUSES[best.cause] if best.cause != "not-known" and best.confidence != "possible" else ""
+    never = NOT_IN.get(shortage.stage, ())
+    found = [f for f in explain(read_text(shortage.trace or shortage.text)) if f.cause not in never]
+    known = found and found[0].cause != "not-known" and found[0].confidence != "possible"
+    return CAUSES[found[0].cause] if known else ""

@@ -15,10 +15,11 @@ from types import FrameType
 from typing import IO
 
 from memfit import launch
+from memfit.errors import BadInput
 from memfit.job import Recipe
 from memfit.run.environment import environment
-from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run
-from memfit.run.nouns import EVENT, Event, Outcome
+from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
+from memfit.run.nouns import EVENT, WARNING, Event, Outcome
 
 # threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long.
 # DeepSpeed takes a card where it finds one
@@ -31,18 +32,31 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     Ctrl-C and SIGTERM are handed on once, whoever else got them, and the step is finished and saved. A second Ctrl-C ends
     the attempt at once and is raised as KeyboardInterrupt.
     """
-    recipe, kind = run.plan.recipe, run.plan.job.architecture.model_type
+    recipe, kind, before = run.plan.recipe, run.plan.job.architecture.model_type, None
+    with contextlib.suppress(BadInput):  # one that cannot be read says nothing
+        before = run.outcome
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
             env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path)}, start_new_session=True,
+            close_fds=False,  # it holds the run's lock, too
         )  # fmt: skip
         assert child.stdout is not None
         with _stopping(child, tell) as asked:
             _listen(child, child.stdout, log, tell)
     outcome = run.outcome or _without_word(child.returncode, bool(asked), run)
+    outcome = with_earlier(outcome, before)
     return replace(outcome, status="stopped") if asked and outcome.status == "oom" else outcome  # no other attempt now
+
+
+def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
+    """The same with the peaks of the attempts before it, which it continues. Not of one that memory ran out in: there the rung changed."""
+    if before is None or before.status == "oom":
+        return outcome
+    peaks = {name: max(size, before.peaks.get(name, 0)) for name, size in (before.peaks | outcome.peaks).items()}
+    host, reserved = max(outcome.host, before.host), max(outcome.reserved, before.reserved)
+    return replace(outcome, peaks=peaks, host=host, reserved=reserved, steps=outcome.steps or before.steps)
 
 
 def command(run: Run, recipe: Recipe) -> list[str]:
@@ -87,11 +101,15 @@ def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> It
 def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Callable[[Event], None]) -> None:
     """Hand on events until the child ends; whatever else ends this ends the child and its own processes."""
     try:
+        warned = set[str]()
         for line in lines:
             if line.startswith(EVENT):
                 tell(json.loads(line.removeprefix(EVENT)))
-            else:
-                log.write(line)
+                continue
+            log.write(line)
+            if line.startswith(WARNING) and line not in warned:  # every process says it
+                warned.add(line)
+                tell({"event": "warning", "text": line.removeprefix(WARNING).strip()})
         child.wait()
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
@@ -102,9 +120,7 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
 
 def _without_word(code: int, stopped: bool, run: Run) -> Outcome:
     """A child that ended without saying how."""
-    last = run.last_good()
-    reached = {"step": last.step, "samples": last.samples} if last else {}
     if stopped:
-        return Outcome(status="stopped", **reached)  # type: ignore[arg-type]
+        return saved_so_far(run, Outcome(status="stopped"))
     killed = " (signal 9: the host may have run out of memory)" if code in (-9, 137) else ""
-    return Outcome(status="failed", error=f"the training process ended with code {code}{killed}", **reached)  # type: ignore[arg-type]
+    return saved_so_far(run, Outcome(status="failed", error=f"the training process ended with code {code}{killed}"))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from memfit import recipe_file, watch_file
+from memfit import launch, recipe_file, watch_file
 from memfit.cards import custom_gpu, find_gpu
 from memfit.errors import BadInput, Refused
 from memfit.export import export
@@ -20,7 +21,8 @@ from memfit.export import write as write_files
 from memfit.export.again import plan_of
 from memfit.gpu import Gpu
 from memfit.plan import Plan
-from memfit.run.nouns import Fall, Outcome, Settings
+from memfit.run import lock
+from memfit.run.nouns import Fall, Outcome, Settings, Shortage
 from memfit.sample import Watched
 from memfit.trainers import script_of
 
@@ -28,6 +30,11 @@ T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
+ASIDE = ".before"  # where a run waits until the one that takes its place is made
+WRITTEN = (
+    "output", "falls", "merged", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml", "train.py", "requirements.txt",
+    launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +119,29 @@ class Run:
         return broken
 
 
-def prepare(folder: Path, force: bool) -> None:
-    """Make room for a new run. Raises Refused where one is there already and `force` is not set."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+@contextmanager
+def fresh(folder: Path, force: bool) -> Iterator[None]:
+    """Room for a new run, which the block makes. With `force` one that is there makes way, and comes back where the block fails.
+
+    Raises Refused where one is there already and `force` is not set, and where the folder holds other things.
+    """
+    _recover(folder)
+    there = [p for p in folder.iterdir() if p.name not in (lock.FILE, ASIDE)] if folder.is_dir() else []
+    if there or (folder.exists() and not folder.is_dir()):
         if not (folder / RUN_FILE).is_file():
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
         if not force:
             raise Refused(f"{folder} holds a run already", hint="--resume continues it, --force starts it again")
-        _clear(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / ASIDE
+    aside.mkdir(parents=True, exist_ok=True)
+    _move(folder, aside)
+    try:
+        yield
+    except BaseException:
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        _recover(folder)
+        raise
+    shutil.rmtree(aside)
 
 
 def create(folder: Path, plan: Plan, settings: Settings) -> Run:
@@ -134,18 +155,45 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
 
 def opened(folder: Path) -> Run:
     """The run in a folder. Raises BadInput where there is none."""
+    _recover(folder)
     if not (folder / RUN_FILE).is_file():
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
     return Run(folder)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what a run wrote, and nothing else."""
-    for name in ("output", "falls", "merged", "assets"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+def _recover(folder: Path) -> None:
+    """Where a process was killed between two runs: the old one is back, unless the new one was made."""
+    aside = folder / ASIDE
+    if not aside.exists():
+        return
+    if (folder / RUN_FILE).exists():  # it is written last
+        shutil.rmtree(aside)
+        return
+    _remove(folder)
+    _move(aside, folder)
+    aside.rmdir()
+
+
+def _written(folder: Path) -> list[Path]:
+    """What a run wrote, and nothing else."""
     parts = (p for name in (SAMPLES_FILE, MEMORY_FILE) for p in folder.glob(f"{Path(name).stem}.*jsonl"))
-    for path in (folder / OUTCOME_FILE, folder / LOG_FILE, *parts):
-        path.unlink(missing_ok=True)
+    return [*(path for path in (folder / name for name in WRITTEN) if path.exists()), *parts]
+
+
+def _move(source: Path, target: Path) -> None:
+    for path in _written(source):
+        path.replace(target / path.name)
+
+
+def _remove(folder: Path) -> None:
+    for path in _written(folder):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def saved_so_far(run: Run, outcome: Outcome) -> Outcome:
+    """The same, with what the last whole checkpoint holds."""
+    last = run.last_good()
+    return replace(outcome, step=last.step, samples=last.samples) if last else outcome
 
 
 def card_of(settings: Settings) -> Gpu:
@@ -159,14 +207,19 @@ def target_of(plan: Plan) -> str:
     return script_of(plan.recipe.trainer)
 
 
-def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
-    """Note a fall, put the old rung's files aside, and write those of the new one."""
-    number = len(run.falls) + 1
-    aside = run.path / "falls" / str(number)
+def evidence(run: Run, shortage: Shortage) -> Path:
+    """Keep what is known of a failed allocation, with the files of its rung; returns the folder."""
+    aside = run.path / "falls" / str(len(run.falls) + 1)
     aside.mkdir(parents=True, exist_ok=True)
     for name in ("recipe.toml", "train.py"):
         shutil.copy2(run.path / name, aside / name)
-    write_text(aside / "error.txt", fall.shortage.trace or fall.shortage.text + "\n")
+    write_text(aside / "error.txt", shortage.trace or shortage.text + "\n")
+    return aside
+
+
+def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
+    """Note a fall, put the old rung's files aside, and write those of the new one."""
+    evidence(run, fall.shortage)
     run.write_plan(plan)
     run.keep(settings, (*run.falls, fall))
 

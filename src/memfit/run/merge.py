@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from memfit.errors import BadInput
+from memfit.run.card import card
 from memfit.run.folder import Run
 
 
 def merged(run: Run) -> Path:
     """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
     target, half = run.path / "merged", run.path / ".merged"
+    shutil.rmtree(half, ignore_errors=True)  # of a merge that was cut off
     done = subprocess.run(
         [sys.executable, "-m", "memfit.run.merge", run.plan.job.architecture.name, str(run.output), str(half)],
         capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -21,7 +24,14 @@ def merged(run: Run) -> Path:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise BadInput(f"the adapters could not be merged: {why[:200]}", hint=f"the adapters are in {run.output}")
-    half.replace(target)
+    if (outcome := run.outcome) is not None:
+        (half / "README.md").write_text(card(run, outcome, merged=True), encoding="utf-8")
+    if target.exists():
+        old = target.replace(half.with_name(".merged-before"))
+        half.replace(target)
+        shutil.rmtree(old)
+    else:
+        half.replace(target)
     return target
 
 

@@ -88,3 +88,4 @@ class Fall:
 
 Event = dict[str, Any]
 EVENT = "memfit-event "  # opens the lines of a worker's output that hold an Event as JSON
+WARNING = "warning: "  # opens the lines of train.py that its user must see

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.run.cause import cause
-from memfit.run.folder import Run, fallen
+from memfit.run.folder import Run, evidence, fallen
 from memfit.run.nouns import Event, Fall, Outcome, Shortage
 from memfit.run.relief import Rung, changes, lower
 
@@ -22,18 +22,23 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
             return outcome
         if len(run.falls) >= run.settings.falls:
             times = len(run.falls) + 1
-            return _stop(run, outcome, f"memory ran out {times} time{'s' * (times != 1)}, the most allowed (--falls)")
+            why = f"memory ran out {times} time{'s' * (times != 1)}, the most allowed (--falls)"
+            return _stop(run, outcome, outcome.shortage, tell, why)
         below = lower(run, outcome.shortage)
         if below is None:
-            return _stop(run, outcome, f"nothing that learns the same needs less memory in {outcome.shortage.stage}")
+            why = f"nothing that learns the same needs less memory in {outcome.shortage.stage}"
+            return _stop(run, outcome, outcome.shortage, tell, why)
         fall = fall_of(run, outcome.shortage, below)
         fallen(run, fall, below.plan, below.settings)
         tell({"event": "fall", "cause": list(fall.cause), "changed": list(fall.changed), "step": fall.resumed_at})
 
 
-def _stop(run: Run, outcome: Outcome, why: str) -> Outcome:
+def _stop(run: Run, outcome: Outcome, shortage: Shortage, tell: Callable[[Event], None], why: str) -> Outcome:
+    """The last time is explained as every other, and its evidence kept."""
     stopped = replace(outcome, error=why)
     run.write_outcome(stopped)
+    kept = evidence(run, shortage)
+    tell({"event": "cause", "cause": list(cause(shortage)), "kept": str(kept)})
     return stopped
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,10 +10,21 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError
-from memfit.run.folder import opened
+from memfit.run.folder import opened, saved_so_far
 from memfit.run.nouns import EVENT, EXIT_OF, Event, Outcome
+
+if TYPE_CHECKING:
+    from memfit.run.keeper import Keeper
+
+FULL = (
+    "inline_container.cc",
+    "No space left on device",
+    "File too large",
+    "Disk quota exceeded",
+)  # PyTorch's writer names no cause
 
 
 def main(folder: str) -> int:
@@ -21,17 +33,26 @@ def main(folder: str) -> int:
 
     first = os.environ.get("RANK", "0") == "0"
     run = opened(Path(folder))
+    keepers: list[Keeper] = []
 
     def tell(event: Event) -> None:
-        if first:
+        if not first:
+            return
+        try:
             print(EVENT + json.dumps(event), flush=True)
+        except BrokenPipeError:  # who started this is gone: finish the step and save, as at a signal
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            for keeper in keepers:
+                keeper.stop = True
+
+    def keep(keeper: Keeper) -> None:
+        keepers.append(keeper)
+        _stop_on_signal(keeper)
 
     try:
-        outcome = attempt(run, tell, keep=_stop_on_signal)
+        outcome = attempt(run, tell, keep=keep)
     except (Exception, SystemExit) as error:  # train.py leaves by SystemExit where its data cannot be used
-        hint = f" (hint: {error.hint})" if isinstance(error, MemfitError) else ""
-        kind = "" if isinstance(error, SystemExit | MemfitError) else f"{type(error).__name__}: "
-        outcome = Outcome(status="failed", error=f"{kind}{error}{hint}"[:2000])
+        outcome = saved_so_far(run, Outcome(status="failed", error=_words(error)))
         import traceback
 
         traceback.print_exc()
@@ -42,11 +63,24 @@ def main(folder: str) -> int:
     return EXIT_OF[outcome.status]
 
 
-def _stop_on_signal(keeper: object) -> None:
+def _words(error: BaseException) -> str:
+    """The error in a line, with a hint where there is one to give."""
+    hint = error.hint if isinstance(error, MemfitError) else ""
+    if any(word in str(error) for word in FULL) or getattr(error, "errno", 0) in (
+        errno.ENOSPC,
+        errno.EFBIG,
+        errno.EDQUOT,
+    ):
+        hint = "the disk, a quota or a limit on the size of files is full where checkpoints are written"
+    kind = "" if isinstance(error, SystemExit | MemfitError) else f"{type(error).__name__}: "
+    return f"{kind}{str(error)[:1800]}{f' (hint: {hint})' if hint else ''}"
+
+
+def _stop_on_signal(keeper: Keeper) -> None:
     """A signal lets the step finish and be saved, however often it comes; who cannot wait uses SIGKILL."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        keeper.stop = True  # type: ignore[attr-defined]
+        keeper.stop = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

@@ -1,0 +1,105 @@
+"""What memfit train refuses before anything is written: data it could not read, packages that are missing, cards that are too small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memfit.cli import terminal
+from memfit.errors import BadInput, Refused
+
+if TYPE_CHECKING:
+    from memfit.plan import Plan
+    from memfit.run.nouns import Settings
+
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
+
+
+def check_data(data: str) -> None:
+    """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
+    from memfit.data import read_dataset
+    from memfit.data.files import READERS
+    from memfit.hub import check_there
+
+    if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
+        if not ON_HUB.fullmatch(data):
+            raise BadInput(f"there is no file {data}", hint="a file that is there, or a dataset on the Hub: owner/name")
+        check_there(data, "dataset")
+        return
+    found = read_dataset(data)
+    if found.empty == found.lengths.count:
+        raise BadInput(
+            f"every sample of {data} is empty", hint=f"there is nothing to learn in it; see: memfit data {data}"
+        )
+    if len(found.layouts) > 1:
+        mixed = ", ".join(f"{count} with {layout.replace('+', ' and ')}" for layout, count in found.layouts)
+        raise BadInput(
+            f"the samples of {data} are laid out in different ways: {mixed}",
+            hint="train.py reads one layout and would leave the others out: write them to files of their own",
+        )
+    for broken in found.examples:
+        if broken.reason.startswith(UNREADABLE):
+            raise BadInput(
+                f"{data}, line {broken.line}: {broken.reason}", hint=f"mend that line; see: memfit data {data}"
+            )
+
+
+def check(plan: Plan, force: bool) -> None:
+    """Refuse what could not run, before anything is written."""
+    from memfit.hub import check_there
+
+    check_data(plan.job.dataset)
+    _check_packages(plan)
+    if plan.judgement.verdict == "misfit" and not force:
+        raise Refused(
+            f"the closest recipe does not fit the {plan.job.gpu.name}",
+            hint="--force tries it; memfit plan says what would",
+        )
+    if not Path(plan.job.architecture.name).exists():
+        check_there(plan.job.architecture.name, "model")
+
+
+def _check_packages(plan: Plan) -> None:
+    """Raises BadInput where train.py could not import what its recipe needs."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from memfit import launch
+    from memfit.export.requirements import packages
+    from memfit.run.folder import target_of
+
+    missing = []
+    for name in packages(plan.recipe, target_of(plan), launch.backend(plan.recipe)):
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        other = ", or --loss full" if "liger-kernel" in missing else ""
+        raise BadInput(
+            f"this recipe needs packages that are not installed: {', '.join(missing)}",
+            hint=f"pip install {' '.join(missing)}{other}",
+        )
+
+
+def check_apart(plan: Plan, settings: Settings, folder: Path) -> None:
+    """Raises BadInput where the run that makes way holds what the new one reads."""
+    for name in (plan.job.architecture.name, plan.job.dataset, settings.eval_data):
+        if name and Path(name).is_absolute() and Path(name).is_relative_to(folder):
+            raise BadInput(
+                f"{name} lies in {folder}, which the new run would start again", hint="name another folder: --out DIR"
+            )
+
+
+def check_cpu(plan: Plan, settings: Settings) -> None:
+    """Raises BadInput for what PyTorch has on cards only; says what a CPU does in another way."""
+    recipe = plan.recipe
+    if not settings.cpu:
+        return
+    if recipe.checkpointing == "offload":
+        raise BadInput("a CPU has no memory to offload activations from", hint="--checkpointing full")
+    if recipe.compile:
+        raise BadInput("memfit does not train compiled on a CPU", hint="--no-compile, or a machine with a GPU")
+    if recipe.precision == "fp16-mixed":
+        terminal.note("on a CPU fp16-mixed trains in fp32, without a loss scaler")
