@@ -1,4 +1,4 @@
-"""What memfit train refuses before anything is written: data it could not read, packages that are missing, cards that are too small."""
+"""What memfit train refuses before anything is written: data that cannot be read, missing packages, what a CPU cannot do."""
 
 from __future__ import annotations
 
