@@ -36,7 +36,7 @@ def load(data: str) -> Dataset:
     if names is None:
         raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of a line of LAYOUTS")
     usable = rows.filter(lambda row: row[names[0]] is not None and row[names[-1]])
-    if len(usable) < len(rows):
+    if len(usable) < len(rows) and not data.endswith(".txt"):  # whose empty lines are no samples
         print(f"warning: {data}: {len(rows) - len(usable)} of {len(rows)} rows without {' and '.join(names)} are left out")
     return usable.map(lambda row: sample(row, names), remove_columns=rows.column_names)
 
