@@ -100,7 +100,18 @@ FLAGS = {
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
     "export": ["--gpu", *OUT, *COMMON],
-    "launch": ["--gpu", "--target", "--nodes", "--hours", "--image", "--out", "--submit", "--force", *COMMON],
+    "launch": [
+        "--gpu",
+        "--target",
+        "--nodes",
+        "--hours",
+        "--image",
+        "--eval-data",
+        "--out",
+        "--submit",
+        "--force",
+        *COMMON,
+    ],
 }
 
 

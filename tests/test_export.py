@@ -493,7 +493,7 @@ def test_llamafactory_gets_the_template_a_model_was_trained_with(model: str, exp
 
 def no_file(name: str) -> bool:
     """Names of what exists ('~', '.') are written as absolute paths instead."""
-    return export._absolute(name) is None
+    return export.absolute(name) is None
 
 
 @pytest.mark.parametrize("text", ["\n", "\n\n", " a\nb", "a\n\n", "a\nb", "a\nb\n", "a\n\nb", "\n#", "a: b\n", "\r\n"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import json
+import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -12,7 +16,7 @@ import pytest
 import yaml
 
 from conftest import Ran
-from memfit import cards, launch, recipe_file
+from memfit import cards, export, launch, recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
 from memfit.job import Recipe
@@ -152,8 +156,6 @@ def test_the_environment_is_that_of_accelerate(shard: Any, kind: str, tmp_path: 
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    from memfit import export
-
     recipe = Recipe(method="lora", precision="bf16-mixed", num_gpus=2, shard=shard)
     plan = make_plan(recipe)
     job = replace(plan.job, architecture=replace(plan.job.architecture, model_type=kind))
@@ -174,6 +176,185 @@ def test_deepspeed_finds_its_file(tmp_path: Path) -> None:
     assert (found["ACCELERATE_USE_DEEPSPEED"], found["ACCELERATE_DEEPSPEED_ZERO3_INIT"]) == ("true", "false")
 
 
+# ---- inputs, output, compilers
+
+BACKENDS = {
+    "plain": Recipe(method="lora", loss="fused"),
+    "fsdp": Recipe(method="lora", num_gpus=4, shard="parameters"),
+    "deepspeed": Recipe(precision="bf16-master", num_gpus=4, shard="gradients", offload="optimizer"),
+}
+INPUTS = {"hub": (), "data": ("data",), "model": ("model",), "all": ("data", "eval-data", "model")}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+          "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 256}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> dict[str, str]:
+    """Inputs of this machine, whose path has to be quoted."""
+    folder = tmp_path / "o'brien's files"
+    (folder / "model.v2").mkdir(parents=True)
+    (folder / "model.v2" / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("rows.jsonl", "eval.csv"):
+        (folder / name).write_text('{"text": "a"}\n')
+    paths = {"data": folder / "rows.jsonl", "eval-data": folder / "eval.csv", "model": folder / "model.v2"}
+    return {name: str(path) for name, path in paths.items()}
+
+
+def parsed(script: str, words: list[str]) -> argparse.Namespace:
+    """The words, read by the parser of the exported train.py."""
+    body = [n for n in ast.parse(script).body if isinstance(n, ast.Assign) or getattr(n, "name", "") == "arguments"]
+    wanted = [n for n in body if isinstance(n, ast.FunctionDef) or isinstance(n.value, ast.Constant)]
+    names: dict[str, Any] = {"argparse": argparse, "__doc__": ""}
+    exec(compile(ast.Module(wanted, []), "train.py", "exec"), names)
+    return names["arguments"](words)  # type: ignore[no-any-return]
+
+
+def told(key: str, files: dict[str, str], environment: dict[str, str], tmp_path: Path) -> list[str]:
+    """What train.py is given: by the list of the container, else by the shell itself, with a torchrun that says it."""
+    if key == "kubernetes":
+        first, *words = yaml.safe_load(files["trainjob.yaml"])["spec"]["trainer"]["args"]
+        assert first == "train.py"
+        return [*words, "--epochs", "3"]
+    for name in ("torchrun", "srun", "scontrol"):
+        run = {"srun": '"$@"', "scontrol": "echo first", "torchrun": 'printf "%s\\0" "$@"'}[name]
+        (tmp_path / name).write_text(f"#!/bin/bash\n{run}\n")
+        (tmp_path / name).chmod(0o755)
+    script = yaml.safe_load(files["sky.yaml"])["run"] if key == "skypilot" else files[TARGETS[key].file]
+    (tmp_path / "script").write_text(script)
+    ours = {"ARGS": "--epochs 3"} if key == "skypilot" else {}
+    variables = {
+        "PATH": f"{tmp_path}:/bin:/usr/bin",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "1",
+        "HEAD": "first",
+    }
+    variables |= {
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "a",
+        "SKYPILOT_NODE_IPS": "10.0.0.1",
+        "SKYPILOT_NUM_NODES": "2",
+    }
+    words = ["bash", str(tmp_path / "script"), *([] if ours else ["--epochs", "3"])]
+    done = subprocess.run(words, env=variables | ours, capture_output=True, text=True, check=True)
+    said = done.stdout.split("\0")[:-1]
+    return said[said.index("train.py") + 1 :]
+
+
+@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize("local", INPUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_train_py_is_told_where_the_job_has_its_inputs(
+    key: str, local: str, backend: str, here: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = BACKENDS[backend]
+    mine = {name: here[name] for name in INPUTS[local]}
+    names = {"model": "smollm2-135m", "data": "org/rows", "eval-data": "org/held-out"} | mine
+    plan = plan_of(
+        RecipeFile(model=names["model"], recipe=recipe, gpu="h100", data=names["data"]), cards.find_gpu("h100")
+    )
+    assert launch.backend(recipe) == backend
+    spec = spec_of(plan, 1 if backend == "plain" else 2, eval_data=names["eval-data"])
+    assert spec.inputs == mine
+    files = export.export(plan) | TARGETS[key].write(spec)
+    given = parsed(files["train.py"], told(key, files, spec.environment, tmp_path))
+    reads = {"model": given.model, "data": given.data, "eval-data": given.eval_data}
+    assert given.epochs == 3
+    head = [line for line in files[TARGETS[key].file].splitlines() if line.startswith("# ")]
+    for name, value in reads.items():
+        if name not in mine:
+            assert value == (names[name] if name != "model" else plan.job.architecture.name)
+        elif key == "skypilot":
+            assert yaml.safe_load(files["sky.yaml"])["file_mounts"][value] == mine[name]
+        elif key == "kubernetes":
+            assert carried(head, tmp_path)[value.removeprefix("/workspace/")] == mine[name]
+        else:
+            assert value == mine[name] and any(mine[name] in line and "every node" in line for line in head)
+    assert reads["data"].endswith(".jsonl") == ("data" in mine)  # train.py reads by the ending
+
+
+def carried(head: list[str], tmp_path: Path) -> dict[str, str]:
+    """What the commands of the head put beside the Dockerfile, by running them."""
+    found = {}
+    for line in head:
+        if " cp -" not in line or "kubectl" in line:
+            continue
+        subprocess.run(["bash", "-c", line.removeprefix("# ")], cwd=tmp_path, check=True)
+        words = shlex.split(line)
+        found[words[-1]] = words[-2].removesuffix("/.")
+        source, copy = Path(found[words[-1]]), tmp_path / words[-1]
+        assert (copy / "config.json").exists() if source.is_dir() else copy.read_text() == source.read_text()
+    return found
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_output_outlives_the_pod(nodes: int) -> None:
+    spec = spec_of(planned(BACKENDS["fsdp"]), nodes)
+    files = TARGETS["kubernetes"].write(spec)
+    claim, pod, job = (yaml.safe_load(files[name]) for name in ("output.yaml", "fetch.yaml", "trainjob.yaml"))
+    assert claim["kind"] == "PersistentVolumeClaim"
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce" if nodes == 1 else "ReadWriteMany"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": f"{spec.output_gib}Gi"}
+    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    trains = node["template"]["spec"]["template"]["spec"]
+    for each in (pod["spec"], trains):
+        claimed = [
+            v["name"]
+            for v in each["volumes"]
+            if v.get("persistentVolumeClaim") == {"claimName": claim["metadata"]["name"]}
+        ]
+        assert len(claimed) == 1
+        mounts = {m["name"]: m["mountPath"] for m in each["containers"][0]["volumeMounts"]}
+        assert set(mounts) == {v["name"] for v in each["volumes"]} and mounts[claimed[0]] == "/workspace/output"
+    assert "WORKDIR /workspace\n" in files["Dockerfile"]
+    assert files["trainjob.yaml"].count(f"{pod['metadata']['name']}:/workspace/output") == 1  # what kubectl cp reads
+    assert TARGETS["kubernetes"].submit == ("kubectl", "apply", "-f", "output.yaml", "-f", "trainjob.yaml")
+
+
+def test_output_has_room_for_every_checkpoint_that_is_kept() -> None:
+    """save_total_limit=2 and the one being written, each with AdamW's two states; then the model."""
+    parameters = 6_738_415_616
+    plain = Recipe(precision="bf16")
+    assert spec_of(planned(plain)).output_bytes == pytest.approx(parameters * (3 * (2 + 4) + 2), rel=0.001)
+    master = spec_of(planned(BACKENDS["deepspeed"]))  # 16-bit weights twice, fp32 master and states
+    assert master.output_bytes == pytest.approx(parameters * (3 * (4 + 12) + 2), rel=0.001)
+    assert '("save_total_limit", "2", "")' in Path(export.trl.__file__).read_text()
+    lora = spec_of(planned(plain.but(method="lora")))
+    assert lora.output_bytes < parameters and lora.output_gib >= 1
+    disk = yaml.safe_load(TARGETS["skypilot"].write(master)["sky.yaml"])["resources"]["disk_size"]
+    assert disk > master.output_gib + parameters * 2 / 2**30
+    assert "disk_size" not in TARGETS["skypilot"].write(lora)["sky.yaml"]
+
+
+@pytest.mark.parametrize("gpu", ["h100", "mi300x"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_images_bring_compilers(gpu: str, backend: str) -> None:
+    spec = spec_of(planned(BACKENDS[backend], gpu))
+    lines = TARGETS["kubernetes"].write(spec)["Dockerfile"].splitlines()
+    packages = next(line for line in lines if "apt-get" in line)
+    assert "build-essential" in packages  # Triton's launchers, DeepSpeed's operators
+    assert ("python:" in lines[0]) != ("python3-dev" in packages)  # Python.h once
+    assert ("-devel" in lines[0] or "-complete" in lines[0]) == (backend == "deepspeed")  # nvcc, hipcc
+    torch = [i for i, line in enumerate(lines) if "whl/rocm" in line]
+    assert bool(torch) == (gpu == "mi300x") and all(
+        i < lines.index("RUN pip install -r requirements.txt") for i in torch
+    )
+    task = yaml.safe_load(TARGETS["skypilot"].write(spec)["sky.yaml"])
+    assert task["resources"].get("image_id") == (
+        f"docker:{lines[0].removeprefix('FROM ')}" if backend == "deepspeed" else None
+    )
+    assert "build-essential" in task["setup"]
+    for key in ("slurm", "torchrun"):
+        assert any("g++" in line for line in TARGETS[key].notes(spec)) == (backend == "deepspeed")
+
+
+def test_links_are_named_where_they_would_not_be_copied(here: dict[str, str]) -> None:
+    (Path(here["model"]) / "tokenizer.json").symlink_to(here["data"])
+    plan = plan_of(RecipeFile(model=here["model"], recipe=BACKENDS["plain"], gpu="h100"), cards.find_gpu("h100"))
+    spec = spec_of(plan)
+    assert any("links" in line for line in TARGETS["skypilot"].notes(spec))
+    assert any("cp -RL" in line for line in TARGETS["kubernetes"].notes(spec))
+
+
 # ---- the command
 
 
@@ -182,7 +363,10 @@ def test_launch_writes_and_does_not_overwrite(ran: Ran, written: Path, tmp_path:
     words = ("launch", written, "--target", key, "--nodes", 2, "--out", tmp_path / "job")
     code, out, err = ran(*words)
     assert code == 0 and TARGETS[key].file in out and " ".join(TARGETS[key].submit) in err
-    assert TARGETS[key].before in err and "no data is named" not in err
+    assert "rows.jsonl is not on this machine" in err and "no data is named" not in err
+    head = (tmp_path / "job" / TARGETS[key].file).read_text().splitlines()
+    said = [line.removeprefix("note: ") for line in err.splitlines()[1:-1]]
+    assert said and {f"# {line}" for line in said} <= set(head)  # what is told is in the file as well
     names = {path.name for path in (tmp_path / "job").iterdir()}
     assert {"train.py", "recipe.toml", "requirements.txt", TARGETS[key].file} <= names
     code, _, err = ran(*words)

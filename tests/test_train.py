@@ -211,7 +211,7 @@ def test_samples_that_are_cut_are_told_of(made: tuple[Path, Path], tmp_path: Pat
             list[Event](),
         )
         supervise(run, attempt, told.append)
-        warned = [event["text"] for event in told if event["event"] == "warning"]
+        warned = [event["text"] for event in told if event["event"] == "cut"]
         assert (len(warned) == 1 and "are cut there" in warned[0] and f"of {runs.SAMPLES} samples" in warned[0]) is cut
 
 

@@ -44,7 +44,12 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
     assert (said["schema"], said["status"], said["samples"]) == ("memfit.train/1", "stopped", 8 * said["step"])
     assert 1 <= said["step"] < 40 and run.last_good() is not None and len(lines(run)) == said["step"]
     heard = "".join(told)
-    assert "warning" not in heard and "memfit-tiny on this CPU" in heard and "SIGTERM: finishing this step" in heard and "--resume" in heard
+    assert (
+        "warning" not in heard
+        and "memfit-tiny on this CPU" in heard
+        and "SIGTERM: finishing this step" in heard
+        and "--resume" in heard
+    )
     assert ran("train", "--out", tmp_path / "run", "--cpu")[0] == 2  # never overwritten
 
 

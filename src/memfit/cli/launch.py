@@ -13,7 +13,10 @@ from memfit.cli.flags import COMMON, Argument, Flag, takes
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memfit.run.jobs import Target
+    from memfit.run.jobs.spec import Spec
 
 EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
@@ -25,6 +28,7 @@ ROWS = (
     Flag("nodes", int, "Machines to deal the GPUs to. Default: 1.", "N"),
     Flag("hours", int, "Slurm: the longest it may take.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
+    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
     Flag("out", str, "Write the files into this folder.", "DIR"),
     Flag("submit", bool, "Submit the job as well.", default=False),
     Flag("force", bool, "Overwrite files, and launch a recipe that does not fit.", default=False),
@@ -35,11 +39,11 @@ ROWS = (
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as a job for a cluster.
 
-    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings.
+    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings. Data and
+    model of this machine go along to a cloud or into the image; notes say what is copied, assumed, and left to do.
     """
     from memfit.export import export, write
     from memfit.export.again import plan_of_file
-    from memfit.export.script import NO_DATA
     from memfit.run.folder import target_of
     from memfit.run.jobs import target
     from memfit.run.jobs.spec import spec_of
@@ -53,15 +57,16 @@ def run(file: str, **flags: Any) -> int:
     plan = plan_of_file(path, flags["gpu"] or "")
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
-    spec = spec_of(plan, 1 if flags["nodes"] is None else flags["nodes"], flags["hours"] or 0, flags["image"] or "")
+    nodes = 1 if flags["nodes"] is None else flags["nodes"]
+    spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", flags["eval_data"] or "")
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from here", hint=f"start {row.file} on each of them")
     folder = Path(flags["out"])
     paths = write(export(plan, target_of(plan)) | row.write(spec), folder, flags["force"])
     line = shlex.join(row.submit)
-    if not plan.job.dataset:
-        terminal.note(f"no data is named: train.py reads {NO_DATA} beside it")
-    _show(flags["json"], row, paths, line, spec.host_bytes)
+    for note in (*_absent(spec), *row.notes(spec)):
+        terminal.note(note)
+    _show(flags["json"], row, paths, line, spec)
     return subprocess.run(row.submit, cwd=folder, check=False).returncode if flags["submit"] else 0
 
 
@@ -73,14 +78,27 @@ def _check_tool(row: Target) -> None:
         )
 
 
-def _show(json: bool, row: Target, paths: tuple[Path, ...], line: str, host: int) -> None:
+def _absent(spec: Spec) -> Iterator[str]:
+    """Data that is not here, so that no job can carry it."""
+    from memfit.data.files import READERS
+    from memfit.export.script import NO_DATA
+
+    if not spec.plan.job.dataset:
+        yield f"no data is named: train.py reads {NO_DATA} beside it"
+    for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.eval_data)):
+        if Path(path).suffix.lower() in READERS and argument not in spec.inputs:
+            yield f"{path} is not on this machine: train.py looks for it where it runs"
+
+
+def _show(json: bool, row: Target, paths: tuple[Path, ...], line: str, spec: Spec) -> None:
     if json:
         files = [str(path) for path in paths]
-        document = {"schema": "memfit.launch/1", "target": row.key, "files": files, "command": line, "host_bytes": host}
+        document = {
+            "schema": "memfit.launch/1", "target": row.key, "files": files, "command": line,
+            "host_bytes": spec.host_bytes, "output_bytes": spec.output_bytes,
+        }  # fmt: skip
         terminal.show_json(document)
         return
     for path in paths:
         print(path)
-    if row.before:
-        terminal.note(f"first: {row.before}")
     terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {line}")

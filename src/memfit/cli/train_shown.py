@@ -110,6 +110,9 @@ class Shown:
             terminal.note(f"out of memory: {line}")
         terminal.note(f"what is known of it is in {event['kept']}")
 
+    def _cut(self, event: dict[str, Any]) -> None:
+        terminal.note(event["text"])
+
     def _warning(self, event: dict[str, Any]) -> None:
         terminal.note(f"warning: {event['text']}")
 
@@ -147,7 +150,7 @@ def _kept(step: int) -> str:
 
 SAYS = {
     "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log, "memory": Shown._memory,
-    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "warning": Shown._warning, "stopping": Shown._stopping,
+    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "cut": Shown._cut, "warning": Shown._warning, "stopping": Shown._stopping,
 }  # fmt: skip
 
 

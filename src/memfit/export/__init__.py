@@ -67,7 +67,7 @@ def target(key: str) -> Target:
 
 def export(plan: Plan, key: str = "trl") -> dict[str, str]:
     """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported."""
-    plan = _placed(plan)
+    plan = placed(plan)
     return target(key).export(plan) | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
 
 
@@ -80,17 +80,17 @@ def notes(plan: Plan) -> tuple[str, ...]:
     return ("chats on what looks like a base model: the files set a plain chat template, needed again to talk to it",)
 
 
-def _placed(plan: Plan) -> Plan:
+def placed(plan: Plan) -> Plan:
     """The plan with model folder and data as absolute paths where they exist: its files are run from anywhere."""
     model, data = plan.job.architecture.name, plan.job.dataset
     folder = model.removesuffix("config.json") or "."
-    if _absolute(f"{folder}/config.json"):
-        model = _absolute(folder) or model
+    if absolute(f"{folder}/config.json"):
+        model = absolute(folder) or model
     architecture = replace(plan.job.architecture, name=model)
-    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=(data and _absolute(data)) or data))
+    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=(data and absolute(data)) or data))
 
 
-def _absolute(path: str) -> str | None:
+def absolute(path: str) -> str | None:
     """The absolute path of something that exists."""
     try:
         found = Path(path).expanduser()

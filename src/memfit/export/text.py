@@ -30,8 +30,12 @@ def literal(value: object) -> str:
 
 def comment(value: str) -> str:
     """Text that may stand in a comment or docstring: one line, no quotes or backslashes that could end it."""
-    kept = "".join(c if c.isprintable() else " " for c in value)
-    return kept.replace("\\", "/").replace('"', "'").strip()
+    return one_line(value).replace("\\", "/").replace('"', "'").strip()
+
+
+def one_line(value: str) -> str:
+    """Text that may stand behind a # and be typed as it is: quotes are kept."""
+    return "".join(c if c.isprintable() else " " for c in value)
 
 
 class _Plain(yaml.SafeDumper):

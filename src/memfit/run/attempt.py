@@ -95,7 +95,7 @@ def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
         return
     full = sum(len(tokens) >= recipe.sequence_length for tokens in rows["input_ids"])
     if full:
-        tell({"event": "warning", "text": f"{full:,} of {len(rows):,} samples have {recipe.sequence_length:,} tokens or had more, "
+        tell({"event": "cut", "text": f"{full:,} of {len(rows):,} samples have {recipe.sequence_length:,} tokens or had more, "
               "and are cut there: --sequence-length"})  # fmt: skip
 
 

@@ -12,25 +12,24 @@ from memfit.run.jobs.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: what --target takes, the file it writes, the line that submits it, and what must be done before."""
+    """One row: what --target takes, the file it writes, the line that submits it, and what the user must know."""
 
     key: str
     title: str
     file: str
     write: Callable[[Spec], dict[str, str]]
     submit: tuple[str, ...]
-    before: str = ""
+    notes: Callable[[Spec], tuple[str, ...]]  # a line each; the file's head holds the same
 
 
-INSTALL = "pip install -r requirements.txt where it runs"
 TARGETS: dict[str, Target] = {
     row.key: row
     for row in (
-        Target("torchrun", "a shell script, started on every node", torchrun.FILE, torchrun.write, ("bash", torchrun.FILE), INSTALL),
-        Target("slurm", "an sbatch script", slurm.FILE, slurm.write, ("sbatch", slurm.FILE), INSTALL),
-        Target("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write, ("sky", "launch", "-y", skypilot.FILE)),
-        Target("kubernetes", "a Kubeflow TrainJob with its Dockerfile", kubernetes.FILE, kubernetes.write,
-               ("kubectl", "apply", "-f", kubernetes.FILE), f"build and push its image, as the head of {kubernetes.FILE} says"),
+        Target("torchrun", "a shell script, started on every node", torchrun.FILE, torchrun.write, ("bash", torchrun.FILE), torchrun.notes),
+        Target("slurm", "an sbatch script", slurm.FILE, slurm.write, ("sbatch", slurm.FILE), slurm.notes),
+        Target("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write, ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
+        Target("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes", kubernetes.FILE, kubernetes.write,
+               ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE), kubernetes.notes),
     )
 }  # fmt: skip
 

@@ -1,33 +1,29 @@
-"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1), and the Dockerfile of its image."""
+"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1), its Dockerfile, and the volume it writes to."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from memfit.errors import Unsupported
-from memfit.export.text import yaml_text
+from memfit.export.text import one_line, yaml_text
+from memfit.run.jobs.images import dockerfile
 from memfit.run.jobs.spec import Spec
 
-FILE = "trainjob.yaml"
+FILE, VOLUME, FETCH = "trainjob.yaml", "output.yaml", "fetch.yaml"
 RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it tells torchrun about its nodes
 NODE = "node"  # its job that trains, and the container in it
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
-DOCKERFILE = """\
-FROM python:3.12-slim
-WORKDIR /workspace
-COPY requirements.txt .
-RUN pip install --no-cache-dir -r requirements.txt
-COPY . .
-"""
+INPUTS, OUTPUT = "inputs", "/workspace/output"  # beside the Dockerfile, whose WORKDIR is /workspace
 
 
 def write(spec: Spec) -> dict[str, str]:
-    """The TrainJob and its Dockerfile. Raises Unsupported for cards that Kubernetes has no resource for."""
+    """The TrainJob, its Dockerfile and its volume. Raises Unsupported for cards that Kubernetes has no resource for."""
     if spec.gpu.platform not in RESOURCES:
         raise Unsupported(
             f"Kubernetes has no device plugin memfit knows for the {spec.gpu.name}", hint="--target torchrun"
         )
-    image = spec.image or f"{spec.name}:latest"
     amounts = {"memory": f"{spec.host_gib}Gi", RESOURCES[spec.gpu.platform]: spec.gpus}
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -36,26 +32,99 @@ def write(spec: Spec) -> dict[str, str]:
         "spec": {
             "runtimeRef": {"name": RUNTIME},
             "trainer": {
-                "image": image,
-                "command": ["torchrun", "train.py"],
+                "image": _image(spec),
+                "command": ["torchrun"],
+                "args": ["train.py", *spec.arguments(f"/workspace/{INPUTS}")],
                 "numNodes": spec.nodes,
                 "numProcPerNode": spec.gpus,
                 "resourcesPerNode": {"requests": amounts, "limits": amounts},
                 **({"env": [{"name": k, "value": v} for k, v in spec.environment.items()]} if spec.environment else {}),
             },
-            "runtimePatches": [_shared_memory(spec)],
+            "runtimePatches": [_patch(spec)],
         },
     }
-    head = [f"# {spec.head}", f"# docker build -t {image} . && docker push {image} && kubectl apply -f {FILE}"]
-    return {FILE: yaml_text(job, head=head), "Dockerfile": DOCKERFILE}
+    head = [f"# {line}" for line in (spec.head, *notes(spec))]
+    return {FILE: yaml_text(job, head=head), VOLUME: _claim(spec), FETCH: _fetch(spec), "Dockerfile": dockerfile(spec)}
 
 
-def _shared_memory(spec: Spec) -> dict[str, Any]:
-    """A /dev/shm for NCCL and the data loader's workers: a container's own has 64 MiB. It counts as memory of the container."""
+def notes(spec: Spec) -> tuple[str, ...]:
+    """What must be done, in order: inputs go into the image, output lies in a volume that outlives the job."""
+    image, pod = _image(spec), _output(spec)
+    lines = [_copy(spec.inputs[name], there) for name, there in spec.moved(INPUTS).items()]
+    lines.append(f"docker build -t {image} . && docker push {image} && kubectl apply -f {VOLUME} -f {FILE}")
+    lines += [] if spec.image else ["--image REGISTRY/NAME:TAG names one that the cluster can pull"]
+    lines.append("what train.py shall be told more (--epochs, --resume) goes behind train.py in args")
+    if spec.nodes > 1:
+        lines.append(
+            f"{VOLUME} needs a storage class that several nodes can write to (ReadWriteMany: NFS, CephFS, Lustre)"
+        )
+    lines.append(
+        f"kubectl apply -f {FETCH} && kubectl wait --for=condition=Ready pod/{pod} && kubectl cp {pod}:{OUTPUT} output"
+        f" && kubectl delete -f {FETCH} fetches the output; kubectl delete -f {VOLUME} removes it"
+    )
+    return tuple(one_line(line) for line in lines)
+
+
+def _copy(source: str, there: str) -> str:
+    """The command that puts an input beside the Dockerfile. Links are followed: Docker would not, and the Hub's cache is full of them."""
+    if Path(source).is_dir():
+        return f"mkdir -p {there} && cp -RL {shlex.quote(source)}/. {there}"
+    return f"mkdir -p {INPUTS} && cp -L {shlex.quote(source)} {there}"
+
+
+def _image(spec: Spec) -> str:
+    return spec.image or f"{spec.name}:latest"
+
+
+def _output(spec: Spec) -> str:
+    return f"{spec.name}-output"
+
+
+def _claim(spec: Spec) -> str:
+    """The volume of output: several nodes all write their parts of a checkpoint."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": _output(spec)},
+        "spec": {
+            "accessModes": ["ReadWriteOnce" if spec.nodes == 1 else "ReadWriteMany"],
+            "resources": {"requests": {"storage": f"{spec.output_gib}Gi"}},
+        },
+    }
+    return yaml_text(
+        claim, head=["# checkpoints and the model: not in the job's file, so that deleting the job keeps them"]
+    )
+
+
+def _fetch(spec: Spec) -> str:
+    """A pod that does nothing but hold the volume: `kubectl cp` reads from running containers alone, and busybox has its tar."""
+    files = {"name": "files", "image": "busybox", "command": ["sleep", "86400"], "volumeMounts": [_mount()]}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": _output(spec)},
+        "spec": {"restartPolicy": "Never", "containers": [files], "volumes": [_volume(spec)]},
+    }
+    return yaml_text(pod, head=["# for kubectl cp, once the job has ended"])
+
+
+def _volume(spec: Spec) -> dict[str, Any]:
+    return {"name": "output", "persistentVolumeClaim": {"claimName": _output(spec)}}
+
+
+def _mount() -> dict[str, str]:
+    return {"name": "output", "mountPath": OUTPUT}
+
+
+def _patch(spec: Spec) -> dict[str, Any]:
+    """The pod's volumes: a /dev/shm for NCCL and the data loader's workers, as a container's own has 64 MiB; and that of output.
+
+    /dev/shm counts as memory of the container.
+    """
     size = f"{spec.shared_gib}Gi"
     pod = {
-        "volumes": [{"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}],
-        "containers": [{"name": NODE, "volumeMounts": [{"name": "dshm", "mountPath": "/dev/shm"}]}],
+        "volumes": [{"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}, _volume(spec)],
+        "containers": [{"name": NODE, "volumeMounts": [{"name": "dshm", "mountPath": "/dev/shm"}, _mount()]}],
     }
     jobs = [{"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}]
     return {"manager": "memfit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from memfit.errors import UnknownName
-from memfit.export.text import yaml_text
+from memfit.export.text import one_line, yaml_text
+from memfit.run.jobs.images import image_of
 from memfit.run.jobs.spec import Spec
+from memfit.units import GIB
 
 FILE = "sky.yaml"
+INPUTS = "/inputs"
+COMPILER = (
+    "command -v g++ > /dev/null || { sudo apt-get update && sudo apt-get install -y build-essential; }  # for Triton"
+)
+DISK = 256  # SkyPilot's own disk_size, in GB
+SYSTEM = 64 * GIB  # the machine's image, drivers and packages. Assumed
 # rows of gpus.toml -> SkyPilot's name; every name is in its catalog v8 (common/accelerators.csv, d4d53f0), which has no others of them
 ACCELERATORS = {
     "t4": "T4", "p100": "P100", "v100-16gb": "V100", "v100-32gb": "V100-32GB", "a10": "A10", "a10g": "A10G", "a30": "A30", "a40": "A40",
@@ -29,13 +38,56 @@ def write(spec: Spec) -> dict[str, str]:
         )
     task: dict[str, Any] = {
         "name": spec.name,
-        "resources": {"accelerators": f"{ACCELERATORS[spec.gpu.short]}:{spec.gpus}", "memory": f"{spec.host_gib}+"},
+        "resources": _resources(spec),
         "num_nodes": spec.nodes,
         "workdir": ".",
+        **(
+            {"file_mounts": {there: spec.inputs[name] for name, there in spec.moved(INPUTS).items()}}
+            if spec.inputs
+            else {}
+        ),
         **({"envs": spec.environment} if spec.environment else {}),
-        "setup": "pip install -r requirements.txt\n",
+        "setup": "".join(f"{line}\n" for line in (*image_of(spec).before, "pip install -r requirements.txt", COMPILER)),
         "run": 'head_node=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-        + spec.torchrun('"$SKYPILOT_NUM_NODES"', "$head_node", spec.name)
+        + spec.torchrun('"$SKYPILOT_NUM_NODES"', "$head_node", spec.name, "${ARGS:-}", INPUTS)
         + "\n",
     }
-    return {FILE: yaml_text(task, head=[f"# {spec.head}", f"# sky launch {FILE}"])}
+    head = [spec.head, f"sky launch {FILE}", *notes(spec)]
+    return {FILE: yaml_text(task, head=[f"# {line}" for line in head])}
+
+
+def notes(spec: Spec) -> tuple[str, ...]:
+    """What goes to the cluster, and how what comes of it is fetched: nothing of a cluster outlives `sky down`."""
+    lines = [
+        f"{path} is copied to {there}"
+        for path, there in zip(spec.inputs.values(), spec.moved(INPUTS).values(), strict=True)
+    ]
+    lines += [
+        f"{path} holds links, whose files are not copied: name a copy by cp -RL"
+        for path in spec.inputs.values()
+        if _linked(path)
+    ]
+    whose = "the first node" if spec.nodes > 1 else "the cluster"
+    lines += [
+        f"sky launch --env ARGS='--epochs 3' {FILE} tells train.py more",
+        f"before sky down, from ~/sky_workdir/output of {whose}: rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
+        "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}', and ARGS='--output /output'",
+    ]
+    if spec.nodes > 1:
+        lines.append("nodes share no disk: to resume from a checkpoint its output must be in a bucket")
+    return tuple(one_line(line) for line in lines)
+
+
+def _resources(spec: Spec) -> dict[str, Any]:
+    disk = -(-(SYSTEM + 2 * spec.parameters) // GIB) + spec.output_gib
+    return {
+        "accelerators": f"{ACCELERATORS[spec.gpu.short]}:{spec.gpus}",
+        "memory": f"{spec.host_gib}+",
+        **({"disk_size": disk} if disk > DISK else {}),
+        **({"image_id": f"docker:{image_of(spec).base}"} if spec.deepspeed else {}),  # for its compilers
+    }
+
+
+def _linked(path: str) -> bool:
+    """The folder holds links, as snapshots of the Hub's cache do."""
+    return Path(path).is_dir() and any(inner.is_symlink() for inner in Path(path).iterdir())

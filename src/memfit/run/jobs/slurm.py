@@ -8,6 +8,11 @@ FILE = "job.sbatch"
 CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
 
 
+def notes(spec: Spec) -> tuple[str, ...]:
+    """What must be so on the cluster."""
+    return spec.needs(apart=True)
+
+
 def write(spec: Spec) -> dict[str, str]:
     """The script. Slurm counts --mem in units of 1024."""
     settings = {
@@ -19,10 +24,12 @@ def write(spec: Spec) -> dict[str, str]:
         "#!/bin/bash",
         *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
         f"# {spec.head}",
+        f"# sbatch {FILE} --epochs 3: what follows the file goes to train.py",
+        *(f"# {line}" for line in notes(spec)),
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         *spec.exports(),
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"') + ' "$@"',
+        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"', '"$@"'),
     ]
     return {FILE: "\n".join(lines) + "\n"}

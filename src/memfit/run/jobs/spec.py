@@ -9,7 +9,8 @@ from pathlib import Path
 
 from memfit import launch
 from memfit.errors import BadInput
-from memfit.export.text import comment, summary
+from memfit.export import absolute, placed
+from memfit.export.text import comment, one_line, summary
 from memfit.formula.account import Account
 from memfit.formula.static import Static
 from memfit.gpu import Gpu
@@ -25,18 +26,25 @@ IMPORTED = 834 * MIB
 # bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
 DRIVER = 3 * GIB
 PROCESS = IMPORTED + DRIVER
+KEPT = 3  # checkpoints at one time: train.py's save_total_limit=2, and the next is whole before the oldest goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One job. `host_bytes` is per node; `environment` holds what torchrun's workers need beside torchrun's own."""
+    """One job. `host_bytes` is per node; `environment` holds what torchrun's workers need beside torchrun's own.
+
+    `inputs` are files and folders of this machine that train.py reads, by the argument that names them.
+    """
 
     name: str
     plan: Plan
     nodes: int
     gpus: int  # per node
     host_bytes: int
+    output_bytes: int
     environment: dict[str, str]
+    inputs: dict[str, str]
+    eval_data: str = ""
     hours: int = 0  # 0: the cluster's own limit
     image: str = ""
 
@@ -56,24 +64,65 @@ class Spec:
         return self.gpus * DRIVER // GIB
 
     @property
+    def output_gib(self) -> int:
+        """What train.py writes, in whole GiB: a tenth more for what is no tensor and for the file system's own, and 1 GiB for small ones."""
+        return -(-self.output_bytes * 11 // (10 * GIB)) + 1
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, as a number."""
+        return _whole(self.plan).parameters
+
+    @property
+    def deepspeed(self) -> bool:
+        """DeepSpeed runs it, and compiles what it needs where it runs."""
+        return launch.backend(self.plan.recipe) == "deepspeed"
+
+    @property
     def head(self) -> str:
         """One line of comment: what the plan promises."""
         return comment(summary(self.plan))
+
+    def moved(self, root: str) -> dict[str, str]:
+        """Argument -> where a machine without this one's files has that input: root/data.jsonl, root/model."""
+        return {name: f"{root}/{name}{_suffix(path)}" for name, path in self.inputs.items()}
+
+    def arguments(self, root: str = "") -> list[str]:
+        """What train.py is told beside what it was written with; `root` is where the inputs were moved to."""
+        told = {"eval-data": self.eval_data} if self.eval_data else {}
+        told |= self.moved(root) if root else {}
+        return [word for name, path in told.items() for word in (f"--{name}", path)]
 
     def exports(self) -> list[str]:
         """Lines of shell that set the environment."""
         return [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
 
-    def torchrun(self, nodes: str, rendezvous: str, identity: str) -> str:
-        """The line every node runs. The arguments are shell text."""
+    def torchrun(self, nodes: str, rendezvous: str, identity: str, more: str, root: str = "") -> str:
+        """The line every node runs. The arguments are shell text; `more` stands for what the user tells train.py."""
         return (
             f"torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-id {identity} --rdzv-backend c10d "
-            f'--rdzv-endpoint "{rendezvous}:{PORT}" train.py'
+            f'--rdzv-endpoint "{rendezvous}:{PORT}" {shlex.join(["train.py", *self.arguments(root)])} {more}'
         )
 
+    def needs(self, apart: bool) -> tuple[str, ...]:
+        """What must be so on machines that are the user's own, in lines; `apart`: none of them is this one."""
+        lines = ["pip install -r requirements.txt where it runs"]
+        if self.inputs:
+            lines.append(f"every node reads {', '.join(self.inputs.values())} under the same path")
+        if apart or self.nodes > 1:
+            lines.append(
+                "this folder is on a file system that all nodes share: train.py writes its checkpoints to output/"
+            )
+        if self.deepspeed:
+            lines.append(
+                "DeepSpeed compiles on each node: with g++, and nvcc of PyTorch's own CUDA where CUDA_HOME says"
+            )
+        return tuple(one_line(line) for line in lines)
 
-def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec:
+
+def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", eval_data: str = "") -> Spec:
     """The job of a plan on so many machines. Raises BadInput where its GPUs cannot be dealt out evenly."""
+    plan = placed(plan)
     total = plan.recipe.num_gpus
     if nodes < 1 or total % nodes:
         raise BadInput(
@@ -82,10 +131,13 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec
         )
     if hours < 0:
         raise BadInput(f"a job cannot take {hours} hours", hint="--hours 24")
-    found = environment(plan.recipe, plan.job.architecture.model_type)
+    eval_data = absolute(eval_data) or eval_data if eval_data else ""
+    named = {"model": plan.job.architecture.name, "data": plan.job.dataset, "eval-data": eval_data}
     return Spec(
         name=name_of(plan), plan=plan, nodes=nodes, gpus=total // nodes, host_bytes=host_bytes(plan, nodes),
-        environment=found, hours=hours, image=image,
+        output_bytes=output_bytes(plan), environment=environment(plan.recipe, plan.job.architecture.model_type),
+        inputs={name: path for name, path in named.items() if Path(path).is_absolute() and absolute(path)},
+        eval_data=eval_data, hours=hours, image=image,
     )  # fmt: skip
 
 
@@ -98,10 +150,29 @@ def name_of(plan: Plan) -> str:
 def host_bytes(plan: Plan, nodes: int) -> int:
     """Host memory of one node: torchrun and its processes, what they read or gather at one time, and what is offloaded."""
     recipe, job = plan.recipe, plan.job
-    processes = recipe.num_gpus // nodes
-    whole = Account(job.architecture, recipe.but(shard="none", offload="none", num_gpus=1), job.gpu).static
+    processes, whole = recipe.num_gpus // nodes, _whole(plan)
     passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
     return IMPORTED + processes * PROCESS + passing + Estimator(job).host_bytes(recipe) // nodes
+
+
+def output_bytes(plan: Plan) -> int:
+    """The most that train.py has written at one time: checkpoints of weights and all states, and the model."""
+    whole = _whole(plan)
+    weights = whole.base if plan.recipe.method == "full" else whole.adapter
+    copies = 2 if launch.backend(plan.recipe) == "deepspeed" else 1  # its own beside the trainer's
+    return KEPT * (copies * weights + whole.states + whole.master) + weights
+
+
+def _whole(plan: Plan) -> Static:
+    """The recipe's weights and states, as if one card held them all."""
+    recipe = plan.recipe.but(shard="none", offload="none", num_gpus=1)
+    return Account(plan.job.architecture, recipe, plan.job.gpu).static
+
+
+def _suffix(path: str) -> str:
+    """What train.py knows the format of a file by."""
+    suffix = Path(path).suffix
+    return suffix if re.fullmatch(r"\.[A-Za-z0-9]+", suffix) and Path(path).is_file() else ""
 
 
 def _read(recipe: Recipe, whole: Static, processes: int) -> int:

@@ -7,6 +7,11 @@ from memfit.run.jobs.spec import Spec
 FILE = "launch.sh"
 
 
+def notes(spec: Spec) -> tuple[str, ...]:
+    """What must be so where it runs."""
+    return spec.needs(apart=False)
+
+
 def write(spec: Spec) -> dict[str, str]:
     """The script. HEAD names the first node; with one node nothing need be said."""
     where = "localhost" if spec.nodes == 1 else "${HEAD:?set HEAD to the name of the first node}"
@@ -15,9 +20,10 @@ def write(spec: Spec) -> dict[str, str]:
         f"# {spec.head}",
         f"# on each of {spec.nodes} node(s) with {spec.gpus} GPU(s) and {spec.host_gib} GiB of free host memory:",
         f"#     {'' if spec.nodes == 1 else 'HEAD=first-node '}bash {FILE}",
+        *(f"# {line}" for line in notes(spec)),
         "set -euo pipefail",
         'cd "$(dirname "$0")"',
         *spec.exports(),
-        spec.torchrun(str(spec.nodes), where, spec.name) + ' "$@"',  # what train.py takes
+        spec.torchrun(str(spec.nodes), where, spec.name, '"$@"'),  # what train.py takes
     ]
     return {FILE: "\n".join(lines) + "\n"}
