@@ -150,7 +150,8 @@ def _kept(step: int) -> str:
 
 SAYS = {
     "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log, "memory": Shown._memory,
-    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "cut": Shown._cut, "warning": Shown._warning, "stopping": Shown._stopping,
+    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "cut": Shown._cut,
+    "warning": Shown._warning, "stopping": Shown._stopping,
 }  # fmt: skip
 
 
