@@ -11,8 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
+from memfit.cli.flags import (
+    AUTO,
+    BATCH,
+    CARD,
+    COMMON,
+    DATA,
+    TRAINING,
+    Argument,
+    Flag,
+    check_ranges,
+    takes,
+    training_of,
+    typed,
+)
 from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
+from memfit.job import TRAINING_RANGES, Training
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -33,20 +47,15 @@ RUN: tuple[Flag, ...] = (
     Flag("resume", bool, "Continue the run in that folder.", default=False),
     Flag("force", bool, "Start again in a folder that holds a run.", default=False),
     Flag("cpu", bool, "Train on the CPU.", default=False),
-    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
-    Flag("epochs", float, "Passes over the data. Default: 1.", "N"),
-    Flag("learning_rate", float, "Default: 2e-5, and 2e-4 for adapters.", "RATE"),
-    Flag("max_steps", int, "Stop after so many optimizer steps.", "N"),
+    *TRAINING,
     Flag("save_steps", float, "Steps between checkpoints; below 1 a share of all. Default: 0.1.", "N"),
     Flag("falls", int, "How often memory may run out before the run stops. Default: 5.", "N"),
     Flag("memory_limit", str, "Use only so much of the device: to try what happens.", "4GiB"),
     Flag("merge", bool, "Write the adapters merged into their base as well.", default=False),
     Flag("no_rehearsal", bool, "Do not try the worst batch before the first step.", default=False),
 )
-# flag -> (lowest, highest) that makes sense
-RANGES: dict[str, tuple[float, float]] = {
-    "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
-}  # fmt: skip
+RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest) that makes sense
+SAVE_STEPS = 0.1  # ten checkpoints of a run that says nothing else
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 UNREADABLE = ("not JSON", "not UTF-8")  # broken lines that memfit counts and datasets refuses
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
@@ -67,7 +76,7 @@ def run(what: str | None = None, **flags: Any) -> int:
     from memfit.run.supervise import supervise
 
     need_libraries()
-    _check_ranges(flags)
+    check_ranges(flags, RANGES)
     folder = Path(flags["out"] or "memfit-run").resolve()
     found = _resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags)
     shown = Shown(found, flags["json"])
@@ -89,16 +98,6 @@ def need_libraries() -> None:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise MissingExtra(f"training (with {', '.join(missing)})", "train")
-
-
-def _check_ranges(flags: dict[str, Any]) -> None:
-    for name, (low, high) in RANGES.items():
-        value = flags[name]
-        if value is not None and not low <= value <= high:  # nan is in no range
-            raise BadInput(
-                f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value:g}",
-                hint="memfit train --help",
-            )
 
 
 # ---- what is run
@@ -136,6 +135,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
+    from memfit.run import embedded
     from memfit.run.folder import create, prepare
 
     settings = _settings(what, flags)
@@ -145,8 +145,10 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
                 _check_data(flags["data"])
             prepare(folder, flags["force"])
             plan, notes = _planned(_embedded(folder, flags), flags, settings)
+            plan = _trained(plan, flags, embedded.TRAINING)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
+            plan = _trained(plan, flags, plan.job.training)
             _check(plan, flags)
             prepare(folder, flags["force"])
         found = create(folder, _from_anywhere(plan), settings)
@@ -155,6 +157,14 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     for line in notes:
         terminal.note(line)
     return found
+
+
+def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
+    """The plan with what the flags say of training over `base`."""
+    from dataclasses import replace
+
+    training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
+    return replace(plan, job=replace(plan.job, training=training))
 
 
 def _recipe_in(what: str) -> str:
@@ -169,7 +179,8 @@ def _from_anywhere(plan: Plan) -> Plan:
 
     job, name = plan.job, plan.job.architecture.name
     architecture = replace(job.architecture, name=str(Path(name).resolve()) if Path(name).exists() else name)
-    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset)))
+    training = replace(job.training, eval_data=_whole(job.training.eval_data))
+    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset), training=training))
 
 
 def _whole(data: str) -> str:
@@ -196,7 +207,6 @@ def _check_data(data: str) -> None:
 
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
-    from memfit.run import embedded
     from memfit.run.nouns import FALLS, Settings
     from memfit.units import parse_size
 
@@ -207,15 +217,10 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
         )
     if flags["eval_data"]:
         _check_data(flags["eval_data"])
-    own = what is None
-    said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
         cpu=cpu, memory_limit=parse_size(flags["memory_limit"]) if flags["memory_limit"] else 0,
-        eval_data=_whole(flags["eval_data"] or ""),
-        learning_rate=flags["learning_rate"] or (embedded.LEARNING_RATE if own else 0.0),
-        epochs=flags["epochs"] or (embedded.EPOCHS if own else 0.0),
         falls=FALLS if flags["falls"] is None else flags["falls"], rehearse=not flags["no_rehearsal"],
-        merge=flags["merge"], **said,
+        merge=flags["merge"],
     )  # fmt: skip
 
 
@@ -298,6 +303,8 @@ def _check(plan: Plan, flags: dict[str, Any]) -> None:
     from memfit.hub import check_there
 
     _check_data(plan.job.dataset)
+    if plan.job.training.eval_data and not flags["eval_data"]:  # a flag's was looked at first of all
+        _check_data(plan.job.training.eval_data)
     _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
