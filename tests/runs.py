@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from memfit import recipe_file
 from memfit.cards import custom_gpu
 from memfit.formula.estimate import estimate
 from memfit.hub import resolve_model
-from memfit.job import Job, Recipe
+from memfit.job import AS_USUAL, Job, Recipe, Training
 from memfit.plan import Plan
 from memfit.run import embedded, folder, worker
 from memfit.run.environment import environment
@@ -35,6 +36,7 @@ SMALL = {
     "head_dim": 16,
 }  # fmt: skip
 RECIPE = Recipe(precision="fp32", micro_batch=4, sequence_length=32, loss="fused")
+TRAINING = Training(max_steps=6, save_steps=2, learning_rate=5e-3)
 SAMPLES, STEPS = 22, 6  # 22 samples in steps of 4: the last step of an epoch is short
 
 
@@ -45,7 +47,7 @@ def assets(place: Path) -> tuple[Path, Path]:
     return model, data
 
 
-def plan_for(model: Path, data: Path, recipe: Recipe = RECIPE) -> Plan:
+def plan_for(model: Path, data: Path, recipe: Recipe = RECIPE, training: Training = TRAINING) -> Plan:
     """The plan of a recipe on a card of 2 GiB."""
     card = custom_gpu(2 * GIB)
     architecture = resolve_model(str(model))
@@ -53,20 +55,22 @@ def plan_for(model: Path, data: Path, recipe: Recipe = RECIPE) -> Plan:
     job = Job(
         architecture=architecture, gpu=card, effective_batch=recipe.effective_batch, method=recipe.method,
         sequence_length=recipe.sequence_length, num_gpus=recipe.num_gpus, dataset=str(data),
+        training=training,
     )  # fmt: skip
     return Plan(job, recipe, footprint, judge(footprint, card), ())
 
 
-def make_run(place: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, **settings: Any) -> folder.Run:
-    """A run that was created and not yet started."""
-    told = Settings(**{"cpu": True, "max_steps": STEPS, "save_steps": 2, "learning_rate": 5e-3} | settings)
+def make_run(place: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, **told: Any) -> folder.Run:
+    """A run that was created and not yet started; `told` are fields of Training and of Settings."""
+    training = replace(TRAINING, **{name: told.pop(name) for name in Training.__dataclass_fields__ if name in told})
     with folder.fresh(place, force=False):
-        return folder.create(place, plan_for(*made, recipe), told)
+        return folder.create(place, plan_for(*made, recipe, training), Settings(**{"cpu": True} | told))
 
 
-def recipe_of(path: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE) -> Path:
+def recipe_of(path: Path, made: tuple[Path, Path], recipe: Recipe = RECIPE, training: Training = AS_USUAL) -> Path:
     """The recipe.toml of a run, as a plan leaves it."""
-    path.write_text(recipe_file.dumps(recipe_file.RecipeFile(model=str(made[0]), recipe=recipe, data=str(made[1]))))
+    file = recipe_file.RecipeFile(model=str(made[0]), recipe=recipe, data=str(made[1]), training=training)
+    path.write_text(recipe_file.dumps(file))
     return path
 
 

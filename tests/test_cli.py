@@ -17,6 +17,7 @@ import pytest
 from memfit import Recipe, __version__, cli
 from memfit.cli import flags as flag_table
 from memfit.cli.tree import COMMANDS
+from memfit.job import Training
 from memfit.recipe_file import loads
 
 MODEL, CARD = "qwen2.5-0.5b", "rtx-4060"
@@ -107,6 +108,9 @@ FLAGS = {
         "--hours",
         "--image",
         "--eval-data",
+        "--epochs",
+        "--learning-rate",
+        "--max-steps",
         "--out",
         "--submit",
         "--force",
@@ -193,6 +197,14 @@ def test_the_largest_values_are_no_less_than_the_plan(ran: Ran) -> None:
     plan = json.loads(out)
     recipe = plan["recipe"]
     assert all(plan["largest"][name] >= recipe[name] for name in ("micro_batch", "sequence_length"))
+
+
+def test_a_plan_from_a_recipe_keeps_its_training(ran: Ran, tmp_path: Path) -> None:
+    assert ran("plan", *RUN, "--out", tmp_path / "run")[0] == 0
+    path = tmp_path / "run" / "recipe.toml"
+    path.write_text(path.read_text() + "\n[training]\nmax_steps = 7\n")
+    assert ran("plan", "--from", path, "--gpu", CARD, "--out", tmp_path / "again")[0] == 0
+    assert loads((tmp_path / "again" / "recipe.toml").read_text()).training == Training(max_steps=7)
 
 
 def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:

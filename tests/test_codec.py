@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memfit import Job, Recipe, codec, estimate, find_gpu, make_plan, resolve_model
 from memfit.errors import BadInput
 from memfit.formula.account import Account
+from memfit.job import Training
 from memfit.plan import Plan
 from memfit.planner import techniques
 from memfit.report.ladder import chosen_index
@@ -27,7 +28,16 @@ MODEL, CARD = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     wanted = (("lora_targets", ("q_proj", "v_proj")), ("sequence_length", 1024))
-    return make_plan(Job(architecture=MODEL, gpu=CARD, sequence_length=1024, wanted=wanted, longest_sample=900))
+    return make_plan(
+        Job(
+            architecture=MODEL,
+            gpu=CARD,
+            sequence_length=1024,
+            wanted=wanted,
+            longest_sample=900,
+            training=Training(epochs=3.0),
+        )
+    )
 
 
 @pytest.fixture(scope="module")

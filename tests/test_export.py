@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -29,8 +30,8 @@ from memfit.export.dataset import layout_of
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
 from memfit.hub import resolve_model
-from memfit.job import Recipe
-from memfit.plan import Judgement
+from memfit.job import Recipe, Training
+from memfit.plan import Judgement, Plan
 from memfit.recipe_file import loads
 from memfit.units import GIB, human
 from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan
@@ -64,6 +65,40 @@ def test_every_recipe_is_written_or_refused_with_a_hint(key: str) -> None:
                 assert isinstance(yaml.safe_load(text), dict)
             if name.endswith(".py"):
                 compile(text, name, "exec", dont_inherit=True)
+
+
+TRAINED = Training(learning_rate=3e-4, epochs=2.5, max_steps=7, save_steps=0.25, eval_data="held-out.jsonl")
+
+
+def with_training(training: Training) -> Plan:
+    plan = make_plan(Recipe())
+    return dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=training))
+
+
+@pytest.mark.parametrize("key", ["trl", "transformers"])
+def test_scripts_train_as_they_were_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for told, wanted in (
+        (TRAINED, (3e-4, 2.5, 7, 0.25, "held-out.jsonl")),
+        (Training(), (2e-5, 1, -1, 500, None)),
+        (Training(eval_data='it"s {MODEL}.jsonl'), (2e-5, 1, -1, 500, 'it"s {MODEL}.jsonl')),
+    ):
+        files = export.export(with_training(told), key)
+        assert loads(files["recipe.toml"]).training == told
+        tree = ast.parse(files["train.py"])
+        kept = [n for n in tree.body if isinstance(n, ast.Assign) or getattr(n, "name", "") == "arguments"]
+        names: dict[str, Any] = {"argparse": argparse}
+        exec(compile(ast.Module(kept, []), "train.py", "exec", dont_inherit=True), names)
+        args = names["arguments"]([])
+        assert (args.learning_rate, args.epochs, args.max_steps, args.save_steps, args.eval_data) == wanted
+
+
+def test_other_frameworks_take_rate_epochs_and_steps() -> None:
+    axolotl, factory = (
+        yaml.safe_load(export.export(with_training(TRAINED), key)[f"{key}.yaml"]) for key in ("axolotl", "llamafactory")
+    )
+    assert (axolotl["learning_rate"], axolotl["num_epochs"], axolotl["max_steps"]) == (3e-4, 2.5, 7)
+    assert (factory["learning_rate"], factory["num_train_epochs"], factory["max_steps"]) == (3e-4, 2.5, 7)
+    assert "max_steps" not in export.export(with_training(Training()), "axolotl")["axolotl.yaml"]
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in CHOICES.items() for v in values])

@@ -19,7 +19,7 @@ from conftest import Ran
 from memfit import cards, export, launch, recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
-from memfit.job import Recipe
+from memfit.job import Recipe, Training
 from memfit.launch import ACCELERATE_FILE
 from memfit.plan import Plan
 from memfit.recipe_file import RecipeFile
@@ -249,11 +249,11 @@ def test_train_py_is_told_where_the_job_has_its_inputs(
     recipe = BACKENDS[backend]
     mine = {name: here[name] for name in INPUTS[local]}
     names = {"model": "smollm2-135m", "data": "org/rows", "eval-data": "org/held-out"} | mine
-    plan = plan_of(
-        RecipeFile(model=names["model"], recipe=recipe, gpu="h100", data=names["data"]), cards.find_gpu("h100")
-    )
+    training = Training(eval_data=names["eval-data"])
+    file = RecipeFile(model=names["model"], recipe=recipe, gpu="h100", data=names["data"], training=training)
+    plan = plan_of(file, cards.find_gpu("h100"))
     assert launch.backend(recipe) == backend
-    spec = spec_of(plan, 1 if backend == "plain" else 2, eval_data=names["eval-data"])
+    spec = spec_of(plan, 1 if backend == "plain" else 2)
     assert spec.inputs == mine
     files = export.export(plan) | TARGETS[key].write(spec)
     given = parsed(files["train.py"], told(key, files, spec.environment, tmp_path))
@@ -375,10 +375,24 @@ def test_launch_writes_and_does_not_overwrite(ran: Ran, written: Path, tmp_path:
     assert "no data is named: train.py reads data.jsonl" in ran(*words, "--force")[2]
 
 
+def test_what_is_launched_trains_by_the_recipes_training(ran: Ran, written: Path, tmp_path: Path) -> None:
+    written.write_text(written.read_text() + "\n[training]\nlearning_rate = 1e-3\nmax_steps = 7\n")
+    words = ("launch", written, "--target", "slurm", "--force", "--out", tmp_path / "job")
+    assert ran(*words)[0] == 0
+    script = (tmp_path / "job" / "train.py").read_text()
+    assert "LEARNING_RATE = 0.001 " in script and "MAX_STEPS = 7 " in script and "EPOCHS = 1\n" in script
+    assert ran(*words, "--epochs", "2.5", "--eval-data", "held-out.jsonl")[0] == 0
+    script = (tmp_path / "job" / "train.py").read_text()
+    assert "EPOCHS = 2.5\n" in script and "MAX_STEPS" not in script and 'EVAL_DATA = "held-out.jsonl"' in script
+    told = Training(learning_rate=1e-3, epochs=2.5, eval_data="held-out.jsonl")
+    assert recipe_file.read(tmp_path / "job" / "recipe.toml").training == told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--out", "x"), "--target"),
+        (("--target", "slurm", "--out", "x", "--epochs", "0"), "--epochs must be"),
         (("--target", "slurm"), "--out"),
         (("--target", "lsf", "--out", "x"), "known: torchrun"),
         (("--target", "slurm", "--nodes", "5", "--out", "x"), "dealt"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memfit import recipe_file
 from memfit.errors import BadInput, Unsupported
-from memfit.job import Recipe
+from memfit.job import TRAINING_RANGES, Recipe, Training
 from memfit.recipe_file import RecipeFile
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
@@ -40,8 +40,10 @@ def recipes() -> st.SearchStrategy[Recipe]:
     return st.builds(Recipe, **drawn)
 
 
+RATES = {name: st.floats(*TRAINING_RANGES[name]) for name in ("learning_rate", "epochs", "save_steps")}
+TRAININGS = st.just(Training()) | st.builds(Training, max_steps=st.integers(1, 10**9), eval_data=WORDS, **RATES)
 FILES = st.builds(
-    RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS,
+    RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS, training=TRAININGS,
     effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
 )  # fmt: skip
 
@@ -57,6 +59,15 @@ def test_every_recipe_field_is_a_key() -> None:
     assert data["schema"] == recipe_file.SCHEMA
     assert set(data["recipe"]) == {f.name for f in dataclasses.fields(Recipe)}
     assert data["job"] == {"model": "m"}
+    assert "training" not in data
+
+
+def test_training_is_written_where_it_is_not_as_usual() -> None:
+    told = Training(learning_rate=1e-3, max_steps=7)
+    text = recipe_file.dumps(RecipeFile(model="m", recipe=Recipe(), training=told))
+    assert tomllib.loads(text)["training"] == {"learning_rate": 1e-3, "max_steps": 7}
+    assert recipe_file.loads(HEAD + "[training]\nepochs = 3").training == Training(epochs=3.0)
+    assert recipe_file.loads(HEAD + "[training]\nlearning_rate = 0.0\nmax_steps = -1").training == Training()
 
 
 def test_left_out_keys_take_their_defaults() -> None:
@@ -77,6 +88,17 @@ HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
         ("schema = 1\nrecipe = 3", "must be a table", "[recipe]"),
         (HEAD + "micro_batc = 2", "unknown key in recipe.toml 'micro_batc'", "micro_batch"),
         (HEAD + "[jobs]", "unknown table in recipe.toml 'jobs'", "did you mean job"),
+        (HEAD + "colour = 2", "unknown key in recipe.toml 'colour'", "known: method, precision"),
+        (HEAD + "[training]\nepoch = 2", "unknown key in recipe.toml 'epoch'", "did you mean epochs"),
+        (HEAD + "[training]\ncolour = 2", "unknown key", "known: learning_rate, epochs, max_steps, save_steps, eval_data"),
+        (HEAD + "[house]", "unknown table in recipe.toml 'house'", "known: schema, job, recipe, training"),
+        (HEAD + "[training]\nmax_steps = 2.5", "training.max_steps", "numbers bare"),
+        (HEAD + "[training]\nmax_steps = true", "training.max_steps", "numbers bare"),
+        (HEAD + '[training]\nlearning_rate = "2e-5"', "training.learning_rate", "numbers bare"),
+        (HEAD + "[training]\nmax_steps = -3", "--max-steps must be from 1", "memfit train --help"),
+        (HEAD + "[training]\nlearning_rate = nan", "--learning-rate must be", "memfit train --help"),
+        (HEAD + "[training]\nepochs = 0", "--epochs must be", "memfit train --help"),
+        ("schema = 1\ntraining = 3", "must be a table", "[training]"),
         (HEAD + 'micro_batch = "2"', "recipe.micro_batch", "numbers bare"),
         (HEAD + "micro_batch = 2.0", "recipe.micro_batch", "numbers bare"),
         (HEAD + "micro_batch = true", "recipe.micro_batch", "numbers bare"),

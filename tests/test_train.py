@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
+from safetensors.torch import load_file  # noqa: E402
+
 import runs  # noqa: E402
-from memfit.job import Recipe  # noqa: E402
+from conftest import Ran  # noqa: E402
+from memfit.job import Recipe, Training  # noqa: E402
 from memfit.run import worker  # noqa: E402
-from memfit.run.attempt import attempt  # noqa: E402
+from memfit.run.attempt import _module, attempt  # noqa: E402
 from memfit.run.children import in_child, with_earlier  # noqa: E402
-from memfit.run.folder import COMPLETE, Run  # noqa: E402
+from memfit.run.folder import COMPLETE, Run, opened  # noqa: E402
 from memfit.run.nouns import Event, Outcome  # noqa: E402
 from memfit.run.samples import Ledger, Marks  # noqa: E402
 from memfit.run.supervise import supervise  # noqa: E402
@@ -151,6 +155,72 @@ def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_
         and "## Falls" in text
         and 'method = "lora"' in text
     )
+    for row in ("learning rate | 0.05", "most optimizer steps | 4", f"evaluation data | {made[1].name}"):
+        assert f"| {row} |" in text
+
+
+def test_a_runs_recipe_trains_the_same_again(
+    ran: Ran, whole: tuple[Run, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rate, steps and checkpoints are the recipe's: by `memfit train` of it, and by the train.py beside it alone."""
+    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: attempt(run, tell))
+    code, _, err = ran(
+        "train", whole[0].path / "recipe.toml", "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run"
+    )
+    assert code == 0, err
+    again = Run(tmp_path / "run")
+    assert again.plan.job.training == whole[0].plan.job.training == runs.TRAINING
+    assert lines(again) == lines(whole[0])
+    losses, before = ([log["loss"] for log in history(r) if "loss" in log] for r in (again, whole[0]))
+    assert losses == before and len(losses) == runs.STEPS
+    script = _module(whole[0].path / "train.py")
+    trainer = script.build(script.arguments(["--cpu", "--output", str(tmp_path / "alone")]))
+    trainer.train()
+    trainer.save_model()
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert all(torch.equal(t, weights(whole[0])[name]) for name, t in alone.items())
+
+
+def test_flags_beside_a_recipe_override_its_training(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Outcome(status="stopped")
+    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: done)
+    recipe = runs.recipe_of(tmp_path / "recipe.toml", made, training=runs.TRAINING)
+    words = ("train", recipe, "--gpu-memory", "2GiB", "--cpu", "--force", "--out", tmp_path / "run")
+    for flags, training in (
+        ((), runs.TRAINING),
+        (("--max-steps", 3), replace(runs.TRAINING, max_steps=3)),
+        (("--epochs", 4), replace(runs.TRAINING, epochs=4.0, max_steps=-1)),
+        (("--save-steps", 0.5, "--eval-data", made[1]), replace(runs.TRAINING, save_steps=0.5, eval_data=str(made[1]))),
+    ):
+        ran(*words, *flags)
+        assert Run(tmp_path / "run").plan.job.training == training
+    ran("train", runs.recipe_of(recipe, made), *words[2:])
+    assert Run(tmp_path / "run").plan.job.training == Training(save_steps=0.1)
+
+
+def test_a_run_of_before_is_resumed_with_what_it_was_told(
+    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its run.json holds what [training] does now; its train.py and recipe.toml know nothing of it."""
+    run = runs.make_run(tmp_path / "run", made)
+    run.write_plan(replace(run.plan, job=replace(run.plan.job, training=Training())))
+    told = json.loads((run.path / "run.json").read_text())
+    told["settings"] |= {
+        "eval_data": "",
+        "learning_rate": 5e-3,
+        "epochs": 0.0,
+        "max_steps": runs.STEPS,
+        "save_steps": 2,
+    }
+    (run.path / "run.json").write_text(json.dumps(told))
+    found = opened(run.path)
+    assert found.plan.job.training == runs.TRAINING and opened(run.path) == found
+    assert "learning_rate" not in (run.path / "run.json").read_text()
+    supervise(found, attempt, silent)
+    assert lines(found) == lines(whole[0])
+    assert all(torch.equal(t, weights(whole[0])[name]) for name, t in weights(found).items())
 
 
 def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:

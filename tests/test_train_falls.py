@@ -41,6 +41,7 @@ def test_a_fall_loses_nothing(
     (fall,) = run.falls
     assert (fall.shortage.stage, fall.shortage.step, fall.resumed_at) == (stage, step, good)
     assert fall.changed and run.plan.recipe.effective_batch == runs.RECIPE.effective_batch
+    assert run.plan.job.training == runs.TRAINING and "MAX_STEPS = 6 " in (run.path / "train.py").read_text()
     assert lines(run) == lines(whole[0])  # the same samples in every step
     assert (run.path / "falls" / "1" / "recipe.toml").is_file() and "out of memory" in (
         run.path / "falls/1/error.txt"

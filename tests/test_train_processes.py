@@ -117,7 +117,8 @@ def test_the_process_that_failed_says_why(made: Made, tmp_path: Path) -> None:
         return before if rank else None
 
     failed = supervise(run, forked(spoil), silent)
-    assert (failed.status, failed.error) == ("failed", "OSError: No space left on device")
+    error, _, hint = failed.error.partition(" (hint: ")
+    assert (failed.status, error) == ("failed", "OSError: No space left on device") and hint.startswith("the disk")
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])

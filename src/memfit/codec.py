@@ -19,7 +19,7 @@ from memfit.errors import BadInput
 from memfit.explain_doc import ExplainDoc
 from memfit.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.gpu import Gpu
-from memfit.job import Job, Recipe, check_values
+from memfit.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
 from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
 from memfit.replay_doc import ReplayDoc
 from memfit.report.good_for import GpuRow, Largest
@@ -115,6 +115,7 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
         float | None, Meta(description="share of the samples that are longer than sequence_length")
     ] = None
     dataset: str
+    training: Training = AS_USUAL
 
 
 class ChosenDoc(Struct, frozen=True, kw_only=True):
@@ -317,6 +318,8 @@ def convert(data: Any, shape: type[T]) -> T:
         raise BadInput(f"the document is wrong: {error}", hint="docs/json.md explains every key") from None
     for recipe in _recipes(found):
         check_values(recipe)
+    if isinstance(found, PlanDoc | TechniquesDoc):
+        check_training(found.job.training)
     return found
 
 

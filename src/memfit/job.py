@@ -1,4 +1,4 @@
-"""The nouns Job (what the user asked, never altered) and Recipe (what the planner may choose)."""
+"""The nouns Job (what the user asked, never altered), Recipe (what the planner may choose) and Training (what changes no memory)."""
 
 from __future__ import annotations
 
@@ -81,6 +81,23 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How long and how fast a job learns. None of it changes the memory of training; the planner only hands it on.
+
+    Field names are the flag names (with '-') and the keys of [training] in recipe.toml.
+    """
+
+    learning_rate: float = 0.0  # 0: the default of the method, 2e-5, with adapters 2e-4
+    epochs: float = 1.0
+    max_steps: int = -1  # optimizer steps, whatever `epochs` says; -1: as `epochs` says
+    save_steps: float = 0.0  # between checkpoints, below 1 a share of all; 0: 500 in train.py, 0.1 by `memfit train`
+    eval_data: str = ""  # evaluated at every checkpoint
+
+
+AS_USUAL = Training()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What the user asked. `wanted` holds the recipe fields that were named; the planner never changes those."""
 
@@ -97,10 +114,14 @@ class Job:
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
     dataset: str = ""
+    training: Training = AS_USUAL
 
 
 _POSITIVE = ("lora_rank", "lora_alpha", "micro_batch", "accumulation", "sequence_length", "num_gpus")
 _LIMIT = 1 << 24
+TRAINING_RANGES: dict[str, tuple[float, float]] = {
+    "learning_rate": (1e-12, 100), "epochs": (1e-6, 1e6), "max_steps": (1, 1e9), "save_steps": (1e-6, 1e9),
+}  # fmt: skip
 _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
     "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
@@ -132,6 +153,22 @@ def check_values(recipe: Recipe) -> Recipe:
     if not 0.0 <= recipe.lora_dropout < 1.0:
         raise BadInput(f"--lora-dropout must be from 0 to below 1, not {recipe.lora_dropout}", hint="0.05 is usual")
     return recipe
+
+
+def check_training(training: Training) -> Training:
+    """Refuse numbers that make no sense; a default always does."""
+    for name, (low, high) in TRAINING_RANGES.items():
+        value = getattr(training, name)
+        if value != getattr(AS_USUAL, name):
+            check_range(name, value, low, high)
+    return training
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Refuse the value of a flag that is not from `low` to `high`; nan is in no range."""
+    if not low <= value <= high:
+        flag = "--" + name.replace("_", "-")
+        raise BadInput(f"{flag} must be from {low:g} to {high:g}, not {value:g}", hint="see: memfit train --help")
 
 
 RECIPE_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Recipe))

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 import tomli_w
 
-from memfit.errors import BadInput, UnknownName, Unsupported
-from memfit.job import Recipe, check_values
+from memfit.errors import BadInput, UnknownName, Unsupported, suggested
+from memfit.job import AS_USUAL, Recipe, Training, check_training, check_values
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning; a new key with a default does not
@@ -29,14 +29,21 @@ class RecipeFile:
     data: str = ""
     effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+    training: Training = AS_USUAL
+
+
+_JOB = tuple(f.name for f in fields(RecipeFile) if f.name not in ("recipe", "training"))
 
 
 def dumps(file: RecipeFile) -> str:
     """The file as TOML text; `loads` gives the same RecipeFile back."""
-    job = {f.name: getattr(file, f.name) for f in fields(file) if f.name != "recipe"}
+    job = {name: getattr(file, name) for name in _JOB}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
     known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0)}
-    return tomli_w.dumps({"schema": SCHEMA, "job": known, "recipe": recipe})
+    usual = asdict(AS_USUAL)
+    training = {name: value for name, value in asdict(file.training).items() if value != usual[name]}
+    tables = {"job": known, "recipe": recipe} | ({"training": training} if training else {})
+    return tomli_w.dumps({"schema": SCHEMA, **tables})
 
 
 def loads(text: str) -> RecipeFile:
@@ -57,16 +64,18 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
         raise Unsupported(
             f"the recipe has schema {schema}, this memfit reads {SCHEMA}", hint="pip install --upgrade memfit"
         )
-    _refuse_unknown("table", data, ("schema", "job", "recipe"))
-    job, recipe = _table(data, "job"), _table(data, "recipe")
+    _refuse_unknown("table", data, ("schema", "job", "recipe", "training"))
+    job, recipe, training = (_table(data, name) for name in ("job", "recipe", "training"))
     _refuse_unknown("key", recipe, [f.name for f in fields(Recipe)])
-    _refuse_unknown("key", job, [f.name for f in fields(RecipeFile) if f.name != "recipe"])
+    _refuse_unknown("key", job, _JOB)
+    _refuse_unknown("key", training, [f.name for f in fields(Training)])
     if "recipe" not in data or "model" not in job:
         raise BadInput(
             "a recipe needs the key `model` under [job] and a [recipe] table", hint='model = "Qwen/Qwen2.5-7B"'
         )
     converted = check_values(_typed(recipe, Recipe, "recipe"))
-    file = _typed({**job, "recipe": converted}, RecipeFile, "job")
+    trained = check_training(_typed(training, Training, "training"))
+    file = _typed({**job, "recipe": converted, "training": trained}, RecipeFile, "job")
     if file.effective_batch < 0 or file.longest_sample < 0:
         raise BadInput(
             "effective_batch and longest_sample cannot be negative", hint="leave the key out when it is unknown"
@@ -118,7 +127,8 @@ def _table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _refuse_unknown(what: str, found: Mapping[str, Any], known: list[str] | tuple[str, ...]) -> None:
     for name in found:
         if name not in known:
-            raise UnknownName(f"{what} in recipe.toml", name, known)
+            hint = "" if suggested(name, known, "") else f"known: {', '.join(known)}"
+            raise UnknownName(f"{what} in recipe.toml", name, known, hint=hint)
 
 
 def _typed(values: dict[str, Any], shape: type[T], table: str) -> T:

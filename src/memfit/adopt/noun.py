@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.job import Recipe, check_values
+from memfit.job import AS_USUAL, Recipe, Training, check_values
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
 
@@ -23,6 +23,7 @@ class Adopted:
     model: str | None = None
     data: str | None = None
     effective_batch: int | None = None  # sequences per optimizer step, where the file says it
+    training: Training = AS_USUAL  # of a recipe.toml; other files' changes no memory and is among `ignored`
     stated: tuple[str, ...] = ()  # the recipe fields the file, or its tool's defaults, decide
     assumed: tuple[str, ...] = ()  # sentences: what the file leaves open and memfit chose
     ignored: tuple[str, ...] = ()  # keys that do not matter to memory

@@ -29,5 +29,6 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         model=file.model,
         data=file.data or None,
         effective_batch=file.effective_batch or None,
+        training=file.training,
         stated=RECIPE_FIELDS,
     )

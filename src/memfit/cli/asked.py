@@ -15,7 +15,7 @@ from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
 from memfit.errors import BadInput, MemfitError, UnknownName
 from memfit.gpu import Gpu
-from memfit.job import Job, Recipe, check_values
+from memfit.job import AS_USUAL, Job, Recipe, check_values
 from memfit.optimizers import OPTIMIZERS, optimizer
 from memfit.trainers import trainer
 from memfit.units import human, parse_size, said_share
@@ -244,6 +244,7 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         longest_sample=lengths.longest if lengths else None,
         truncated=_truncated(lengths, recipe.sequence_length) if lengths else None,
         dataset=str(Path(found.dataset.path).resolve()) if found.dataset else (adopted.data if adopted else None) or "",
+        training=adopted.training if adopted else AS_USUAL,
     )  # fmt: skip
     return job, recipe
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
-from memfit.job import METHODS, Recipe
+from memfit.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
 
 Command = Callable[..., int]
 
@@ -119,6 +119,12 @@ OUT: tuple[Flag, ...] = (
     Flag("target", str, "What they are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
     Flag("force", bool, "Overwrite files, and write a recipe that does not fit.", default=False),
 )
+TRAINING: tuple[Flag, ...] = (
+    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
+    Flag("epochs", float, "Passes over the data. Default: 1.", "N"),
+    Flag("learning_rate", float, "Default: 2e-5, and 2e-4 for adapters.", "RATE"),
+    Flag("max_steps", int, "Stop after so many optimizer steps.", "N"),
+)
 SAVE = Flag("save_tape", str, "Write the run's memory events here, for memfit replay.", "FILE")
 COMMON: tuple[Flag, ...] = (
     Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
@@ -155,6 +161,19 @@ def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any
         if not found["lora_targets"]:
             raise BadInput("--lora-targets names no module", hint="for example --lora-targets q_proj,v_proj")
     return found
+
+
+def check_ranges(flags: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]] = TRAINING_RANGES) -> None:
+    """Refuse numbers that were typed and make no sense."""
+    for name, (low, high) in ranges.items():
+        if flags.get(name) is not None:
+            check_range(name, flags[name], low, high)
+
+
+def training_of(flags: Mapping[str, Any], base: Training) -> Training:
+    """`base` with the flags that were given; epochs that are asked for replace a number of steps that was written down."""
+    said = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
+    return replace(base, **({"max_steps": -1} if "epochs" in said else {}) | said)
 
 
 def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.cli.flags import COMMON, TRAINING, Argument, Flag, check_ranges, takes, training_of
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ROWS = (
     Flag("nodes", int, "Machines to deal the GPUs to. Default: 1.", "N"),
     Flag("hours", int, "Slurm: the longest it may take.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
-    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
+    *TRAINING,
     Flag("out", str, "Write the files into this folder.", "DIR"),
     Flag("submit", bool, "Submit the job as well.", default=False),
     Flag("force", bool, "Overwrite files, and launch a recipe that does not fit.", default=False),
@@ -39,8 +40,9 @@ ROWS = (
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as a job for a cluster.
 
-    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings. Data and
-    model of this machine go along to a cloud or into the image; notes say what is copied, assumed, and left to do.
+    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings. Rates, epochs
+    and steps are those of [training] in the recipe, or of the flags. Data and model of this machine go along to a cloud or
+    into the image; notes say what is copied, assumed, and left to do.
     """
     from memfit.export import export, write
     from memfit.export.again import plan_of_file
@@ -50,15 +52,17 @@ def run(file: str, **flags: Any) -> int:
 
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
+    check_ranges(flags)
     row = target(flags["target"])
     if flags["submit"]:
         _check_tool(row)
     path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # the folder that a plan was written to
     plan = plan_of_file(path, flags["gpu"] or "")
+    plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
-    spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", flags["eval_data"] or "")
+    spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "")
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from here", hint=f"start {row.file} on each of them")
     folder = Path(flags["out"])
@@ -85,7 +89,7 @@ def _absent(spec: Spec) -> Iterator[str]:
 
     if not spec.plan.job.dataset:
         yield f"no data is named: train.py reads {NO_DATA} beside it"
-    for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.eval_data)):
+    for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.plan.job.training.eval_data)):
         if Path(path).suffix.lower() in READERS and argument not in spec.inputs:
             yield f"{path} is not on this machine: train.py looks for it where it runs"
 

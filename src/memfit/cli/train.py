@@ -12,8 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, Argument, Flag, takes, typed
+from memfit.cli.flags import (
+    AUTO,
+    BATCH,
+    CARD,
+    COMMON,
+    DATA,
+    TRAINING,
+    Argument,
+    Flag,
+    check_ranges,
+    takes,
+    training_of,
+    typed,
+)
 from memfit.errors import BadInput, MemfitError, MissingExtra
+from memfit.job import TRAINING_RANGES, Training
 
 if TYPE_CHECKING:
     from memfit.plan import Plan
@@ -34,20 +48,15 @@ RUN: tuple[Flag, ...] = (
     Flag("resume", bool, "Continue the run in that folder.", default=False),
     Flag("force", bool, "Start again in a folder that holds a run.", default=False),
     Flag("cpu", bool, "Train on the CPU.", default=False),
-    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
-    Flag("epochs", float, "Passes over the data. Default: 1.", "N"),
-    Flag("learning_rate", float, "Default: 2e-5, and 2e-4 for adapters.", "RATE"),
-    Flag("max_steps", int, "Stop after so many optimizer steps.", "N"),
+    *TRAINING,
     Flag("save_steps", float, "Steps between checkpoints; below 1 a share of all. Default: 0.1.", "N"),
     Flag("falls", int, "How often memory may run out before the run stops. Default: 5.", "N"),
     Flag("memory_limit", str, "Use only so much of the device: to try what happens.", "4GiB"),
     Flag("merge", bool, "Write the adapters merged into their base as well.", default=False),
     Flag("no_rehearsal", bool, "Do not try the worst batch before the first step.", default=False),
 )
-# flag -> (lowest, highest) that makes sense
-RANGES: dict[str, tuple[float, float]] = {
-    "max_steps": (1, 1e9), "epochs": (1e-6, 1e6), "learning_rate": (1e-12, 100), "save_steps": (1e-6, 1e9), "falls": (0, 1000),
-}  # fmt: skip
+RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest) that makes sense
+SAVE_STEPS = 0.1  # ten checkpoints of a run that says nothing else
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
 OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
 EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells count it
@@ -61,7 +70,7 @@ def run(what: str | None = None, **flags: Any) -> int:
     next rung down is taken with the same effective batch and learning rates, and the run resumes from its last good step.
     """
     need_libraries()
-    _check_ranges(flags)
+    check_ranges(flags, RANGES)
     folder = Path(flags["out"] or "memfit-run").resolve()
     with _held(folder, flags["resume"]):
         return _run(_resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags), flags["json"])
@@ -117,16 +126,6 @@ def need_libraries() -> None:
         raise MissingExtra(f"training (with {', '.join(missing)})", "train")
 
 
-def _check_ranges(flags: dict[str, Any]) -> None:
-    for name, (low, high) in RANGES.items():
-        value = flags[name]
-        if value is not None and not low <= value <= high:  # nan is in no range
-            raise BadInput(
-                f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value:g}",
-                hint="memfit train --help",
-            )
-
-
 # ---- what is run
 
 
@@ -163,6 +162,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
     from memfit.cli.train_checks import check, check_apart, check_cpu, check_data
+    from memfit.run import embedded
     from memfit.run.folder import create, fresh
 
     settings = _settings(what, flags)
@@ -172,14 +172,15 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
                 check_data(flags["data"])
             with fresh(folder, flags["force"]):
                 plan, notes = _planned(_embedded(folder, flags), flags, settings)
+                plan = _trained(plan, flags, embedded.TRAINING)
                 check_cpu(plan, settings)
                 found = create(folder, _from_anywhere(plan), settings)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
+            plan = _from_anywhere(_trained(plan, flags, plan.job.training))
             check(plan, flags["force"])
             check_cpu(plan, settings)
-            plan = _from_anywhere(plan)
-            check_apart(plan, settings, folder)
+            check_apart(plan, folder)
             with fresh(folder, flags["force"]):
                 found = create(folder, plan, settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -187,6 +188,14 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     for line in notes:
         terminal.note(line)
     return found
+
+
+def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
+    """The plan with what the flags say of training over `base`."""
+    from dataclasses import replace
+
+    training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
+    return replace(plan, job=replace(plan.job, training=training))
 
 
 def _recipe_in(what: str) -> str:
@@ -201,7 +210,8 @@ def _from_anywhere(plan: Plan) -> Plan:
 
     job, name = plan.job, plan.job.architecture.name
     architecture = replace(job.architecture, name=str(Path(name).resolve()) if Path(name).exists() else name)
-    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset)))
+    training = replace(job.training, eval_data=_whole(job.training.eval_data))
+    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset), training=training))
 
 
 def _whole(data: str) -> str:
@@ -211,7 +221,6 @@ def _whole(data: str) -> str:
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
     from memfit.cli.train_checks import check_data
-    from memfit.run import embedded
     from memfit.run.nouns import FALLS, Settings
     from memfit.units import parse_size
 
@@ -222,15 +231,10 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
         )
     if flags["eval_data"]:
         check_data(flags["eval_data"])
-    own = what is None
-    said = {name: flags[name] for name in ("max_steps", "save_steps") if flags[name] is not None}
     return Settings(
         cpu=cpu, memory_limit=parse_size(flags["memory_limit"]) if flags["memory_limit"] else 0,
-        eval_data=_whole(flags["eval_data"] or ""),
-        learning_rate=flags["learning_rate"] or (embedded.LEARNING_RATE if own else 0.0),
-        epochs=flags["epochs"] or (embedded.EPOCHS if own else 0.0),
         falls=FALLS if flags["falls"] is None else flags["falls"], rehearse=not flags["no_rehearsal"],
-        merge=flags["merge"], **said,
+        merge=flags["merge"],
     )  # fmt: skip
 
 

@@ -51,6 +51,8 @@ def check(plan: Plan, force: bool) -> None:
     from memfit.hub import check_there
 
     check_data(plan.job.dataset)
+    if plan.job.training.eval_data:
+        check_data(plan.job.training.eval_data)
     _check_packages(plan)
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused(
@@ -83,9 +85,9 @@ def _check_packages(plan: Plan) -> None:
         )
 
 
-def check_apart(plan: Plan, settings: Settings, folder: Path) -> None:
+def check_apart(plan: Plan, folder: Path) -> None:
     """Raises BadInput where the run that makes way holds what the new one reads."""
-    for name in (plan.job.architecture.name, plan.job.dataset, settings.eval_data):
+    for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
         if name and Path(name).is_absolute() and Path(name).is_relative_to(folder):
             raise BadInput(
                 f"{name} lies in {folder}, which the new run would start again", hint="name another folder: --out DIR"

@@ -81,13 +81,19 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def placed(plan: Plan) -> Plan:
-    """The plan with model folder and data as absolute paths where they exist: its files are run from anywhere."""
+    """The plan with model folder and files of data as absolute paths where they exist: its files are run from anywhere."""
     model, data = plan.job.architecture.name, plan.job.dataset
     folder = model.removesuffix("config.json") or "."
     if absolute(f"{folder}/config.json"):
         model = absolute(folder) or model
     architecture = replace(plan.job.architecture, name=model)
-    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=(data and absolute(data)) or data))
+    training = replace(plan.job.training, eval_data=_whole(plan.job.training.eval_data))
+    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=_whole(data), training=training))
+
+
+def _whole(data: str) -> str:
+    """A file by its absolute path; what is no file here may be a dataset on the Hub."""
+    return (data and absolute(data)) or data
 
 
 def absolute(path: str) -> str | None:
@@ -105,6 +111,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, data=job.dataset,
         effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
+        training=job.training,
     )  # fmt: skip
 
 

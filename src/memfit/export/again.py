@@ -31,6 +31,6 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
-        longest_sample=file.longest_sample or None, dataset=file.data,
+        longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
     return Plan(job, recipe, footprint, judge(footprint, card), ())

@@ -10,7 +10,7 @@ import memfit.launch as launch
 from memfit.errors import Unsupported
 from memfit.export.dataset import Layout, layout_for
 from memfit.export.savings import savings
-from memfit.export.script import learning_rate
+from memfit.export.script import learning_rate, whole
 from memfit.export.text import stamp, summary, with_environment, yaml_text
 from memfit.job import Recipe
 from memfit.plan import Plan
@@ -75,7 +75,7 @@ def _loss(r: Recipe) -> dict[str, Any]:
 
 def config(plan: Plan) -> dict[str, Any]:
     """The settings in the order axolotl's own examples have them."""
-    r = plan.recipe
+    r, training = plan.recipe, plan.job.training
     spelled = names.optim(r, "axolotl")
     settings: dict[str, Any] = {"base_model": plan.job.architecture.name, **_loss(r), **_adapter(plan)}
     settings["datasets"] = [_dataset(layout_for(plan.job.dataset, "axolotl"))]
@@ -87,8 +87,9 @@ def config(plan: Plan) -> dict[str, Any]:
         "micro_batch_size": r.micro_batch,
         "gradient_accumulation_steps": r.accumulation,
         **launch.reduction(r),
-        "num_epochs": 1,
-        "learning_rate": float(learning_rate(r)),
+        "num_epochs": whole(training.epochs),
+        **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
+        "learning_rate": float(learning_rate(plan)),
         "optimizer": spelled.optim,
         **spelled.extra,
         **_precision(r),

@@ -68,7 +68,7 @@ def check(recipe: Recipe) -> None:
 
 def config(plan: Plan, layout: Layout) -> dict[str, Any]:
     """The settings in the order of LLaMA-Factory's own examples."""
-    r = plan.recipe
+    r, training = plan.recipe, plan.job.training
     stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
     chats = template(plan.job.architecture.name)
     spelled = names.optim(r, "llamafactory")
@@ -92,8 +92,9 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         "per_device_train_batch_size": r.micro_batch,
         "gradient_accumulation_steps": r.accumulation,
         **launch.reduction(r),
-        "num_train_epochs": 1.0,
-        "learning_rate": float(learning_rate(r)),
+        "num_train_epochs": float(training.epochs),
+        **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
+        "learning_rate": float(learning_rate(plan)),
         "optim": spelled.optim,
         **spelled.extra,
         **_precision(r),

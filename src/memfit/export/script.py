@@ -9,7 +9,7 @@ import memfit.launch as launch
 from memfit import __version__
 from memfit.export.script_data import DATA
 from memfit.export.text import WIDTH, comment, literal, summary
-from memfit.job import Recipe
+from memfit.job import AS_USUAL, Recipe, Training
 from memfit.plan import Plan
 
 Setting = tuple[str, str, str]  # name, value as source text, comment
@@ -26,13 +26,14 @@ def opening(
     plan: Plan, how: launch.Launch, what: str, versions: str, others: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
     """Everything above the functions of a framework: docstring, imports, constants, the command line."""
+    unusual = _unusual(plan.job.training)
     return [
         *_head(plan, what, versions, how),
         *_imports(plan, others),
-        *_constants(_batch(plan, saved)),
+        *_constants([*_batch(plan, saved), *unusual.values()]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
-        *_ARGUMENTS.splitlines(),
+        *_ARGUMENTS.format_map(_USUAL | {name: row[0] for name, row in unusual.items()}).splitlines(),
     ]
 
 
@@ -110,9 +111,25 @@ def _batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
         ("MAX_LENGTH", str(r.sequence_length), "tokens; longer samples are cut"),
         ("MICRO_BATCH", str(r.micro_batch), saved.get("micro_batch", "")),
         ("ACCUMULATION", str(r.accumulation), step),
-        ("LEARNING_RATE", learning_rate(r), "this and EPOCHS do not change memory"),
-        ("EPOCHS", "1", ""),
+        ("LEARNING_RATE", learning_rate(plan), "this and EPOCHS do not change memory"),
+        ("EPOCHS", literal(whole(plan.job.training.epochs)), ""),
     ]
+
+
+def _unusual(training: Training) -> dict[str, Setting]:
+    """Field -> the constant that is its default on the command line, where that is not what scripts usually have."""
+    notes = {
+        "max_steps": "optimizer steps, whatever EPOCHS says",
+        "save_steps": "between checkpoints; below 1 a share of all steps",
+        "eval_data": "evaluated at every checkpoint",
+    }
+    told = {name: getattr(training, name) for name in notes if getattr(training, name) != getattr(AS_USUAL, name)}
+    return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in told.items()}
+
+
+def whole(value: object) -> object:
+    """A float that is a whole number as an int: 1 for 1.0, as people write it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def also(note: str, saved: dict[str, str], field: str) -> str:
@@ -136,23 +153,25 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[s
     return lines
 
 
-def learning_rate(recipe: Recipe) -> str:
-    """TRL's own advice: 2e-5 for full fine-tuning, ten times that for adapters."""
-    return "2e-5" if recipe.method == "full" else "2e-4"
+def learning_rate(plan: Plan) -> str:
+    """The job's own as source text; without one TRL's advice: 2e-5 for full fine-tuning, ten times that for adapters."""
+    usual = "2e-5" if plan.recipe.method == "full" else "2e-4"
+    return repr(plan.job.training.learning_rate) if plan.job.training.learning_rate else usual
 
 
+_USUAL = {"max_steps": "-1", "save_steps": "500", "eval_data": "None"}
 _ARGUMENTS = f'''\
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--data", default=DATA, help="{DATA_HELP}")
-    parser.add_argument("--eval-data", help="the same for evaluation, at every checkpoint")
+    parser.add_argument("--eval-data", default={{eval_data}}, help="the same for evaluation, at every checkpoint")
     parser.add_argument("--output", default="output")
     parser.add_argument("--resume", nargs="?", const=True, help="continue from the last or the named checkpoint")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--epochs", type=float, default=EPOCHS)
-    parser.add_argument("--max-steps", type=int, default=-1)
-    parser.add_argument("--save-steps", type=float, default=500, help="below 1: a share of all steps")
+    parser.add_argument("--max-steps", type=int, default={{max_steps}})
+    parser.add_argument("--save-steps", type=float, default={{save_steps}}, help="below 1: a share of all steps")
     parser.add_argument("--cpu", action="store_true", help="try the script without a GPU")
     return parser.parse_args(words)
 

@@ -105,20 +105,10 @@ def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def load(run: Run, settings: Settings) -> Any:
-    """The trainer that train.py builds, told what the settings say."""
+    """The trainer that train.py builds, told nothing but where it writes and what it runs on."""
     script = _module(run.path / "train.py")
-    words = [
-        "--output",
-        str(run.output),
-        "--save-steps",
-        str(settings.save_steps),
-        "--max-steps",
-        str(settings.max_steps),
-    ]
-    for name in ("eval_data", "learning_rate", "epochs"):
-        if value := getattr(settings, name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    trainer = script.build(script.arguments([*words, *(["--cpu"] if settings.cpu else [])]))
+    words = ["--output", str(run.output), *(["--cpu"] if settings.cpu else [])]
+    trainer = script.build(script.arguments(words))
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
     trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)

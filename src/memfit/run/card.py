@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from memfit.export.script import learning_rate
 from memfit.export.text import summary, title
 from memfit.measured import by_phase
+from memfit.plan import Plan
 from memfit.report.words import phase_title
 from memfit.run.folder import MEMORY_FILE, Run, write_text
 from memfit.run.nouns import Outcome
@@ -39,7 +41,7 @@ def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
 
 
 def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
-    found = []
+    found = _training(run.plan)
     if outcome.loss is not None:
         found.append(("training loss, first and last logged", f"{outcome.first_loss:.4f}, {outcome.loss:.4f}"))
     if outcome.eval_loss is not None:
@@ -48,6 +50,17 @@ def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
         found.append(("most reserved by the allocator", human(outcome.reserved)))
     found.append(("peak resident memory of the process", human(outcome.host)))
     return found + [(name, version) for name, version in outcome.versions.items()]
+
+
+def _training(plan: Plan) -> list[tuple[str, str]]:
+    """What was asked for beside the recipe."""
+    asked = plan.job.training
+    steps, evaluated = asked.max_steps > 0, asked.eval_data
+    return [
+        ("learning rate", learning_rate(plan)),
+        ("most optimizer steps", f"{asked.max_steps:,}") if steps else ("epochs", f"{asked.epochs:g}"),
+        *([("evaluation data", Path(evaluated).name)] if evaluated else []),
+    ]
 
 
 def _memory(run: Run, outcome: Outcome) -> list[str]:

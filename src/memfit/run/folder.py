@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from memfit.export import export
 from memfit.export import write as write_files
 from memfit.export.again import plan_of
 from memfit.gpu import Gpu
+from memfit.job import Training
 from memfit.plan import Plan
 from memfit.run import lock
 from memfit.run.nouns import Fall, Outcome, Settings, Shortage
@@ -158,7 +159,19 @@ def opened(folder: Path) -> Run:
     _recover(folder)
     if not (folder / RUN_FILE).is_file():
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
-    return Run(folder)
+    run = Run(folder)
+    _mend(run)
+    return run
+
+
+def _mend(run: Run) -> None:
+    """Older runs kept in run.json what [training] holds now: it goes where train.py reads it."""
+    told = _read(run.path / RUN_FILE, dict[str, Any], "settings")
+    old = {f.name: told[f.name] or f.default for f in fields(Training) if f.name in told}
+    if old:
+        plan, settings = run.plan, run.settings
+        run.write_plan(replace(plan, job=replace(plan.job, training=msgspec.convert(old, Training))))
+        run.keep(settings, run.falls)
 
 
 def _recover(folder: Path) -> None:

@@ -16,17 +16,12 @@ EXIT_OF: dict[Status, int] = {"done": 0, "failed": 1, "oom": EXIT_MISFIT, "stopp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `memfit train` is told beside the recipe. Zeros and "" leave a choice to train.py."""
+    """What `memfit train` is told beside the recipe. What it learns by is the recipe's [training]."""
 
     gpu: str = ""  # the card's short name; "" for one that is not in the table
     gpu_memory: int = 0  # bytes it has
     cpu: bool = False  # train on the CPU; the card is only what is planned for
     memory_limit: int = 0  # bytes: less than the device has, to try what happens; 0: all of it
-    eval_data: str = ""
-    learning_rate: float = 0.0
-    epochs: float = 0.0
-    max_steps: int = -1
-    save_steps: float = 0.1  # steps between checkpoints; below 1 a share of all steps
     falls: int = FALLS  # how often memory may run out before the run stops
     rehearse: bool = True  # try the worst batch before the first step
     merge: bool = False  # write the adapters merged into their base as well

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from memfit.job import Training
+
 HERE = Path(__file__).parent
 NAME = "memfit-tiny"
-SEQUENCE, BATCH, EPOCHS, LEARNING_RATE = 256, 8, 10.0, 2e-3
+SEQUENCE, BATCH, TRAINING = 256, 8, Training(learning_rate=2e-3, epochs=10.0)
 SPECIAL = {"<bos>": 256, "<eos>": 257, "<pad>": 258}
 SEED = 0
 

@@ -44,7 +44,6 @@ class Spec:
     output_bytes: int
     environment: dict[str, str]
     inputs: dict[str, str]
-    eval_data: str = ""
     hours: int = 0  # 0: the cluster's own limit
     image: str = ""
 
@@ -89,9 +88,8 @@ class Spec:
 
     def arguments(self, root: str = "") -> list[str]:
         """What train.py is told beside what it was written with; `root` is where the inputs were moved to."""
-        told = {"eval-data": self.eval_data} if self.eval_data else {}
-        told |= self.moved(root) if root else {}
-        return [word for name, path in told.items() for word in (f"--{name}", path)]
+        moved = self.moved(root) if root else {}
+        return [word for name, path in moved.items() for word in (f"--{name}", path)]
 
     def exports(self) -> list[str]:
         """Lines of shell that set the environment."""
@@ -120,7 +118,7 @@ class Spec:
         return tuple(one_line(line) for line in lines)
 
 
-def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", eval_data: str = "") -> Spec:
+def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec:
     """The job of a plan on so many machines. Raises BadInput where its GPUs cannot be dealt out evenly."""
     plan = placed(plan)
     total = plan.recipe.num_gpus
@@ -131,13 +129,13 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", eval_da
         )
     if hours < 0:
         raise BadInput(f"a job cannot take {hours} hours", hint="--hours 24")
-    eval_data = absolute(eval_data) or eval_data if eval_data else ""
-    named = {"model": plan.job.architecture.name, "data": plan.job.dataset, "eval-data": eval_data}
+    job = plan.job
+    named = {"model": job.architecture.name, "data": job.dataset, "eval-data": job.training.eval_data}
     return Spec(
         name=name_of(plan), plan=plan, nodes=nodes, gpus=total // nodes, host_bytes=host_bytes(plan, nodes),
         output_bytes=output_bytes(plan), environment=environment(plan.recipe, plan.job.architecture.model_type),
         inputs={name: path for name, path in named.items() if Path(path).is_absolute() and absolute(path)},
-        eval_data=eval_data, hours=hours, image=image,
+        hours=hours, image=image,
     )  # fmt: skip
 
 
