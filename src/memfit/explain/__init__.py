@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.explain import learned
+from memfit.explain.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.clue import STRONG, Clue
 from memfit.explain.evidence import Evidence, Frame, Root, read_text
 from memfit.explain.history import memory_clues
@@ -30,6 +31,9 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
 
     price: bytes a remedy saves, by the planner's estimate. What a history shows weighs more than what a text says.
     """
+    around = circumstances(evidence)
+    if ended_otherwise(evidence) or only_on_chip(evidence):
+        return (_with(around, _unknown(evidence, around)),)
     read = clues(evidence)
     told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *read]
     best: dict[Cause, int] = {}
@@ -38,7 +42,7 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
     chances = {} if measured else learned.probabilities(evidence, read)
     heard = learned.heard(chances, bool(best))
-    told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard]
+    told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard - best.keys()]
     top = max(best.values(), default=0)
     loud = [cause for cause in best if best[cause] >= top - NEAR]
     ranked = sorted(heard, key=lambda cause: -chances[cause]) or sorted(loud, key=lambda cause: -best[cause])
@@ -46,12 +50,13 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
         _finding(cause, _confidence(cause, best, chances, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
     ]
-    return tuple(found) or (_unknown(evidence),)
+    first, *others = found or [_unknown(evidence, around)]
+    return (_with(around, first), *others)
 
 
 def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
     """What the text does not say and would tell more; () where the cause is certain."""
-    return () if findings[0].confidence == "certain" else evidence.lacks
+    return () if findings[0].confidence == "certain" or only_on_chip(evidence) else evidence.lacks
 
 
 def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float], told: list[Clue]) -> Confidence:
@@ -79,11 +84,18 @@ def _finding(
     return Finding(cause, peak.get(cause, CAUSES[cause]), proofs, held, tuple(found), confidence, line)
 
 
+def _with(around: Sequence[Circumstance], finding: Finding) -> Finding:
+    """The finding, what the text tells beside its cause first."""
+    proofs = (*(found.proof for found in around), *finding.evidence)
+    settings = (*(remedy for found in around for remedy in found.remedies), *finding.remedies)
+    return replace(finding, evidence=proofs, remedies=settings)
+
+
 def _priced(remedy: Remedy, price: Price | None) -> Remedy:
     return replace(remedy, saves=price(remedy)) if price and remedy.change else remedy
 
 
-def _unknown(evidence: Evidence) -> Finding:
+def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
     """What there is, without a conclusion."""
     message = evidence.message
     said: list[Proof] = []
@@ -99,12 +111,13 @@ def _unknown(evidence: Evidence) -> Finding:
                 Proof(f"{message.full:.0%} of the card are tensors of this process: nobody else, and no pieces")
             )
     held = holders(evidence.memory.groups) if evidence.memory else ()
+    answered = any(found.remedies for found in around) and not (message and message.full)
     return Finding(
         "not-known",
-        CAUSES["not-known"],
+        around[0].title if around else CAUSES["not-known"],
         tuple(said),
         held,
-        remedies_of("not-known", evidence),
+        () if answered else remedies_of("not-known", evidence),
         "possible",
         evidence.line,
     )

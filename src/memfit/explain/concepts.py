@@ -29,6 +29,7 @@ ENGINE = (
     r"(?<![\w-])vllm(?!-project)|(?<!/)\bsglang|gpu_memory_utilization|cache blocks|warming up sampler|sleep_mode|"
     r"lmdeploy|tensorrt[- ]?llm|mem_fraction_static|max_num_seqs|free_cache_engine|use_vllm|engine_core|llm_engine"
 )
+CONVOLUTIONS = r"\bresnet|torchvision/models|batch_?norm\(|\bconv[123]d\b|densenet|mobilenet|efficientnet|\bvgg"  # images without tokens
 IMAGES = r"image|\bvision\b|\bvl\b|llava|video|pixel|screenshot|visual"
 
 # ---- what is done ---------------------------------------------------------------------------------------------------
@@ -39,6 +40,7 @@ OPTIMIZER = r"optimi[sz]er|\boptim\b|\badam\w*|\bsgd\b|adafactor|prodigy|\blion\
 LOADING = (
     r"(?<!off)(?<!up)(?<!down)load(?!er)|from_pretrained|start-?up|materiali[sz]e|state_dict_into|checkpoint shards"
 )
+AS_IT_COMES = r"(?:[\W_]{1,60}500,?000,?000|\W{1,4}auto)\b"  # DeepSpeed's default, as it prints it in every run
 # what an optimizer keeps of each weight
 STATES = (
     r"exp_avg|\bmoments?\b|momentum|variance|optim(?:i[sz]er)?[ _]states?|adam[ _]states?|\bqmap|master (?:weights|cop|param)|fp32_from|"

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+from memfit.explain.circumstances import ran_out as ran_out
 from memfit.explain.clue import FAINT, SURE, WEAK, Clue
 from memfit.explain.concepts import DIFFUSION, FOUR_BIT, FSDP, IMAGES, MANY, ZERO3
 from memfit.explain.evidence import Evidence
 from memfit.explain.signs import PASS
 from memfit.finding import Cause, Proof
-from memfit.units import GIB, MIB, human
+from memfit.units import GB, GIB, MIB, human
 
 SAME = 0.01  # of a request: it is printed with three digits
 MOST_OF_CARD = 0.25  # a request of so much of the card, in training a language model, is hardly anything but logits
@@ -25,7 +26,9 @@ PRINTED = 0.006 * GIB  # how far a size that is printed in GiB is from itself
 IDLE = 1.25  # reserved over allocated bytes from which the rest is told; a healthy run has up to 1.2 for a while
 LARGE = 3e9  # weights from which a model is more than many a card has, when it is trained
 FAR_TOO_MUCH = 2.0  # of the card: the states fail because of all the rest, not of themselves
+HALF = 2.6  # bytes per weight that no model in 16 bits takes while it is loaded
 STATES = 16  # bytes per weight of full training with AdamW: weights, gradients, two states, and their fp32 copies
+ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
 OF_EXPERTS = 0.835  # of "8x7B": what experts have in common is there once. Source: Mixtral-8x7B 46.7 B, 8x22B 140.6 B
 
 _BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
@@ -35,6 +38,7 @@ _CARDS = re.compile(
     r"(?<![\w.])(\d{1,4}) ?(?:x\b(?! ?\d+(?:\.\d+)? ?b\b)|x(?=\d)(?!\d+(?:\.\d+)? ?b\b)|\*(?= ?\w)|(?=gpus|cards))"
 )
 _SIZE = r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b"
+_MEASURED = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?(gi?b)\b")
 _CARD = re.compile(  # beside a card's name or count, not a size that something takes
     rf"hardware: [^|]{{0,40}}?{_SIZE}|"
     rf"(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
@@ -43,7 +47,6 @@ _CARD = re.compile(  # beside a card's name or count, not a size that something 
 SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
 _FULL = re.compile(r"\bfull\b|\bfft\b|zero|fsdp|adamw?\b|pretrain")
 _STARTED = re.compile(r"torchrun|\bddp\b|accelerate|distributed|process|\branks?\b|in total|horovod")
-_RAN_OUT = re.compile(r"\boom|out of memory|outofmemory|tried to allocate|not enough|run(?:s|ning)? out")
 _ASKED = re.compile(
     r"readme|\bdocs?\b|documentation|claim|expected|should fit|how much|requirement|minimum|is it possible|can i\b|can't|cannot|"
     r"(?:even|still|already) (?:with|at|on)|(?:batch(?: size|_size)?|bs|mbs|micro_batch_size)\W{0,3}1\b|any batch|does not fit|lowest|smallest|table"
@@ -148,16 +151,24 @@ def _weights(text: str) -> float:
 
 
 def _measured(evidence: Evidence) -> Clue | None:
-    """A size that is not the card's and four bytes for each weight: they were loaded in 32 bits."""
-    weights, card = _weights(evidence.text), card_of(evidence.text)
+    """A size that is not the card's and four bytes for each weight, or more than two while loading: they were loaded in 32 bits."""
+    weights, m = _weights(evidence.text), evidence.message
     if evidence.when not in ("", "load", "prepare") or not weights:
         return None
-    for number in map(float, re.findall(_SIZE, evidence.text)):
-        if abs(number * GIB - card) > 0.05 * card and any(
-            abs(unit * number / weights - 4) < 0.2 for unit in (1e9, GIB)
-        ):
-            proof = Proof(f"{number:g} GB are 4 bytes for each of {weights / 1e9:g} B weights", int(number * 1e9))
+    cards = [size for size in (card_of(evidence.text), m.total if m else None) if size]
+    for found in _MEASURED.finditer(evidence.text):
+        number = float(found[1])
+        near = any(abs(number * GIB - card) <= 0.05 * card for card in cards)
+        units = (GIB,) if found[2] == "gib" else (GB, GIB)
+        size = next((int(number * unit) for unit in units if abs(unit * number / weights - 4) < 0.2), None)
+        if size and not near:
+            unit = "GiB" if found[2] == "gib" else "GB"
+            proof = Proof(f"{number:g} {unit} are 4 bytes for each of {weights / 1e9:g} B weights", size)
             return Clue("wrong-dtype", 78, proof)
+    held = m.allocated if m and evidence.when == "load" and evidence.frames else None
+    if held and HALF < held / weights < 4.2:
+        said = f"{human(held)} are allocated, {held / weights:.1f} B for each of {weights / 1e9:g} B weights: in 16 bits 2 would do"
+        return Clue("wrong-dtype", 78, Proof(said, held))
     return None
 
 
@@ -211,11 +222,6 @@ def _scores(evidence: Evidence) -> Clue | None:
     return None
 
 
-def ran_out(evidence: Evidence) -> bool:
-    """A message, or anybody's words, say that memory ran out."""
-    return bool(evidence.messages or _RAN_OUT.search(evidence.text))
-
-
 def vocabulary(evidence: Evidence) -> int:
     """Words of the model's vocabulary, 0 where it is not known."""
     return evidence.words or next((words for words, pattern in VOCABULARIES if pattern.search(evidence.text)), 0)
@@ -246,7 +252,7 @@ def _sizing(evidence: Evidence) -> Clue | None:
         weight = WEAK
     elif share >= FAR_TOO_MUCH and sure and evidence.when in ("init", "optimizer"):
         weight = SURE + 1
-    if not _RAN_OUT.search(text) and not _ASKED.search(text):
+    if not ran_out(evidence) and not _ASKED.search(text):
         weight = WEAK
     m = evidence.message
     one = m is not None and m.tried and m.total and m.tried >= MOST_OF_CARD * m.total
@@ -261,19 +267,29 @@ def _sizing(evidence: Evidence) -> Clue | None:
 
 
 # nvidia-smi's rows: card, process (one that computes), size
-_LISTED = re.compile(r"(?<![\w.])(\d{1,2}) (?:n/a n/a )?(\d{3,8}) c(?:\+g)? (?:\S+ ){1,4}?\d{1,6} ?mib")
+_LISTED = re.compile(r"(?<![\w.])(\d{1,2}) (?:n/a n/a )?(\d{3,8}) c(?:\+g)? (?:\S+ ){1,4}?(\d{1,6}) ?mib")
 
 
 def _listed(evidence: Evidence) -> Clue | None:
     """nvidia-smi's list of processes: one that shares a card with others, and is on a second card, went to the wrong one."""
-    cards: dict[str, set[str]] = {}
+    cards: dict[str, dict[str, int]] = {}
     for found in _LISTED.finditer(evidence.text):
-        cards.setdefault(found[1], set()).add(found[2])
+        cards.setdefault(found[1], {})[found[2]] = int(found[3]) * MIB
     on = Counter(process for processes in cards.values() for process in processes)
     stray = {process for processes in cards.values() if len(processes) > 1 for process in processes if on[process] > 1}
     if not stray:
-        return None
+        return _together(cards) if evidence.messages else None
     return Clue("ranks-on-one-gpu", SURE, Proof(f"nvidia-smi lists {len(stray)} processes on more than one card"))
+
+
+def _together(cards: dict[str, dict[str, int]]) -> Clue | None:
+    """Two processes and more on one card: of one run where they hold the same."""
+    card, rows = max(cards.items(), key=lambda pair: len(pair[1]), default=("", {}))
+    if len(rows) < 2:
+        return None
+    cause: Cause = "ranks-on-one-gpu" if min(rows.values()) >= ALIKE * max(rows.values()) else "other-process"
+    named = ", ".join(f"{human(size)} of process {process}" for process, size in rows.items())
+    return Clue(cause, 76, Proof(f"nvidia-smi lists on card {card}: {named}", sum(rows.values())))
 
 
 _IDLE = tuple(re.compile(rf"{name}\W+(?:\w+\W+){{0,4}}?([\d.,]+) ?([mg])i?b") for name in ("allocated", "reserved"))

@@ -17,6 +17,7 @@ from typing import cast
 
 from memfit import catalogue
 from memfit.catalogue.weights import Weights
+from memfit.explain.circumstances import is_log
 from memfit.explain.clue import SURE, Clue
 from memfit.explain.evidence import Evidence
 from memfit.finding import Cause, Proof
@@ -37,7 +38,8 @@ PRINTED = re.compile(  # what Python and PyTorch, in all its versions, write the
     rf"(?:torch\.)?(?:cuda\.)?outofmemoryerror:|runtimeerror:|cuda out of memory\.|tried to allocate {_SIZE}\.?"
     rf"|\(gpu \d+; {_SIZE} total capacity[^)]*\)|gpu \d+ has a total capac\w+ of {_SIZE} of which {_SIZE} is free\.?"
     rf"|including non-pytorch memory, this process has {_SIZE} memory in use\.?|process \d+ has {_SIZE} memory in use\.?"
-    rf"|of the allocated memory {_SIZE} is allocated by pytorch,? and {_SIZE} is reserved by pytorch but unallocated\.?"
+    rf"|of the allocated memory {_SIZE} is allocated by pytorch,?(?: with {_SIZE} allocated in private pools \([^)]*\),)?"
+    rf" and {_SIZE} is reserved by pytorch but unallocated\.?"
     r"|if reserved (?:but unallocated )?memory is [^.]*\.|see documentation for memory management(?: and pytorch_\w+)?(?: \([^)]*\))?"
 )
 SUBJECT = re.compile(r"memory|\bv?ram\b|\boom")  # a log that mentions none of it is not about it
@@ -56,7 +58,8 @@ def probabilities(evidence: Evidence, clues: Iterable[Clue]) -> dict[Cause, floa
     clues: what the text points at.
     """
     text = evidence.text
-    if len(text) > LONGEST or evidence.memory is not None or not SUBJECT.search(text) or len(_split(text)) < FEWEST:
+    prose = len(text) <= LONGEST and evidence.memory is None and not is_log(evidence)
+    if not prose or not SUBJECT.search(text) or len(_split(text)) < FEWEST:
         return {}
     model, told = _model(), vector(evidence, clues)
     if not told:

@@ -12,17 +12,21 @@ from typing import Literal
 
 from memfit.units import GIB, KIB, MIB
 
-Kind = Literal["cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "host"]
+Kind = Literal[
+    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "on-chip", "host"
+]
 LONGEST = 4000  # characters that one message may take
 ASKS = "tried to allocate"
 APART = 300  # characters between the two halves of a message
 MOST = 64  # messages read of one text: one per rank is usual
 
 # what a message begins with. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
-# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, torch.distributed.elastic
+# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu, Triton's
+# OutOfResources, torch.distributed.elastic
 BEGINS: tuple[tuple[Kind, str], ...] = (
     ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
-             r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"),
+             r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"
+             r"|to serve at least one request with the models?'?s? max seq len"),
     ("cublas", r"cublas_status_alloc_failed"),
     ("cudnn", r"cudnn_status_alloc_failed"),
     ("nccl", r"nccl\b[^\n]{0,200}out of memory|failed to cuda (?:host )?[cm]alloc|cuda failure (?:2 )?'out of memory'"),
@@ -30,18 +34,25 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("mps", r"mps backend out of memory"),
     ("hip", r"\bhip(?: error:)? out of memory"),
     ("xpu", r"\bxpu out of memory"),
-    ("driver", r"cuda (?:driver )?error: out of memory|cudaerrormemoryallocation|cuda_error_out_of_memory"),
+    ("driver", r"cuda (?:driver )?error: out of memory|cudaerrormemoryallocation|cuda_error_out_of_memory"
+               r"|allocating [\d.]+ .ib on device \d+: cudamalloc failed"),
+    ("on-chip", r"out of resources?: shared memory"),
     ("cuda", r"cuda out of memory|tried to allocate"),
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
              r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
              r"|exit ?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
 )  # fmt: skip
 _BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)  # of small letters: three times as fast as no case
+# a message whose beginning was cut off
+_HALF = re.compile(
+    r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|is allocated by pytorch"
+)
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
-    "tried": rf"tried to allocate (?:more than )?{_SIZE}",
-    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}",
-    "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free",
+    "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|allocating {_SIZE} on device",
+    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|\([\d.]+/{_SIZE}\) on startup",
+    "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free|available kv cache memory \({_SIZE}\)"
+            r"|free memory on device[^(]{0,12}\((\d{1,5}\.\d{1,3})/[\d.]+ (gib)\)",
     "in_process": rf"this process has {_SIZE}",
     "allowed": rf"{_SIZE} allowed",
     "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
@@ -49,7 +60,7 @@ _FIELDS: dict[str, str] = {
     # "cached" of 1.0 to 1.3 leaves allocated bytes out
     "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated|{_SIZE} cached",
     "reserved": rf"{_SIZE} reserved\b(?! ?(?:by pytorch )?(?:but|-))",
-}
+}  # fmt: skip
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
 _FACTOR = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
@@ -114,6 +125,8 @@ def messages(text: str) -> tuple[Message, ...]:
         starts.append((begin, kind))
         if len(starts) == MOST:
             break
+    if not starts and (half := _HALF.search(text)):
+        starts = [(half.start(), "cuda")]
     edges = [begin for begin, _ in starts] + [len(text)]
     read = (
         _message(kind, text[begin : min(edges[number + 1], begin + LONGEST)])

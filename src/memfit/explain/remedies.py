@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from memfit.explain.evidence import Evidence
 from memfit.finding import Cause, Remedy
@@ -15,6 +16,7 @@ CHECKPOINTING = Remedy(
 )
 BATCH_1 = Remedy("per_device_train_batch_size=1, and as many gradient_accumulation_steps", NONE, (("micro_batch", 1),))
 EIGHT_BIT = Remedy('optim="adamw_bnb_8bit"', "negligible in most fine-tunes", (("optimizer", "adamw-8bit"),))
+PAGED = Remedy('optim="paged_adamw_8bit": states go to host RAM where the card is full', "slower where they move")
 FUSED_STEP = Remedy(
     'optim="adamw_torch_fused" (fused=True): no copy of all weights in the step', NONE, (("optimizer", "adamw"),)
 )
@@ -31,11 +33,19 @@ EXPANDABLE = Remedy(
     NONE,
     (("alloc_conf", "expandable_segments:True"),),
 )
+MAX_SPLIT = Remedy(
+    "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 (torch 1.10 and later); torch 2.1 has expandable_segments:True", NONE
+)
+NEWER = Remedy(
+    "a newer torch: 1.10 has max_split_size_mb, 2.1 expandable_segments:True; this one has no such setting", NONE
+)
 SAME_SHAPES = Remedy("pad to a multiple, or to one length: fewer shapes, fewer holes", "some padding is computed")
 ON_CPU = Remedy('torch.load(..., map_location="cpu"), and del it after load_state_dict', NONE)
 LAUNCH = Remedy(
     "start with torchrun or accelerate launch, and torch.cuda.set_device(LOCAL_RANK) before anything else", NONE
 )
+SLEEP = Remedy("vllm_enable_sleep_mode=True: the engine gives its memory back while the model trains", SLOWER)
+EVAL_1 = Remedy("per_device_eval_batch_size=1 (its default is 8)", SLOWER)
 BF16 = Remedy('load with dtype=torch.bfloat16 (dtype="auto")', "none for a frozen base", (("precision", "bf16"),))
 
 REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
@@ -52,7 +62,7 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "optimizer-states": (EIGHT_BIT, SHARDED, OFFLOADED, LORA),
     "optimizer-step": (FUSED_STEP, EIGHT_BIT, SHARDED),
     "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE), Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
-    "eval-batch": (Remedy("per_device_eval_batch_size=1 (its default is 8)", SLOWER),),
+    "eval-batch": (EVAL_1,),
     "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own", SLOWER),),
     "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
     "eval-graph": (Remedy("with torch.no_grad(): around the evaluation", NONE),),
@@ -75,7 +85,7 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card", "disk space"), QLORA),
     "ranks-on-one-gpu": (LAUNCH, ON_CPU),
     "data-parallel": (Remedy("torchrun (DDP) instead of python; or CUDA_VISIBLE_DEVICES=0", NONE),),
-    "inference-engine": (Remedy("a smaller vllm_gpu_memory_utilization; vllm_enable_sleep_mode=True", "slower generation"),),
+    "inference-engine": (Remedy("a smaller vllm_gpu_memory_utilization", "slower generation"), SLEEP),
     "other-process": (Remedy("see nvidia-smi, end the process that is left over", NONE),),
     "nccl": (Remedy("share one process group (mesh); NCCL_BUFFSIZE smaller", "slower links"),),
     "buckets": (Remedy("smaller reduce_bucket_size and allgather_bucket_size (5e7)", "slower links"),),
@@ -92,10 +102,34 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 # the words of a message that asks for something else than its cause usually does
 ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
-    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
+    ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what else holds the card", "slower generation")),
+    ("optimizer-states", r"bit16_groups|partition_of_fp32|fp32_groups", OFFLOADED),
+    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
+    ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context (-c), or a smaller quantisation", SLOWER)),
     ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error", Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
     ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit", Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
 )  # fmt: skip
+# settings by which a text shows that a remedy is taken already, and what goes further where something does
+TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
+    (remedy, re.compile(words), further)
+    for remedy, words, further in (
+        (CHECKPOINTING, r"gradient_checkpointing\W{1,4}(?:true|on\b|yes|1\b)|gradient_checkpointing_enable\(", None),
+        (BATCH_1, r"(?<!eval_)(?<!eval )(?:batch[_ ]size|micro_batch\w*|\bm?bs)\W{0,4}1\b(?![.,]?\d)", None),
+        (EVAL_1, r"eval_batch_size\W{1,4}1\b(?![.,]?\d)", None),
+        (EIGHT_BIT, r"adamw?_(?:bnb_)?8bit|adamw?8bit|bitsandbytes/optim|8-bit adam", PAGED),
+        (FUSED_STEP, r"adamw_torch_fused|fused_adam|_fused_adamw?\b", None),
+        (FUSED, r"use_liger\w*\W{1,4}true", None),
+        (FLASH, r"attn_impl\w*\W{1,4}(?:flash|sdpa)", None),
+        (LORA, r"loraconfig|get_peft_model|peftmodel|lora_(?:r|alpha|rank)\b|\bqlora\b", None),
+        (QLORA, r"load_in_4bit\W{1,4}true|\bqlora\b|quant_type\W{1,4}nf4", None),
+        (OFFLOADED, r"offload_optimizer\W{1,20}(?:cpu|device|true)|cpu offload: true|deepspeedcpuadam", None),
+        (SLEEP, r"sleep_mode\W{1,4}true", None),
+        (BF16, r"(?<!compute_)dtype\W{1,4}(?:torch\.)?(?:bf16|bfloat16|float16|fp16)", None),
+    )
+)  # fmt: skip
+_ESTIMATE = re.compile(r"estimated maximum model length is (\d+)")
+_OLD = re.compile(r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)")  # messages before 2.1, and before 1.5
+_NOT_SO_OLD = re.compile(r"torch\W{0,3}v?2\.[1-9]")
 ALREADY = Remedy("expandable segments are on already: the error's own hint changes nothing", NONE)
 BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
 
@@ -107,10 +141,22 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         found = (*found, BATCH_1, CHECKPOINTING)
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
-        found = asked if cause == "inference-engine" else (*asked, *found)
+        found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
-    return found
+    if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
+        found = (*found, Remedy(f"max_model_len={longest[1]}, what the engine says has room", "no longer prompts"))
+    return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
+
+
+def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
+    """The remedies whose settings the text does not show already, or what goes further."""
+    taken = {remedy: further for remedy, pattern, further in TAKEN if remedy in found and pattern.search(text)}
+    for remedy in found:
+        if remedy not in taken:
+            yield remedy
+        elif (further := taken[remedy]) is not None:
+            yield further
 
 
 def not_expandable(evidence: Evidence) -> Remedy | None:
@@ -119,4 +165,6 @@ def not_expandable(evidence: Evidence) -> Remedy | None:
         return ALREADY
     if any(word in evidence.text for word in ("vllm", "sleep_mode", "cumemallocator")):
         return BESIDE_VLLM
+    if (old := _OLD.search(evidence.text)) and not _NOT_SO_OLD.search(evidence.text):
+        return NEWER if old["first"] else MAX_SPLIT
     return None

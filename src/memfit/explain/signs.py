@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, WEAK
 from memfit.explain.concepts import (
     ADAPTER,
+    AS_IT_COMES,
     CLIP,
+    CONVOLUTIONS,
     DIFFUSION,
     EACH,
     ENGINE,
@@ -75,7 +77,7 @@ SIGNS: tuple[Sign, ...] = (
     # the loss and its logits
     Sign("logits", SURE, (r"cross[_-]?entropy|nll_loss|log_softmax|masked_?ce\b|logits\.float\(|logits\.to\(torch\.float32|convert_(?:outputs_)?to_fp32|tensor\.float\(\)|shift_logits|entropy_from_logits|logprobs_from_logits|logsumexp|causallmloss|parallel_cross|log_probs_from_logits|gather_log_prob|generalized_jsd|token_logprobs",), never="binary_cross|nested_concat"),
     Sign("logits", SURE, (r"selective_log_softmax|cross entropy",), never="binary|eval"),
-    Sign("logits", 86, (r"[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:v(?:ocab)?\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]?\d{3})[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
+    Sign("logits", 86, (r"[\[(](?:(?:b|n|t|s|l|bsz?|batch\w*|seq\w*|len\w*|tokens?\w*|[\d.]+k?) ?[,x*×] ?)+v[\])]|[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:\w*vocab\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]?\d{3})[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
     Sign("logits", 75, (r"\blogits|lm[_ -]?head|vocab|output (?:layer|projection|embedding)|unembed|log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
     Sign("logits", STRONG, (), at=("loss",)),
     Sign("logits", TOLD, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy|max_token_len|logits?\b"), never=r"num_generations|cache blocks"),
@@ -115,7 +117,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("optimizer-step", SURE, (r"exp_avg_sq|_foreach_(?:sqrt|div|mul|add)|_multi_tensor_|_single_tensor_|zeropower|newton_?schulz|multi_tensor_appl|denom = |foreach|addcdiv|addcmul|exp_avg\.mul|fp32_partitioned_groups|" + CLIP,), never="load_state|zeros_like|_init_group|get_state_buffer"),
     Sign("optimizer-step", 78, (r"temporar|intermediate|copy of (?:the |all )?(?:param|weights)|cop(?:y|ies) of (?:the )?(?:param|weights|grad)|spike|peak",), at=("optimizer",)),
     Sign("optimizer-step", 80, (r"(?:init|materiali[sz]e)s? all states|lazy init",), at=("optimizer", "")),
-    Sign("optimizer-states", SURE, (r"_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|get_state_buffer|momentum_buffer|lazy_init|shadow step|batch probe",)),
+    Sign("optimizer-states", SURE, (r"bit16_groups.{0,80}\.float\(\)|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|get_state_buffer|momentum_buffer|lazy_init|shadow step|batch probe",)),
     Sign("optimizer-states", 86, (STATES, FP32 + r"|8[-_ ]?bit|\bqmap"), at=("prepare", "init", "optimizer")),
     Sign("optimizer-states", TOLD, (r"\badam|prodigy|ademamix|optimi[sz]er", r"\bsgd\b|8[-_ ]?bit|adafactor|\blion\b|paged", r"instead of|switch|than|became|chang|replac|from|\bvs\b|but|with"), at=STEP, never=r"resum|packing|leak"),
     Sign("optimizer-states", 84, (r"(?:second|2nd|next) (?:step|iteration|batch)|(?:step|iteration) 2\b|second (?:backward|forward)", r"not (?:in |on |at |during )?(?:the )?first|first (?:step|iteration|batch|one)?|backward|" + OPTIMIZER), never="unallocated|reserved|segment|fragment|retry|resum"),
@@ -198,6 +200,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("companion-models", FAINT, (DIFFUSION,), at=("", "forward", "backward")),
     # checkpointing, attention, the cache
     Sign("activations", 56, (r"(?:without|no|disabl\w*|not using) (?:gradient|activation|grad)[_ ]checkpoint|(?:gradient|activation|grad)_checkpoint\w*\W{1,3}(?:false|off|no)\b",), at=("forward", "backward", ""), never=ADAPTER),
+    Sign("activations", 57, (CONVOLUTIONS,), at=("forward", "backward"), never="tokens|transformers"),
     Sign("input-grads", SURE, (r"not requir\w* grad|not have a grad_fn|make_inputs_require_grad|none of the inputs have requires_grad|enable_input_require_grads|requires?_grad=true\. gradients will be none",)),
     Sign("input-grads", 86, (r"use_reentrant|reentrant",)),
     Sign("input-grads", TOLD, (ADAPTER, r"\bgc\b|(?:gradient|activation)[_ ]checkpoint\w*", r"slower|no effect|same memory|not (?:reduce|sav|work|help|take)|does(?:n't| not) (?:reduce|sav|work|help)|ignored|no (?:memory )?(?:sav|reduc|differ|change)|unchanged|(?:not|n't) change"), never=FSDP),
@@ -218,7 +221,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("long-sample", 78, (SUDDEN,), at=PASS, never=rf"{IMAGES}|\beval|engine"),
     Sign("image-tokens", SURE, (r"max_pixels|min_pixels|anyres|max_slice|longest_edge|num_crops|image_grid_thw|smart_resize|max_num_tiles|dynamic_patch|image_max|large images|(?:image|visual|vision) tokens|pixel_values|high[- ]res",), never="latents"),
     Sign("image-tokens", TOLD, (r"screenshot|1080p|4k images|(?:image |video |input |full )resolution|(?:some|large|big|high-res\w*|many|\d+) (?:images|pictures|pages)|image (?:size|count)|tiles|patches|video",), at=(*PASS, "init"), never=f"latents|{DIFFUSION}|coco|detection|ground|\\d+ images x"),
-    Sign("image-tokens", STRONG, (r"image|\bvision\b|\bvl\b|llava|\bvlm\b",), at=("forward", ""), never=rf"{GROWS}|{DIFFUSION}|coco|detection|\bpx\b|fsdp|zero|over \d+ (?:epochs|steps)"),
+    Sign("image-tokens", STRONG, (r"image|\bvision\b|\bvl\b|llava|\bvlm\b",), at=("forward", ""), never=rf"{GROWS}|{CONVOLUTIONS}|{DIFFUSION}|coco|detection|\bpx\b|fsdp|zero|over \d+ (?:epochs|steps)"),
     # preference and reinforcement
     Sign("inference-engine", 88, (ENGINE,), at=("", *BEGIN[:3], "eval", "predict", "save"), never="long sample|\\d completion|completion \\d"),
     Sign("inference-engine", 86, (ENGINE, r"mem\w* (?:fraction|util)|mem\w*_(?:fraction|util)|gpu_memory_utili[sz]ation"), at=("forward", "backward", "loss", "optimizer", "resume"), never="long sample"),
@@ -231,7 +234,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("pairs", TOLD, (PREFERENCE, "concat|chosen|twice the (?:batch|memory)|pairs?\\b"), never="ref_model|reference"),
     Sign("logits", 72, (r"\bdpo", r"qwen|llama-?3|gemma|152k|vocab"), never=FOUR_BIT + r"|\b(?:q?lora|peft)\b"),
     # processes and cards
-    Sign("ranks-on-one-gpu", SURE, (r"(?:no|without|ignor\w+|unset|forgot) local_rank|mpirun|extra processes|cuda:0 oom|set_device|contexts? (?:of other ranks|on gpu 0)",), never="device_map.{0,8}local"),
+    Sign("ranks-on-one-gpu", SURE, (r"(?:no|without|ignor\w+|unset|forgot) local_rank|mpirun|extra processes|cuda:0 oom|set_device(?!\(\d)|contexts? (?:of other ranks|on gpu 0)",), never="device_map.{0,8}local"),
     Sign("ranks-on-one-gpu", 86, (rf"(?:all|every|each|other|both|second|another|extra|more|\d+) (?:\w+ )?(?:process\w*|ranks?|workers?)\b.{{0,40}}(?:{ONE_CARD})|(?:processes|contexts)\b.{{0,50}}\bon (?:the )?(?:{ONE_CARD})",), never="nccl|fsdp.{0,30}full"),
     Sign("ranks-on-one-gpu", 86, (rf"(?:{ONE_CARD}).{{0,40}}(?:processes|contexts?|more (?:\w+ )?(?:memory|than|process|thread)|much process|extra|larger|fuller|from (?:other|all|every))|map_location|device_ids", MANY), never=r"(?<!distributed)dataparallel|gather|vllm"),
     Sign("ranks-on-one-gpu", 75, (ONE_CARD, r"ranks|processes|torchrun|\bddp\b|usable of|only|larger|more than"), at=("init", "load"), never=FSDP + "|quantization|gpu 0; |gpu 0 has a total"),
@@ -252,9 +255,9 @@ SIGNS: tuple[Sign, ...] = (
     Sign("nccl", 86, (r"process groups?\b|nccl (?:buffer|communicator)|nccl_buffsize|process_group|communicators?", r"gb|gib|mb|mib|per|nccl"), never="init_process_group\\("),
     Sign("nccl", 80, (r"\bnccl\b", r"(?:per|each|every) (?:[\w-]+ )?(?:process )?group|[\d.]+ ?[gm]i?b (?:per|each)")),
     Sign("nccl", 72, (r"\bnccl\b", r"buffer|communicator|outside|overhead|alloc")),
-    Sign("buckets", SURE, (r"reduce_bucket_size|allgather_bucket_size|bucket_size|gradient_as_bucket_view|bucket_cap",)),
+    Sign("buckets", SURE, (rf"bucket_size(?!{AS_IT_COMES})|gradient_as_bucket_view|bucket_cap",)),
     Sign("buckets", 80, (r"stage 1 (?:\w+ ){0,3}(?:trains|works|runs|fits)\b.{0,20}stage 2|higher the stage|more memory (?:\w+ )?(?:stage|zero)",)),
-    Sign("buckets", 86, (r"bucket", r"zero|deepspeed|\bddp\b|gradient|buffer"), never="length|bucketing by|aspect|resolution"),
+    Sign("buckets", 86, (rf"bucket(?!(?:[_ ]size)?{AS_IT_COMES})", r"zero|deepspeed|\bddp\b|gradient|buffer"), never="length|bucketing by|aspect|resolution"),
     Sign("buckets", 80, (r"ipg_bucket|grad_buffer|param_and_grad_buffer|main_grad|flat(?:tened)? (?:gradient|grad) buffer",), at=(*STEP, "init")),
     Sign("buckets", 72, (r"\bbuffers?\b", ZERO12 + r"|deepspeed|\bddp\b"), at=(*STEP, "init"), never="nccl|activation|replay|cache|optimi"),
     Sign("buckets", 87, (r"(?:zero|stage)[-_ /]*[12]\b.*(?:\boom|out of memory|\bfail|crash).*(?:works?|fits?|runs|fine|trains|ok\b).{0,40}(?:zero[-_ /]*[01]\b|\bddp\b)|(?:zero|stage)[-_ /]*[12]\b.{0,60}(?:\boom|out of memory|\bfail|crash).{0,30}(?:zero[-_ /]*[01]|\bddp) (?:\w+ )?(?:works|fits|runs|trains|is fine|does not)",), never=ZERO3),
@@ -271,7 +274,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("fragmentation", 86, (r"reserved (?:memory )?(?:\w+ )?[\d.,]+ ?(?:[gm]i?b )?(?:-+>|to) ?[\d.]+",), at=STEP),
     Sign("fragmentation", 80, (r"expandable_segments|max_split_size|garbage_collection_threshold|empty_cache", HELPS), at=STEP, never=f"vllm|{EVALUATION}|except|process"),
     Sign("leak", 86, (GROWS,), at=STEP, never=rf"packing|coco|detection|{SHAPES}|{EVALUATION}|empty_cache|{RESERVED}|alloc_retries|max_split|{LONGEST}|fragment"),
-    Sign("leak", 86, (r"(?:not|non|never|un|without|missing|no)[- ]?detach|detach\w* (?:is |was )?missing|detach\(|running_loss|retain_graph|memory leak|create_graph|hooks? (?:keeps?|stores?|holds?)|total_loss \+=|\bleak(?:s|ing|ed)?\b|without \.?item|\.append\(loss|loss\w* \+= |(?:keep|kept|hold|stor|accumul)\w* (?:\w+ ){0,3}(?:graph|losses)|gc\.collect|reference cycle",), at=STEP),
+    Sign("leak", 86, (r"(?:not|non|never|un|without|missing|no)[- ]?detach|detach\w* (?:is |was )?missing|(?<!float\(\)\.)detach\(|running_loss|retain_graph|memory leak|create_graph|hooks? (?:keeps?|stores?|holds?)|total_loss \+=|\bleak(?:s|ing|ed)?\b|without \.?item|\.append\(loss|loss\w* \+= |(?:keep|kept|hold|stor|accumul)\w* (?:\w+ ){0,3}(?:graph|losses)|gc\.collect|reference cycle",), at=STEP),
     Sign("leak", 76, (r"(?:outputs|tensors|losses|results|history|buffer\w*|activations|features)\b.{0,40}(?:(?:are|is|get|being) (?:kept|stored|cached|collected|saved)|stays? (?:on|alive)|not (?:freed|released)|never (?:freed|released))|with (?:its|their) graph",), at=STEP, never="checkpoint|state_dict"),
     Sign("leak", 78, (r"(?:memory|vram|gpu|card) (?:is |gets? |becomes? |was )?(?:full|exhausted|filled|used up) after|fills up",), at=STEP, never=f"{IMAGES}|{RESERVED}"),
     Sign("leak", 80, (r"loss(?:es)?_(?:history|list|log)|\bhistory\b", r"after|grow|full|increas"), at=STEP),
@@ -281,7 +284,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("exception", 84, (r"retr(?:y|ies|ied)|tr(?:y|ied) again|smaller batch", r"except\b|caught|catch|after (?:an |the )?(?:oom|out of memory)|recover"), never="vllm|ray"),
     # the host
     Sign("host-ram", TOLD, (r"host oom|host (?:ram|memory)|system (?:ram|memory)|cpu (?:ram|memory)|cgroup|oom[- ]?kill|sigkill|signal 9|exit(?: ?code)? ?\(?-9|\bram\b",), never=rf"per rank|shared|instead of oom|fall|efficient|{FSDP}|vram"),
-    Sign("host-ram", SURE, (r"bad_alloc|node running low on memory|\bray oom|workers? (?:was |were )?killed due to memory|oomkilled|slurmstepd|oom[-_ ]kill|return ?code -9|dataloader worker \(pid|bus error|\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
+    Sign("host-ram", SURE, (r"bad_alloc|node running low on memory|\bray oom|workers? (?:was |were )?killed due to memory|oomkilled|slurmstepd: .{0,60}memory|oom[-_ ]kill|return ?code -9|dataloader worker \(pid|bus error|\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
     Sign("host-ram", 88, ("offload", r"\d ?[gt]i?b (?:of )?(?:host |system |cpu )?ram\b|(?:cpu|host|system) (?:ram|memory)"), at=(*BEGIN, "optimizer"), never="cuda out of memory|tried to allocate"),
     Sign("host-ram", 89, (r"\b(?:ram|cpu memory|host memory)\b", r"process\w*|workers|ranks", r"\d ?g\w* (?:each|per)|each (?:\w+ )?(?:takes|uses|loads|holds|needs)"), never="vram"),
     Sign("host-ram", 84, (r"(?:cpu|host|system) (?:memory|ram) (?:\w+ ){0,2}(?:above|over|exceed|full|exhaust|runs? out|grow|more than|usage|peak)|ram (?:usage|is full|full|runs? out|exhaust|explod|overflow)",), never="vram|gpu ram"),
@@ -290,7 +293,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("host-ram", 76, (), at=("data",)),
     Sign("host-ram", SURE, (r"(?:host|system|machine'?s|node|cpu)(?:'s)? (?:memory|ram)\b[^.;]{0,40}(?:jump|grow|climb|exhaust|limit|\bfull|above|runs? out|kill|increas|ris(?:es|ing)|goes over)|line \d+: +\d+ killed|low (?:node )?memory|terminated with code -9|cpu oom",), never="efficient"),
     Sign("host-ram", SURE, (r"killed|\bram\b|host memory|memory error", r"tokeniz|dataset|packing|preprocess|dataloader|pin_memory|num_workers|pinned"), never="cuda out of memory"),
-    Sign("spill", 88, (r"shared (?:gpu |video |system )?(?:memory|ram|vram)|[\d.]+ ?gi?b shared|dedicated (?:\+|and)|sysmem|unified memory|oversubscri|memory fallback|\bwsl|falls? back to (?:system|host|cpu)|spill",), never="shared memory \\(shm|/dev/shm|apple|macbook|metal"),
+    Sign("spill", 88, (r"shared (?:gpu |video |system )?(?:memory|ram|vram)|[\d.]+ ?gi?b shared|dedicated (?:\+|and)|sysmem|unified memory|oversubscri|memory fallback|\bwsl|falls? back to (?:system|host|cpu)|spill",), never="shared memory \\(shm|/dev/shm|apple|macbook|metal|out of resource"),
     Sign("spill", STRONG, (r"no oom|without oom|does(?:n't| not) (?:oom|crash)", r"slow|hours|\d+ ?h\b|s/it"),),
     Sign("spill", 84, (r"\d s(?:ec\w*)? (?:per|an?|/) ?it|\bs/it\b|(?:extremely|very|much) slow|(?:iteration|step) time (?:ris|gr|incr)|slows down",), never=r"out of memory|\boom"),
 )  # fmt: skip

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from memfit.explain.clue import FAINT, STRONG, SURE, Clue
+from memfit.explain.circumstances import smaller_batch, went_on
+from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, Clue
 from memfit.explain.evidence import Evidence
-from memfit.explain.figures import FIGURES, SEVERAL, card_of
+from memfit.explain.figures import ALIKE, FIGURES, SEVERAL, card_of
 from memfit.explain.oom_text import WSL, Message
 from memfit.explain.signs import SIGNS, Sign
 from memfit.finding import Cause, Proof
@@ -20,8 +21,9 @@ SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 %
 SHARE_PIECES = 0.02  # of the card: more than lies in pieces of any full card, and more than its small requests ask for
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts of 0.1 to 0.6 GiB are known, and kernels besides
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what another rank's bare context takes; a run on the card takes more
-ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
 HUGE = 0.3  # of the card: a request that no sum of small ones makes
+STARTED = 16  # how far the numbers of processes are apart that one launcher started
+OVER = 1.02  # of the card: more than it has, beyond what is lost in printing
 
 
 def clues(evidence: Evidence) -> list[Clue]:
@@ -29,7 +31,11 @@ def clues(evidence: Evidence) -> list[Clue]:
     found = [clue for sign in SIGNS if (clue := _seen(sign, evidence))]
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
-    return found + [clue for figure in FIGURES if (clue := figure(evidence))]
+    found += [clue for figure in FIGURES if (clue := figure(evidence))]
+    if went_on(evidence) is None:
+        return found
+    smaller = smaller_batch(evidence)  # what a retry is suspected of did not happen
+    return [*(clue for clue in found if clue.cause != "exception"), *([smaller] if smaller else [])]
 
 
 def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
@@ -96,10 +102,24 @@ def _others(m: Message, evidence: Evidence) -> Clue | None:
     like = sorted(real)[-2:]
     if len(like) == 2 and like[0] >= max(CONTEXT, ALIKE * like[1]):
         return Clue("ranks-on-one-gpu", 80, Proof(f"{len(real)} processes hold about as much of it each", sum(real)))
+    if (ranks := _siblings(m, real)) is not None:
+        return ranks
     foreign = _foreign(m, real)
     if not foreign or not m.total or foreign < CONTEXT or foreign < 0.1 * m.total:
         return None
-    return Clue("other-process", SURE, Proof(f"{human(foreign)} of the card are held by {_named(m, real)}", foreign))
+    weight = SURE + 5 if m.allocated == 0 else SURE  # where this one had nothing yet, no word of it matters
+    return Clue("other-process", weight, Proof(f"{human(foreign)} of the card are held by {_named(m, real)}", foreign))
+
+
+def _siblings(m: Message, real: list[int]) -> Clue | None:
+    """Several processes besides this one that hold the same, and were started one after another: ranks, or loaders of data."""
+    own = _own(m, real)
+    beside = [(process, size) for process, size in m.others if size < WSL and size != own]
+    sizes, numbers = [size for _, size in beside], [process for process, _ in m.others]
+    if len(beside) < 2 or min(sizes) < ALIKE * max(sizes) or max(numbers) - min(numbers) > STARTED:
+        return None
+    said = f"{len(beside)} processes started beside this one hold {human(sizes[0])} each"
+    return Clue("ranks-on-one-gpu", TOLD, Proof(said, sum(sizes)))
 
 
 def _own(m: Message, real: list[int]) -> int:
@@ -127,6 +147,11 @@ def _named(m: Message, real: list[int]) -> str:
 
 
 def _spilled(m: Message, evidence: Evidence) -> Clue | None:
+    if m.total and m.kind != "mps" and (m.allocated or 0) > OVER * m.total:
+        said = (
+            f"{human(m.allocated or 0)} are allocated on a card of {human(m.total)}: the rest lies in the host's memory"
+        )
+        return Clue("spill", 84, Proof(said, (m.allocated or 0) - m.total))
     if not any(size >= WSL for _, size in m.others) and (m.in_process or 0) < WSL:
         return None
     return Clue("spill", STRONG, Proof("17179869184 GiB is how Windows counts what it does not know"))

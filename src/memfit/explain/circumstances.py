@@ -1,0 +1,164 @@
+"""What a text says of the failure beside its cause: that none was one of the card's memory, that the run went on, whose limit it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.explain.clue import Clue
+from memfit.explain.concepts import GROWS
+from memfit.explain.evidence import Evidence
+from memfit.explain.remedies import NONE
+from memfit.finding import Proof, Remedy
+from memfit.units import human
+
+TOO_LARGE = 60  # weight of activations where half the batch went through: they, and little else, grow with it
+GOES_ON = 400  # characters after the last words of an error in which the next try is told
+POOLS = 0.25  # of what is allocated: private pools from which they are worth telling
+
+# what programs print, and people do not write
+_PRINTED = re.compile(
+    r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
+    r"|\bstep \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
+)
+_QUOTED = re.compile(
+    r"\b[a-z_.]*(?:error|exception): "
+)  # the line of an error: printed too, but people quote it in what they write
+_RAN_OUT = re.compile(
+    r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|not enough (?:\w+ ){0,3}(?:memory|v?ram)"
+    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed"
+)
+_KILLED = re.compile(r"\bkilled\b|bus error")
+_STOPPED = re.compile(
+    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|sigterm|signal 15|exit ?code\W+-15"
+)
+# what people tell of memory without an error: it grows, it is more than it should be, it lies in the host's
+_TROUBLE = re.compile(
+    rf"{GROWS}|\bleak|fragment|spill|shared (?:gpu|video|system) memory|sysmem|instead of ~?\d|does not require grad"
+    r"|(?:too much|more|insufficient|extra|twice the|double the|high|excessive|lots? of) (?:\w+ ){0,2}(?:memory|v?ram)\b"
+    r"|\b(?:memory|v?ram)\b\W+(?:\w+\W+){0,5}(?:full|exceed\w*|exhaust\w*|insufficient|jump\w*|spik\w*|doubl\w*|twice|too (?:high|much|large))"
+)
+_LAST = re.compile(r".*(?:out of memory|outofmemory\w*|tried to allocate)")
+_WENT_ON = re.compile(
+    r"\b(?:train\w*|run|fit\w*|job)\W+(?:\w+\W+){0,3}?(?:complet\w+|finish\w+|done)\b|train_runtime|\bstep \d+:? loss"
+)
+_FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code")
+_NEXT = re.compile(
+    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}\d+)"
+)
+_ON_CHIP = re.compile(
+    r"out of resources?: shared memory,? required:? (\d+),? hardware limit:? (\d+)|out of resources?: shared memory"
+)
+_MIG = re.compile(r"\bmig (?:device )?\W?(\d+g\.\d+gb)|\bmig-[0-9a-f-]{8,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstance:
+    """`title` stands where no cause is known; `proof` and `remedies` come first whatever the cause is."""
+
+    title: str
+    proof: Proof
+    remedies: tuple[Remedy, ...] = ()
+
+
+def is_log(evidence: Evidence) -> bool:
+    """Did a program print some of it?"""
+    return _PRINTED.search(evidence.text) is not None
+
+
+def ran_out(evidence: Evidence) -> bool:
+    """A message, or anybody's words, say that memory ran out. A signal says it where nobody sent it."""
+    if any(message.kind != "host" for message in evidence.messages) or _RAN_OUT.search(evidence.text):
+        return True
+    return bool(evidence.messages or _KILLED.search(evidence.text)) and not _STOPPED.search(evidence.text)
+
+
+def ended_otherwise(evidence: Evidence) -> bool:
+    """A log in which no memory ran out, nor is anything told of it: its words are about something else."""
+    if evidence.memory is not None or evidence.seen or not (is_log(evidence) or _QUOTED.search(evidence.text)):
+        return False
+    return not (ran_out(evidence) or _TROUBLE.search(evidence.text))
+
+
+def only_on_chip(evidence: Evidence) -> bool:
+    """What ran out is the memory on the chip that one block of a kernel may have, and none of the card."""
+    return bool(evidence.messages) and all(message.kind == "on-chip" for message in evidence.messages)
+
+
+def went_on(evidence: Evidence) -> str | None:
+    """The next try of a log whose run went on after its last error ("batch size 16"), "" where it is not told; None: it ended there."""
+    last = _LAST.match(evidence.text)
+    if last is None or not is_log(evidence):
+        return None
+    rest = evidence.text[last.end() :]
+    if not _WENT_ON.search(rest) or _FAILED.search(rest):
+        return None
+    found = _NEXT.search(rest[: 2 * GOES_ON])
+    return found[1] if found else ""
+
+
+def smaller_batch(evidence: Evidence) -> Clue | None:
+    """The same run went on with a smaller batch: what grows with the batch was too much."""
+    tried = went_on(evidence)
+    if not tried:
+        return None
+    return Clue("activations", TOO_LARGE, Proof(f"with {tried} it went on: what grows with the batch was too much"))
+
+
+def circumstances(evidence: Evidence) -> tuple[Circumstance, ...]:
+    """All that are told, in the order of their weight."""
+    return tuple(found for rule in _RULES if (found := rule(evidence)))
+
+
+def _on_chip(evidence: Evidence) -> Circumstance | None:
+    found = _ON_CHIP.search(evidence.text)
+    if found is None or not only_on_chip(evidence):  # tuning prints it too, and goes on
+        return None
+    sizes = f": {human(int(found[1]))} of {human(int(found[2]))}" if found[1] else ""
+    return Circumstance(
+        "a kernel asks for more on-chip memory than there is; none of the card's memory ran out",
+        Proof(f"'shared memory' here is on the chip, for one block of a Triton kernel{sizes}"),
+        (Remedy("smaller block sizes (BLOCK_M, BLOCK_N) or fewer num_stages of the kernel; a newer triton", NONE),),
+    )
+
+
+def _recovered(evidence: Evidence) -> Circumstance | None:
+    if went_on(evidence) is None:
+        return None
+    return Circumstance("the error was caught, and the run went on", Proof("the run went on after the error"))
+
+
+def _allowed(evidence: Evidence) -> Circumstance | None:
+    m = evidence.message
+    if m is None or not m.allowed or m.free is None or m.tried is None or m.free < m.tried:
+        return None
+    said = f"{human(m.allowed)} are allowed to this process, and {human(m.free)} of the card are free"
+    return Circumstance(
+        "the limit that was set for this process ran out, not the card",
+        Proof(said, m.allowed),
+        (Remedy("a larger torch.cuda.set_per_process_memory_fraction(...), or none", NONE),),
+    )
+
+
+def _pools(evidence: Evidence) -> Circumstance | None:
+    m = evidence.message
+    if m is None or not m.private or m.private < POOLS * (m.allocated or 0):
+        return None
+    return Circumstance(
+        "private pools of CUDA graphs hold much of it",
+        Proof(f"{human(m.private)} lie in private pools of CUDA graphs, which nothing else can use", m.private),
+        (Remedy("fewer captured shapes, one pool for all graphs (pool=), or no CUDA graphs", "slower launches"),),
+    )
+
+
+def _slice(evidence: Evidence) -> Circumstance | None:
+    found = _MIG.search(evidence.text)
+    if found is None:
+        return None
+    name = f" ({found[1]})" if found[1] else ""
+    total = evidence.message.total if evidence.message else None
+    return Circumstance("a slice of a card is all there is", Proof(f"the card is a MIG slice of one{name}", total))
+
+
+_RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (_on_chip, _recovered, _allowed, _pools, _slice)
