@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--write", action="store_true")
-    way.add_argument("--without", metavar="LOTS", help="fit to all but these (klmnopqrst), score these and lot z")
+    way.add_argument("--without", metavar="LOTS", help="fit to all but these (klmnopqrstuvw), score these and lot z")
     asked, told = parser.parse_args(), reports()
     if asked.write:
         TABLE.write_bytes(fitted(told).dumps())
