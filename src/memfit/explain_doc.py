@@ -26,12 +26,26 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
     recipe: Annotated[
         Remedy | None, Meta(description="all of a recipe that the planner found to need the shortfall less, else null")
     ] = None
+    earlier: Annotated[
+        tuple[Finding, ...],
+        Meta(
+            description="the cause of each failure in the log before the one that is explained, which is the last, in order"
+        ),
+    ] = ()
+    left_out: Annotated[int, Meta(description="bytes of a long log that were not kept")] = 0
 
 
-def explain_doc(evidence: Evidence, findings: tuple[Finding, ...], recipe: Remedy | None = None) -> ExplainDoc:
-    """An explanation as a document; `recipe` is the planner's answer to the shortfall."""
+def explain_doc(
+    evidence: Evidence,
+    findings: tuple[Finding, ...],
+    recipe: Remedy | None = None,
+    earlier: tuple[Finding, ...] = (),
+    left_out: int = 0,
+) -> ExplainDoc:
+    """An explanation as a document; `recipe` is the planner's answer to the shortfall, `earlier` the failures before."""
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
         findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=wanted(evidence, findings),
+        earlier=earlier, left_out=left_out,
     )  # fmt: skip

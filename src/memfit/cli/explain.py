@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Argument, Flag, takes
+from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
+from memfit.job import RECIPE_FIELDS
+from memfit.units import human
 
 if TYPE_CHECKING:
+    from memfit.cli.logs import Log
     from memfit.explain import Evidence
     from memfit.explain.memory import Memory
     from memfit.finding import Remedy
@@ -39,7 +42,6 @@ OWN = (
     Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
 )
-MAX_LOG = 64 << 20  # bytes read of a log: its end
 BINARY = (b"\x80", b"\x1f\x8b")  # a pickle, or anything packed with gzip
 TAPE = b'{"format'
 DOCUMENT = re.compile(rb'\s*\{\s*"schema":\s*"(memfit\.(?!watch/)(\w+)/\d+)"')  # what a command printed with --json
@@ -67,14 +69,16 @@ def run(what: str, **flags: Any) -> int:
     from memfit.explain.figures import ran_out
     from memfit.explain.reading import memory_of
 
+    _check_flags(flags)
     if flags["html"]:
         from memfit.cli.files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
-    content, tape = _read(what, flags["device"])
+    log, tape = _read(what, flags["device"])
     if flags["html"] and tape is None:
         raise BadInput(f"{what} is a text, and a text has no timeline", hint="--html is for snapshots and tapes")
-    evidence = _evidence(content, memory_of(tape) if tape else None)
+    *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
+    earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
         evidence = replace(evidence, words=planned.job.architecture.vocabulary)
@@ -82,64 +86,75 @@ def run(what: str, **flags: Any) -> int:
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
+    if log.left_out:
+        terminal.note(
+            f"{human(log.left_out)} of it were only searched for messages: its head, its end and what stands around them were read"
+        )
     if flags["json"]:
         from memfit.explain_doc import explain_doc
 
-        terminal.show_json(explain_doc(evidence, findings, whole))
+        terminal.show_json(explain_doc(evidence, findings, whole, earlier, log.left_out))
     else:
         from memfit.report.explain import explain_view
 
         name = "standard input" if what == "-" else Path(what).name
-        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole))
+        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole, earlier))
     if flags["html"]:
         _write(flags, what, tape, evidence.memory)
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
 
 
-def _evidence(content: bytes, memory: Memory | None) -> Evidence:
+def _check_flags(flags: dict[str, Any]) -> None:
+    """Refuse what describes a run where nothing says which model it trained: it would have no effect."""
+    told = typed(flags, (*CARD, *RECIPE))
+    if told and not (flags["model"] or flags["from_"]):
+        raise BadInput(
+            f"{told[0]} is for the price of what to change, which needs a model", hint="--model MODEL, or --from FILE"
+        )
+
+
+def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
+    """What each failure in it says, in order: the last one ended the run."""
     from memfit import watch_file
     from memfit.explain import read_text
+    from memfit.explain.failures import split
     from memfit.explain.watched import evidence_of
 
     if watch_file.known(content):
-        return evidence_of(watch_file.loads(content))
-    return read_text(content.decode("utf-8", "replace"), memory)
+        return [evidence_of(watch_file.loads(content))]
+    return [read_text(text, memory) for text in split(content.decode("utf-8", "replace"))]
 
 
-def _read(what: str, device: int | None) -> tuple[bytes, Tape | None]:
-    """(text, None) of a log; (b"", tape) of a recorded history. Raises BadInput for what cannot be read."""
+def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
+    """(the log, None); (nothing, tape) of a recorded history. Raises BadInput for what cannot be read."""
     from memfit import watch_file
+    from memfit.cli.logs import Log, read_log
 
     path = Path(what)
     try:
-        if what == "-":
-            content = sys.stdin.buffer.read(MAX_LOG)
-        else:
-            with path.open("rb") as file:
-                head = file.read(64)
-                if head.startswith((*BINARY, TAPE)):
-                    from memfit.snapshot import read
+        with nullcontext(sys.stdin.buffer) if what == "-" else path.open("rb") as file:
+            head = file.read(64)
+            if what != "-" and head.startswith((*BINARY, TAPE)):
+                from memfit.snapshot import read
 
-                    return b"", read(path, device)
-                whole = watch_file.known(head)  # what it means is told by its first line
-                file.seek(0 if whole else max(path.stat().st_size - MAX_LOG, 0))
-                content = file.read() if whole else file.read(MAX_LOG)
+                return Log(b""), read(path, device)
+            # what a watch's log means is told by its first line
+            log = Log(head + file.read()) if watch_file.known(head) else read_log(file, head)
     except OSError as error:
         raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
-    if not content.strip():
+    if not log.content.strip():
         raise BadInput(f"{what} is empty", hint="give the log with the error in it, or a snapshot")
-    return _failed(content, what), None
+    _check_content(log.content, what)
+    return log, None
 
 
-def _failed(content: bytes, what: str) -> bytes:
-    """The content, where it can be the text of a failure. Raises BadInput for tapes in pipes, plans, recipes and records."""
+def _check_content(content: bytes, what: str) -> None:
+    """Raises BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
     from memfit import watch_file
     from memfit.explain import messages
 
     if content.startswith((*BINARY, TAPE)):
         raise BadInput("a snapshot or tape cannot come through a pipe", hint="give its path: memfit explain FILE")
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
-        content = content.decode("utf-16", "replace").encode()
     if b"\0" in content and not messages(content.decode("utf-8", "replace")):
         raise BadInput(f"{what} is a binary file, neither a log nor a snapshot or tape", hint=NO_FAILURE)
     if found := DOCUMENT.match(content):
@@ -151,7 +166,6 @@ def _failed(content: bytes, what: str) -> bytes:
         tape = Path(what).with_suffix(".tape.json.gz")
         hint = f"memfit explain {tape}" if tape.is_file() else "give the log with the error in it, a snapshot or a tape"
         raise BadInput(f"{what} is JSON without an out-of-memory in it", hint=hint)
-    return content
 
 
 def _is_json(content: bytes) -> bool:
@@ -181,8 +195,13 @@ class _Planned:
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
-        flags = _as_it_failed(flags, evidence)
         found = asked(flags["model"], flags)
+        if not flags["from_"]:
+            shown = _as_it_failed(flags, replace(evidence, words=found.architecture.vocabulary))
+            found = asked(flags["model"], {**flags, **shown}) if shown else found
+            found.wanted = {
+                name: value for name, value in found.wanted.items() if name not in shown
+            }  # the planner may change it
         recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
         for line in found.notes:
             terminal.note(line)
@@ -230,21 +249,32 @@ class _Planned:
 
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
-    """The flags, with what the failure itself shows of the run where they say nothing of it."""
+    """What the failure itself, its sums and its log show of the run, where the flags say nothing of it."""
     from memfit.explain import explain
+    from memfit.explain.stated import batch_of, stated
 
     cause = explain(evidence)[0].cause
-    if cause == "logits" and not (flags["trainer"] or flags["loss"] or flags["from_"]):
-        terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
-        return {**flags, "trainer": "transformers"}
-    if (
-        cause == "optimizer-step"
-        and "_multi_tensor_adam" in evidence.traced
-        and not (flags["optimizer"] or flags["from_"])
-    ):
+    given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
+    said = {name: value for name, value in stated(evidence).items() if name not in given}
+    if said:
+        terminal.note(f"{_flags(said)}: as the log says")
+    shown: dict[str, Any] = dict(said)
+    if cause == "logits":
+        batch = batch_of(evidence, given if given.keys() & {"micro_batch", "sequence_length"} else said)
+        if batch := {name: value for name, value in batch.items() if name not in given and said.get(name) != value}:
+            terminal.note(f"{_flags(batch)}: the request that failed is the logits of so many tokens")
+            shown |= batch
+        if not given.keys() & {"trainer", "loss"}:
+            terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
+            shown["trainer"] = "transformers"
+    if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.traced and "optimizer" not in given:
         terminal.note("--optimizer adamw-foreach: the step that failed went through all weights at once")
-        return {**flags, "optimizer": "adamw-foreach"}
-    return flags
+        shown["optimizer"] = "adamw-foreach"
+    return shown
+
+
+def _flags(values: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
 def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:

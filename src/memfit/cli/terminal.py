@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -45,8 +46,10 @@ def interactive() -> bool:
 
 
 def show(view: RenderableType) -> None:
-    """A view on stdout."""
-    out = console(sys.stdout)
+    """A view on stdout. Names in it come from files: what a terminal would obey is not passed on."""
+    from memfit.report.layout import Visible
+
+    view, out = Visible(view), console(sys.stdout)
     if out.is_terminal:
         out.print(view, crop=False)  # commands are left to the terminal's own wrapping
         return
@@ -60,7 +63,10 @@ def show_json(document: Any) -> None:
     """A document, or plain data, as JSON on stdout."""
     from memfit import codec
 
-    sys.stdout.write(codec.dumps(document) + "\n")
+    text = codec.dumps(document)
+    for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # within a string: what a terminal would obey
+        text = text.replace(c, json.dumps(c)[1:-1])
+    sys.stdout.write(text + "\n")
 
 
 def note(text: str) -> None:

@@ -132,12 +132,9 @@ class Evidence:
         return next((frame.short for frame in reversed(self.frames) if not frame.library), "")
 
 
-def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:
-    """What a log, a traceback or a report says."""
-    words = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]}\n{text[-TAIL:]}"
-    text = text[-MOST_TEXT:]
-    found = messages(text)
-    frames = tuple(
+def frames_of(text: str) -> tuple[Frame, ...]:
+    """The last frames in a text, outermost first."""
+    return tuple(
         Frame(
             m["path"] or m["path2"],
             int(m["line"] or m["line2"] or 0),
@@ -146,6 +143,14 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
         )
         for m in list(_FRAME.finditer(text))[-MOST_FRAMES:]
     )
+
+
+def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:
+    """What a log, a traceback or a report says."""
+    words = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]}\n{text[-TAIL:]}"
+    text = text[-MOST_TEXT:]
+    found = messages(text)
+    frames = frames_of(text)
     flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower())
     lines = [f"{f.path} {f.function} {f.code}" for f in frames]
     traced = " ".join([*lines, *_ERROR.findall(words)]).lower()

@@ -182,21 +182,32 @@ def _logits(evidence: Evidence) -> Clue | None:
     share = m.tried / m.total if m.total else 0.0
     large = share >= MOST_OF_CARD
     of = f", {share:.0%} of the card" if large else ""
-    for tokens, width in product(_tokens(evidence.text) if words else (), (4, 2)):
-        if abs(tokens * words * width - m.tried) <= SAME * m.tried:
-            said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
-            return Clue("logits", 84, Proof(said, m.tried))
-    for width in (4, 2) if words >= MANY_WORDS and m.tried > GIB else ():
-        tokens = ROUND * round(m.tried / (words * width * ROUND))
-        if abs(tokens * words * width - m.tried) <= PRINTED:
-            said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
-            return Clue("logits", 80 if large else 54, Proof(said, m.tried), seen=False)
+    if tokens := tokens_of(evidence):
+        named = tokens in _tokens(evidence.text)
+        width = min((4, 2), key=lambda width: abs(tokens * words * width - (m.tried or 0)))
+        said = f"{human(m.tried)} are {tokens:,} tokens x {words:,} words x {width} B{of}"
+        return Clue("logits", 84 if named else 80 if large else 54, Proof(said, m.tried), seen=named)
     if large and (words >= MANY_WORDS or (_LANGUAGE.search(evidence.text) and not _PICTURES.search(evidence.text))):
         said = f", and {words:,} words" if words else ": in a language model hardly another tensor is so large"
         return Clue(
             "logits", 58 if words >= MANY_WORDS else 54, Proof(f"one request of {share:.0%} of the card{said}", m.tried)
         )
     return None
+
+
+def tokens_of(evidence: Evidence) -> int:
+    """Tokens whose logits are the request that failed: of a batch that is named, or in a round number; 0 where they are none."""
+    m, words = evidence.message, vocabulary(evidence)
+    if m is None or not m.tried or not words:
+        return 0
+    for tokens, width in product(_tokens(evidence.text), (4, 2)):
+        if abs(tokens * words * width - m.tried) <= SAME * m.tried:
+            return tokens
+    for width in (4, 2) if words >= MANY_WORDS and m.tried > GIB else ():
+        tokens = ROUND * round(m.tried / (words * width * ROUND))
+        if abs(tokens * words * width - m.tried) <= PRINTED:
+            return tokens
+    return 0
 
 
 def _logits_asked(evidence: Evidence, words: int) -> Clue | None:

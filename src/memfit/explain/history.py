@@ -161,14 +161,52 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     if not m.instant.startswith("optimizer step"):
         return None
     fresh = [g for g in m.groups if g.fresh]
-    states = sum(g.fresh for g in fresh if _STATES.search(g.label))
+    states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.label))
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
     makes = bool(_STATES.search(inner + m.asked_by)) if inner else states >= passing
     if not makes:
         proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
         return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
-    return Clue("optimizer-states", SURE + SHOWN, Proof("the first step makes the states", states + m.asked), e.line)
+    return Clue("optimizer-states", SURE + SHOWN, Proof(_states_so_far(m, states), states + m.asked), e.line)
+
+
+def _states_so_far(m: Memory, made: int) -> str:
+    """What the first step has made, and what it comes to for all weights."""
+    needed = _all_states(m)
+    of = f" of {human(needed)} so far" if needed > made + m.asked else ""
+    return f"the first step makes the states: {human(made + m.asked)}{of}"
+
+
+def _all_states(m: Memory) -> int:
+    """Bytes of the optimizer's states once every weight with a gradient has them, by the weights that have; 0: not told."""
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    for g in m.groups:
+        count, size = sizes.get((g.role, g.module), (0, 0))
+        sizes[g.role, g.module] = (count + g.count, size + g.bytes)
+    trained = {
+        name: sizes["parameters", name]
+        for role, title in sizes
+        if role == "gradients" and ("parameters", name := title.removeprefix("gradient of ")) in sizes
+    }
+    weights = known = 0.0
+    for (role, title), (count, size) in sizes.items():
+        name = title.partition(" of ")[2]
+        if role == "optimizer_states" and name in trained:
+            known += size / count * trained[name][0]
+    stated = {title.partition(" of ")[2] for role, title in sizes if role == "optimizer_states"}
+    weights = sum(size for name, (_, size) in trained.items() if name in stated)
+    return round(known / weights * sum(size for _, size in trained.values())) if weights else 0
+
+
+def _too_much(m: Memory, e: Evidence) -> Clue | None:
+    """The first step shows it: weights, gradients and all states are more than the card has."""
+    states = _all_states(m) if m.instant.startswith("optimizer step") else 0
+    need = m.of("parameters", "gradients") + states
+    if not states or m.capacity is None or need <= m.capacity:
+        return None
+    said = f"weights, gradients and {human(states)} of states need {human(need)}, the card has room for {human(m.capacity)}"
+    return Clue("capacity", SURE - 5, Proof(said, need), e.line)
 
 
 def _grown(m: Memory, e: Evidence) -> Clue | None:
@@ -178,7 +216,7 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
         return None
     demand = m.requested + m.asked - m.floors[m.turn]
     before = max(m.peaks[t] - m.floors[t] for t in alike)
-    floor = m.floors[m.turn] - min(m.floors[t] for t in alike)
+    floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in alike)
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
@@ -288,6 +326,6 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _fragmented, _exception, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _grown, _evaluating, _logits,
+    _fragmented, _exception, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _too_much, _grown, _evaluating, _logits,
     _attention, _untold, _mirror, _room,
 )  # fmt: skip

@@ -6,6 +6,7 @@ Each field is found by its own words, so that cut and quoted messages give what 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Literal
@@ -47,6 +48,13 @@ _BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)  # of small 
 _HALF = re.compile(
     r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|is allocated by pytorch"
 )
+# one of these stands in whatever a message begins with: looked for first, as bytes, where a log is too long to be kept
+WORDS = (
+    b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda", b"available memory",
+    b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator", b"unable to allocate", b"memoryerror",
+    b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate", b"at least one request",
+    b"cudamalloc failed", b"out of resource",
+)  # fmt: skip
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
     "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|allocating {_SIZE} on device",
@@ -104,27 +112,27 @@ class Message:
         return sum(getattr(self, f.name) is not None for f in fields(self) if f.name in _FIELDS)
 
 
-def messages(text: str) -> tuple[Message, ...]:
-    """The messages in a text, the same one of many ranks once; the fullest first."""
-    text = text.lower()
-    starts: list[tuple[int, Kind]] = []
-    asked, end = False, 0  # the message under way has said what it asked for; where its first words end
-    begun = (
-        (hit.start(), order, hit, kind)
-        for order, (kind, words) in enumerate(_BEGIN)
-        for hit in islice(words.finditer(text), 4 * MOST)
+def begun(text: str) -> Iterator[tuple[int, Kind]]:
+    """(where, which kind) of every message that begins in a text of small letters, in order."""
+    hits = (
+        (hit.start(), order, hit, kind) for order, (kind, words) in enumerate(_BEGIN) for hit in words.finditer(text)
     )
-    for begin, _, hit, kind in sorted(begun, key=lambda row: row[:2]):
+    last, asked, end = -APART, True, 0  # the message under way has said what it asked for; where its first words end
+    for begin, _, hit, kind in sorted(hits, key=lambda row: row[:2]):
         if begin < end:
             continue
         end, asks = hit.end(), hit[0] == ASKS
-        if starts and asks and begin - starts[-1][0] < APART and not asked:
+        if asks and begin - last < APART and not asked:
             asked = True  # "CUDA out of memory. Tried to allocate": one message
             continue
-        asked = asks
-        starts.append((begin, kind))
-        if len(starts) == MOST:
-            break
+        last, asked = begin, asks
+        yield begin, kind
+
+
+def messages(text: str) -> tuple[Message, ...]:
+    """The messages in a text, the same one of many ranks once; the fullest first."""
+    text = text.lower()
+    starts = list(islice(begun(text), MOST))
     if not starts and (half := _HALF.search(text)):
         starts = [(half.start(), "cuda")]
     edges = [begin for begin, _ in starts] + [len(text)]

@@ -13,6 +13,7 @@ from memfit.finding import Part
 from memfit.replay import alive_at_start, begun
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
 
+STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
 
 
@@ -28,7 +29,7 @@ def memory_of(tape: Tape, asked_by: str = "") -> Memory:
     return Memory(
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
-        settings.expandable_segments, asked_by,
+        settings.expandable_segments, asked_by, play.batch,
     )  # fmt: skip
 
 
@@ -90,6 +91,8 @@ class _Play:
         self.floors: list[int] = []
         self.peaks: list[int] = []
         self.evals: list[bool] = []
+        self.batch = 0  # bytes made for the pass under way before it began
+        self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
         """Play; the bytes of the request that failed at the end, 0 when none did."""
@@ -101,11 +104,12 @@ class _Play:
                     asked = event.size
                     live[event.id] = self.allocator.malloc(event.size, event.stream)
                     self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
-                    if self.peaks and self.allocator.requested > self.peaks[-1]:
+                    if self.peaks and self.mark.instant != STEPPED and self.allocator.requested > self.peaks[-1]:
                         self.peaks[-1] = self.allocator.requested
                 elif type(event) is Free:
                     self.allocator.free(live.pop(event.id))
                     del self.owner[event.id]
+                    self.low = min(self.low, self.allocator.requested)
                 elif type(event) is Mark:
                     self._begin(event)
                 elif type(event) is EmptyCache:
@@ -120,7 +124,10 @@ class _Play:
 
     def _begin(self, mark: Mark) -> None:
         self.mark, self.marks = mark, self.marks + 1
+        if mark.instant == STEPPED:
+            self.low = self.allocator.requested
         if mark.instant.startswith("forward"):
+            self.batch, self.low = self.allocator.requested - self.low if self.low >= 0 else 0, -1
             self.floors.append(self.allocator.requested)
             self.peaks.append(self.allocator.requested)
             self.evals.append(mark.phase == "eval")

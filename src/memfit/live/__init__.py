@@ -6,15 +6,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from memfit.explain import Evidence, explain, read_text
+from memfit.explain import Clue, Evidence, explain, read_text
 from memfit.explain.memory import Memory
 from memfit.explain.reading import memory_of
 from memfit.finding import Finding
+from memfit.live.logits import logits_clue
 from memfit.live.recorder import LineObserver, about
 from memfit.live.roots import roots_of
 
@@ -47,12 +48,20 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
         except torch.OutOfMemoryError as error:
             try:
                 text = "".join(traceback.format_exception(error))
-                found.evidence = read_text(text, memory(), roots_of(error))
+                evidence = read_text(text, memory(), roots_of(error))
+                found.evidence = replace(evidence, seen=_sums(error, evidence))
                 found.findings = explain(found.evidence)
                 (tell or _to_stderr)(said(found))
             except Exception as failure:
                 (tell or _to_stderr)(f"memfit could not explain it: {type(failure).__name__}: {failure}")
             raise
+
+
+def _sums(error: BaseException, evidence: Evidence) -> tuple[Clue, ...]:
+    """What the size of the request says."""
+    asked = evidence.memory.asked if evidence.memory else 0
+    clue = logits_clue(error, asked) if asked else None
+    return (clue,) if clue else ()
 
 
 def said(found: Explained) -> str:
@@ -62,11 +71,12 @@ def said(found: Explained) -> str:
     from rich.console import Console
 
     from memfit.report.explain import explain_view
+    from memfit.report.layout import Visible
 
     assert found.evidence is not None
     out = io.StringIO()
     Console(file=out, width=160, highlight=False, markup=False, emoji=False).print(
-        explain_view("out of memory", found.evidence, found.findings)
+        Visible(explain_view("out of memory", found.evidence, found.findings))
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

@@ -11,6 +11,7 @@ import torch
 from memfit.tape import Alloc, Phase, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.observer import Observer
+from memfit.virtual.values import base, tensors
 from memfit.watcher.roots import own
 
 GRADIENTS_ON = "forward, gradients on"
@@ -27,6 +28,17 @@ class LineObserver(Observer):
         self._again = True
         self._run: set[int] = set()  # root modules that ran in the pass under way
         super().__init__(card)
+
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not (self._depth or self._in_backward):  # else the first batch would count as loaded with the model
+            for t in tensors(inputs):
+                self._tag_batch(t)
+        super()._enter(module, inputs)
+
+    def _tag_batch(self, t: torch.Tensor) -> None:
+        number = self.card.ledger.number_at.get(base(t)) if t.is_cuda else None
+        if number is not None:
+            self._roles.setdefault(number, "temporaries")
 
     def _begin_forward(self, root: torch.nn.Module) -> None:
         self._again = id(root) in self._run or not self._run

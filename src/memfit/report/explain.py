@@ -11,21 +11,30 @@ from memfit.explain import Evidence, wanted
 from memfit.explain.memory import Memory
 from memfit.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.report.layout import Ends, commands, paragraphs, table, text
-from memfit.report.words import DOT, part_word
+from memfit.report.words import DOT, part_word, visible
 from memfit.units import human
 
+MOST_EARLIER = 8  # failures before the last that are told
 SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
 def explain_view(
-    name: str, evidence: Evidence, findings: Sequence[Finding], next_up: Sequence[str] = (), whole: Remedy | None = None
+    name: str,
+    evidence: Evidence,
+    findings: Sequence[Finding],
+    next_up: Sequence[str] = (),
+    whole: Remedy | None = None,
+    earlier: Sequence[Finding] = (),
 ) -> Group:
-    """The whole answer of `memfit explain`; `whole` is a recipe of the planner's that needs the shortfall less."""
+    """The whole answer of `memfit explain`; `whole` is a recipe of the planner's that needs the shortfall less, `earlier` what
+    failed before in the same log."""
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
         parts.append(text("nothing failed in it; what its highest instant was made of:", "dim"))
         parts.append(text(_made_of(evidence.memory)))
+    if earlier:
+        parts += ["", *_before(earlier)]
     parts += ["", _cause(first), ""]
     if first.evidence:
         parts += [paragraphs([("evidence:" if not n else "", proof(p)) for n, p in enumerate(first.evidence)]), ""]
@@ -44,13 +53,26 @@ def explain_view(
 
 def two_lines(finding: Finding) -> tuple[str, str]:
     """The cause and its first remedy, for programs that go on after an out-of-memory."""
-    at = f" at {finding.line}" if finding.line else ""
+    at = f" at {visible(finding.line)}" if finding.line else ""
     remedy = finding.remedies[0].text if finding.remedies else "a snapshot would tell more"
     return f"{finding.cause} ({finding.confidence}){at}: {finding.title}", f"try: {remedy}"
 
 
+def _before(earlier: Sequence[Finding]) -> list[RenderableType]:
+    """The failures before the one that is told, the last of them in a line each."""
+    count = len(earlier) + 1
+    most = [f"{n}. {f.cause} ({f.confidence}){_at(f)}: {f.title}" for n, f in enumerate(earlier, 1)][-MOST_EARLIER:]
+    head = text(f"{count} failures in it; this is the last, which ended it. Before it:")
+    left = [text(f"{len(earlier) - len(most)} more", "dim")] if len(earlier) > len(most) else []
+    return [head, *left, *map(text, most)]
+
+
+def _at(finding: Finding) -> str:
+    return f"{DOT}at {finding.line}" if finding.line else ""
+
+
 def _cause(finding: Finding) -> Text:
-    at = f"{DOT}at {finding.line}" if finding.line else ""
+    at = _at(finding)
     if finding.cause == "not-known":
         return Text.assemble(("NOT KNOWN", "bold"), f"  {finding.title}{at}")
     return Text.assemble(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,17 @@ GAP = 2  # columns between cells
 def text(value: str, style: str = "") -> Text:
     """Text that is never read as markup and never steers the terminal."""
     return Text(visible(value), style)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """A view as it may reach a terminal: whatever it was built from, nothing in it is obeyed there but its own styles."""
+
+    view: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in console.render(self.view, options):
+            yield part if part.control else Segment("\n".join(map(visible, part.text.split("\n"))), part.style)
 
 
 @dataclass(frozen=True)

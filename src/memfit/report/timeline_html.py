@@ -17,7 +17,7 @@ from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.finding import Part, part_of
 from memfit.replay import alive_at_start, begun
-from memfit.report.words import part_word, phase_title
+from memfit.report.words import part_word, phase_title, visible
 from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
 from memfit.units import gib, human
 
@@ -74,8 +74,8 @@ def timeline_html(
         "AREAS": _areas(drawing, top), "BANDS": _bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
         "LEGEND": _legend(drawing), "BELOW": below, "DATA": _data(drawing, top),
     }  # fmt: skip
-    for name, text in parts.items():
-        template = template.replace(f"<!--{name}-->", text)
+    for name, text in parts.items():  # labels come from files
+        template = template.replace(f"<!--{name}-->", "\n".join(map(visible, text.split("\n"))))
     return template.encode()
 
 

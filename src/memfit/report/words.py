@@ -51,6 +51,8 @@ def part_word(part: Part) -> Word:
 
 def visible(text: str) -> str:
     """`text` without characters a terminal would obey: names come from files and from the Hub."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -61,6 +61,7 @@ class Observer:
         self._began = 0  # number of the first allocation of the forward pass under way
         self._in_backward = self._learned = False  # _learned: there was a backward pass
         self._path: list[str] = []
+        self._stepping: Any = None  # the optimizer whose step is under way
         self.mark("load", "load")
 
     def mark(self, phase: Phase, instant: str) -> None:
@@ -174,15 +175,13 @@ class Observer:
                 if id(p) not in self._tensor_names:  # no module was seen to run: compiled code called it
                     self._tag(p, "parameters", "a weight")
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
+        self._stepping = optimizer
         if self._learned:
             self.mark(self.phase, "optimizer step")
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
-        for p, state in optimizer.state.items():
-            name = self._tensor_names.get(id(p), "a tensor")
-            for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
-                for t in tensors(held):
-                    self._tag(t, "optimizer_states", f"{key} of {name}")
+        self._tag_states(optimizer)
+        self._stepping = None
         if not self._learned:  # DeepSpeed steps once while it loads, FSDP2 while it is resumed, to make the states
             return
         self.mark(self.phase, "after the step")
@@ -192,6 +191,13 @@ class Observer:
             raise EnoughSteps
 
     # --- roles and labels ---
+
+    def _tag_states(self, optimizer: Any) -> None:
+        for p, state in optimizer.state.items():
+            name = self._tensor_names.get(id(p), "a tensor")
+            for key, held in state.items() if isinstance(state, dict) else [("state", state)]:
+                for t in tensors(held):
+                    self._tag(t, "optimizer_states", f"{key} of {name}")
 
     def _tag(self, t: Tensor | None, role: Role, title: str) -> None:
         share = getattr(t, "_local_tensor", None)  # of a DTensor: this rank's
@@ -222,6 +228,8 @@ class Observer:
     def tape(self, about: dict[str, str]) -> Tape:
         """What happened, as the noun."""
         self.card.settle()
+        if self._stepping is not None:  # the step ended in an error
+            self._tag_states(self._stepping)
         ledger, roles, titles = self.card.ledger, self._roles, self._titles
         sharded = _SHARDED if GATHERING in ledger.labels else {}
 

@@ -1,0 +1,113 @@
+"""Logs of any length, read to their end in bounded memory: whole, or the head, the end, and what stands around each message.
+
+Standard input is always read to its end: a program that still writes would be ended by a pipe that nobody reads.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import BinaryIO
+
+from memfit.explain.oom_text import BEGINS, LONGEST, WORDS
+
+WHOLE = 8 << 20  # bytes up to which a log is kept whole
+CHUNK = 1 << 20
+HEAD, TAIL = 64 << 10, 1 << 20  # bytes kept of a longer one: its command and settings, and its end
+BEFORE, AFTER = 128 << 10, 32 << 10  # around a message: tracebacks of all ranks before it, what became of it after
+FIRST, MOST = 4, 32  # places kept: the first ones, and the last ones up to so many in all
+NEAR = 300  # bytes around a word in which the rest of a message's beginning stands
+
+_BEGIN = tuple(re.compile(words.encode()) for _, words in BEGINS)
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's > writes
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What was kept of a log, and how many bytes of it were not."""
+
+    content: bytes
+    left_out: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    begin: int
+    content: bytes
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.content)
+
+
+def read_log(file: BinaryIO, head: bytes = b"") -> Log:
+    """All of `file`, or what matters of it; `head` are the bytes of it that were read already."""
+    content = head + file.read(WHOLE + 1 - len(head))
+    wide = content.startswith(_UTF_16)
+    if len(content) <= WHOLE:
+        return Log(content.decode("utf-16", "replace").encode() if wide else content)
+    return _sifted(_narrow(content, file) if wide else _chunks(content, file))
+
+
+def _chunks(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+    for begin in range(0, len(content), CHUNK):
+        yield content[begin : begin + CHUNK]
+    while content := file.read(CHUNK):
+        yield content
+
+
+def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    for chunk in _chunks(content, file):
+        yield decoder.decode(chunk).encode()
+
+
+def _sifted(chunks: Iterator[bytes]) -> Log:
+    """The head, the places of messages and the end. What was searched stays until what stands around it has come too."""
+    head, places, buffer, base, done, size = b"", list[_Piece](), b"", 0, 0, 0
+    for chunk in chain(chunks, (b"",)):
+        size += len(chunk)
+        head += chunk[: HEAD - len(head)]
+        buffer += chunk
+        until = size if not chunk else max(size - AFTER, done)
+        for hit in _hits(buffer.lower(), done - base, until - base):
+            begin, end = max(base + hit - BEFORE, base, places[-1].end if places else 0), base + hit + AFTER
+            if not places or base + hit + LONGEST > places[-1].end:
+                places.append(_Piece(begin, buffer[begin - base : end - base]))
+        del places[FIRST : FIRST + max(len(places) - MOST, 0)]
+        done = until
+        spare = max(len(buffer) - TAIL - BEFORE, 0)
+        buffer, base = buffer[spare:], base + spare
+    tail = buffer[-TAIL:]
+    return _joined([_Piece(0, head), *places, _Piece(size - len(tail), tail)], size)
+
+
+def _hits(text: bytes, begin: int, end: int) -> Iterator[int]:
+    """Where messages begin in [begin, end) of a text in small letters."""
+    found = set[int]()
+    for word in WORDS:
+        at = text.find(word, begin, end + len(word))
+        while 0 <= at < end:
+            found.add(at)
+            at = text.find(word, at + 1, end + len(word))
+    for at in sorted(found):
+        around = text[max(at - NEAR, 0) : at + NEAR]
+        if any(words.search(around) for words in _BEGIN):
+            yield at
+
+
+def _joined(pieces: list[_Piece], size: int) -> Log:
+    """The pieces in order, each byte once, with a line's end where something was left out."""
+    kept, end, left_out = list[bytes](), 0, 0
+    for piece in pieces:
+        if piece.end <= end:
+            continue
+        if piece.begin > end:
+            left_out += piece.begin - end
+            kept.append(b"\n")
+        kept.append(piece.content[max(end - piece.begin, 0) :])
+        end = piece.end
+    return Log(b"".join(kept), left_out + size - end)
