@@ -82,6 +82,73 @@ def test_the_same_phase_is_compared_where_both_have_it(phase: Phase) -> None:
     assert both.left_phase == both.right_phase
 
 
+def phased(**sizes: int) -> Footprint:
+    """A run whose phases reserve so much, in mebibytes."""
+    made = {phase: footprint({"parameters": size * MIB}, phase) for phase, size in sizes.items()}  # type: ignore[arg-type]
+    return Footprint(tuple(one.phases[0] for one in made.values()), "traced")
+
+
+NEEDS = {  # left, right -> the answer, the phase that explains it, what it takes on both sides
+    "its peak is in a phase that ties with the left's": (
+        phased(first_step=470, step=470), phased(first_step=470, step=20_684), "more", "step", (470, 20_684),
+    ),
+    "its peak is in a phase that is small on the left": (
+        phased(load=1, step=100, eval=30), phased(load=90, step=100, eval=200), "more", "eval", (30, 200),
+    ),
+    "of several phases the one that differs most": (
+        phased(first_step=100, step=90), phased(first_step=120, step=118), "more", "step", (90, 118),
+    ),
+    "a phase that grew beneath the peak is no need": (
+        phased(step=100, eval=10), phased(step=100, eval=60), "agrees", "step", (100, 100),
+    ),
+    "less where the left's peak is gone": (
+        phased(first_step=50, step=400), phased(first_step=50, step=50), "less", "step", (400, 50),
+    ),
+    "one peak of the left is made up by another": (
+        phased(step=100, eval=50), phased(step=50, eval=100), "agrees", "step", (100, 50),
+    ),
+    "what a run need not go through is no need": (
+        phased(step=100, resume=10), phased(step=100, resume=300), "agrees", "step", (100, 100),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_what_the_whole_runs_need_is_judged(case: str) -> None:
+    left, right, agreement, phase, sizes = NEEDS[case]
+    found = compare(left, right)
+    assert (found.agreement, found.left_phase, found.right_phase) == (agreement, phase, phase)
+    assert (found.left, found.right) == tuple(size * MIB for size in sizes)
+    assert (found.left_need, found.right_need) == tuple(side.peak.levels.reserved for side in (left, right))
+    assert sum(row.difference for row in found.roles) == found.difference
+
+
+def view_of(left: Footprint, right: Footprint) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(compare_view("left", "right", compare(left, right)))
+    return out.getvalue()
+
+
+def test_every_phase_out_of_its_band_is_said() -> None:
+    left, right = phased(load=10, step=100, eval=30), phased(load=5, step=100, eval=80)
+    assert [row.agreement for row in compare(left, right).phases] == ["less", "agrees", "more"]
+    assert "out of their own band: load below, eval above" in " ".join(view_of(left, right).split())
+
+
+def test_a_peak_in_a_phase_of_the_right_alone_is_more() -> None:
+    left, right = phased(load=10, step=100), phased(load=10, step=100, save=400)
+    found = compare(left, right)
+    assert (found.agreement, found.left_phase, found.right_phase) == ("more", "step", "save")
+    assert "save against step" in view_of(left, right)
+    assert any("no phase of both tells the difference" in note for note in found.notes)
+
+
+def test_where_the_difference_is_made_has_its_own_sizes() -> None:
+    text = " ".join(view_of(phased(step=100, eval=30), phased(step=100, eval=200)).split())
+    assert "200 MiB reserved against 100 MiB: +100 MiB (+100.0%), the band is" in text
+    assert "at the worst instant of the eval: 200 MiB reserved against 30.0 MiB: +170 MiB (+566.7%)" in text
+
+
 # --- files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +196,14 @@ def test_the_term_that_explains_it_is_named(ran: Ran, files: dict[str, Path]) ->
     _, out, _ = ran("compare", files["tape"], files["more"])
     (line,) = (line for line in out.splitlines() if "layers.*.mlp: silu" in line)
     assert line.split()[-3:] == ["5.00", "6.00", "+1.00"]
+
+
+def test_names_of_files_cannot_steer_the_terminal(ran: Ran, files: dict[str, Path]) -> None:
+    evil = files["tape"].with_name("\x1b[2J\x9b.tape.gz")
+    evil.write_bytes(files["tape"].read_bytes())
+    for names in ((evil, files["more"]), (files["more"], evil), (evil, "missing\x1b")):
+        said = "".join(map(str, ran("compare", *names)))
+        assert "\N{REPLACEMENT CHARACTER}" in said and not set("\x1b\x9b") & set(said)
 
 
 def test_json_has_the_same(ran: Ran, files: dict[str, Path]) -> None:

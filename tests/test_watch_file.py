@@ -15,7 +15,11 @@ from memfit.tape import PHASES
 sizes = st.integers(0, 1 << 50)
 levels = st.builds(Levels, sizes, sizes, sizes, sizes)
 phases = st.sampled_from(PHASES)
-samples = st.builds(Sample, st.floats(0, 1e9), st.integers(0, 1 << 40), phases, levels, levels)
+steps = st.integers(0, 1 << 40)
+resident = st.builds(Levels, st.just(0), st.just(0), st.just(0), sizes)  # where tensors were not counted
+samples = st.builds(Sample, st.floats(0, 1e9), steps, phases, levels, levels) | st.builds(
+    Sample, st.floats(0, 1e9), steps, phases, resident, resident, st.just(False), st.integers(1, 1000)
+)
 footprints = st.builds(
     Footprint, st.tuples(st.builds(PhasePeak, phases, st.text(), levels, st.just(()))), st.just("formula")
 )
@@ -29,7 +33,7 @@ headers = st.builds(
 )
 holders = st.builds(Holder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
 leaks = st.builds(Leak, sizes, sizes, sizes, sizes, st.lists(holders, max_size=2).map(tuple))
-alarms = st.builds(Alarm, st.sampled_from(["card", "band", "leak"]), sizes, phases, sizes, sizes, st.text())
+alarms = st.builds(Alarm, st.sampled_from(["card", "band", "leak", "unsure"]), sizes, phases, sizes, sizes, st.text())
 shares = st.dictionaries(st.sampled_from(["parameters", "optimizer_states"]), sizes).map(lambda d: tuple(d.items()))
 watched = st.builds(
     Watched,
@@ -58,6 +62,15 @@ def test_the_last_of_several_runs_counts(first: Watched, second: Watched) -> Non
 
 HEAD = watch_file.line(Header("train.py", "cuda"))
 SAMPLE = watch_file.line(Sample(1.0, 1, "step", Levels(1, 2, 3, 4), Levels(1, 2, 3, 4)))
+
+
+def test_what_was_not_counted_is_absent() -> None:
+    now = Levels(0, 0, 0, 4)
+    text = watch_file.line(Sample(1.0, 1, "step", now, now, counted=False))
+    assert b'"now":{"device":4},"peak":{"device":4},"counted":false' in text
+    assert (
+        b"counted" not in SAMPLE and watch_file.loads(HEAD + SAMPLE).samples[0].counted
+    )  # as before there was such a key
 
 
 def test_every_noun_is_one_line() -> None:

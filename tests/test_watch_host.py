@@ -1,4 +1,5 @@
-"""Runs without a card: how often live tensors are counted, and what a slow leak needs to be seen."""
+"""Runs without a card: how often live tensors are counted, what a slow leak needs to be seen, and what is said where it was
+not looked often enough; and how often a run of very short steps is looked at."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.doubt import doubt
 from memfit.footprint import Levels
 from memfit.growth import Series
+from memfit.sample import Header, Sample
 from memfit.units import KIB, MIB
 from memfit.watcher import meters
 from memfit.watcher.census import live_tensors
+from memfit.watcher.handle import Watch
 from memfit.watcher.meters import AT_ONCE, RISING, SHARE, HostMeter
+from memfit.watcher.pace import FULL, MOST, Pace
+from memfit.watcher.pace import SHARE as SHARE_OF_LOOKS
+from memfit.watcher.recorder import Recorder
+from memfit.watcher.screens import Quiet
 
 STEP, COUNT = 0.02, 0.03  # seconds that a step and a count of live tensors take here
 HELD, RESIDENT = 10 * MIB, 300 * MIB
@@ -65,6 +73,106 @@ def test_counting_stays_within_its_time(
     for _ in range(5000):
         machine.step()
     assert machine.spent <= (meters.FIRST + 1) * COUNT + at_once + share * machine.now
+
+
+def test_what_was_not_counted_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 128 * KIB)
+    seen = [(machine.steps, *machine.step()) for _ in range(60)]
+    assert {counted for _, _, counted in seen} == {True, False}
+    for before, levels, counted in seen:
+        live = HELD + (before + 1) * machine.leak if counted else 0
+        assert (levels.requested, levels.allocated, levels.reserved) == (live,) * 3
+        assert levels.device > RESIDENT
+
+
+def test_the_first_look_of_every_phase_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 0)
+    log = Recorder(Header("run.py", "tensors"), None, (), Quiet())
+    with Watch(log, machine.meter, find_leaks=False, clock=lambda: machine.now) as watch:
+        for _ in range(6):
+            watch.step()
+            with watch.phase("eval"):
+                machine.now += STEP
+    counted = [(s.phase, s.step) for s in log.samples if s.counted]
+    assert counted == [("load", 0), ("first_step", 1), ("step", 1), ("eval", 1), ("step", 6)]
+    assert {levels.allocated for levels in log.peaks.values()} == {HELD}
+
+
+def test_counts_that_only_rise_are_followed_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where resident memory hides the leak: the process had room for it."""
+    quiet, leaks = (Machine(monkeypatch, leak) for leak in (0, MIB))
+    monkeypatch.setattr(meters, "resident_bytes", lambda: RESIDENT)
+    spent = []
+    for machine in (quiet, leaks):
+        monkeypatch.setattr(meters, "live_bytes", machine.count)
+        for _ in range(1000):
+            machine.step()
+        spent.append(machine.spent)
+    assert spent[1] > AT_ONCE > spent[0]
+
+
+def looked(counts: dict[int, int], resident: int, steps: int = 40, every: int = 0) -> tuple[Sample, ...]:
+    """A run whose tensors were counted at these steps; resident memory grew by so much."""
+    found = []
+    for step in range(1, steps + 1):
+        live = counts.get(step, HELD if every and step % every == 0 else 0)
+        now = Levels(live, live, live, RESIDENT + resident * step // steps)
+        found.append(Sample(step * STEP, step, "step" if step > 1 else "first_step", now, now, bool(live)))
+    return tuple(found)
+
+
+DOUBTS = {
+    "resident memory grew": (looked({2: HELD}, 20 * MIB), "tensors were counted once in 40 steps"),
+    "counts rose": (looked({2: HELD, 30: HELD + 5 * MIB}, 0), "they grew by 5.00 MiB from step 2 to 30"),
+    "neither grew": (looked({2: HELD, 30: HELD}, MIB), None),
+    "counts rose and fell": (looked({2: HELD, 20: HELD + 5 * MIB, 30: HELD + MIB}, 0), None),
+    "counts say it is no tensors": (looked(dict.fromkeys((2, 10, 20, 30), HELD), 20 * MIB), None),
+    "counted at every step": (looked({}, 20 * MIB, every=1), None),
+    "too short for any test": (looked({2: HELD}, 20 * MIB, steps=12), None),
+    "no step": (looked({}, 20 * MIB, steps=1), None),
+}
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_what_was_looked_at_too_seldom_is_said(case: str) -> None:
+    samples, text = DOUBTS[case]
+    alarm = doubt(samples)
+    assert (alarm is None) == (text is None)
+    if alarm is not None and text is not None:
+        assert alarm.kind == "unsure" and text in alarm.text and "count_every=1" in alarm.text
+
+
+LOOK = 0.0001  # seconds of one look
+
+
+def looks(step: float, steps: int) -> tuple[int, int]:
+    """(looks, steps between the last two) of a run by a clock of its own."""
+    now, taken = 0.0, 0
+    pace = Pace(lambda: now)
+    for _ in range(steps):
+        now += step
+        if pace.due():
+            taken += 1
+            now += LOOK
+            pace.looked()
+    return taken, pace.every
+
+
+@pytest.mark.parametrize(("step", "every"), [(0.02, 1), (0.0101, 1), (0.0006, 17), (1e-7, MOST)])
+def test_short_steps_are_looked_at_less_often(step: float, every: int) -> None:
+    taken, between = looks(step, 20_000)
+    assert between == every
+    assert taken * LOOK <= FULL * LOOK + 1.01 * SHARE_OF_LOOKS * max(step, LOOK / SHARE_OF_LOOKS / MOST) * 20_000
+    assert looks(step, FULL)[0] == FULL
+
+
+def test_a_search_looks_at_every_step() -> None:
+    pace = Pace(lambda: 0.0)
+    for _ in range(2 * FULL):
+        if pace.due():
+            pace.looked()
+    assert pace.every > 1
+    assert [pace.due(always=True) for _ in range(5)] == [True] * 5
 
 
 def test_every_kind_of_tensor_is_alive_until_it_is_gone() -> None:

@@ -76,6 +76,38 @@ def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> No
     assert watch.wait(30) == 42
 
 
+@pytest.mark.parametrize("content", ["import os\n", '{"hello": 1}\n', "hello"])
+@pytest.mark.parametrize("way", ["outside", "inside"])
+def test_nothing_is_appended_to_what_is_no_log(ran: Ran, tmp_path: Path, content: str, way: str) -> None:
+    file, ran_too = tmp_path / "train.py", tmp_path / "ran"
+    file.write_text(content)
+    if way == "outside":
+        command = python(f"open({str(ran_too)!r}, 'w')")
+        code, _, err = ran("watch", "--measure", "rss", "--log", file, "--to", "prometheus:seven", "--", *command)
+        assert code == 2 and f"{file} is no log of memfit watch" in " ".join(err.split()) and "hint: " in err
+    else:
+        with pytest.raises(BadInput, match="is no log of memfit watch"):
+            Recorder(Header("x", "rss"), file, (), Quiet())
+    assert file.read_text() == content and not ran_too.exists()
+
+
+def test_a_log_is_continued_and_an_empty_file_begun(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.touch()
+    for _ in range(2):
+        Recorder(Header("x", "rss"), file, (), Quiet()).close()
+    assert len(list(watch_file.runs_of(file.read_bytes()))) == 2
+
+
+@pytest.mark.parametrize("content", ["hello\n\n", "", '{"type":"sample"}\n'])
+def test_a_log_that_cannot_be_read_is_named(ran: Ran, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "bad\x1b.jsonl"
+    file.write_text(content)
+    code, out, err = ran("watch", file)
+    assert (code, out) == (2, "")
+    assert "bad\N{REPLACEMENT CHARACTER}.jsonl: " in err and "\x1b" not in err and "hint: " in err
+
+
 def test_output_goes_through_a_relay_line_by_line(tmp_path: Path) -> None:
     lines: list[str] = []
     recorder = Recorder(Header("x", "rss"), None, (), Quiet())

@@ -138,4 +138,6 @@ def test_only_the_level_that_is_known_from_outside() -> None:
     from memfit.watcher.sinks import _series
 
     assert dict(_series(Header("x", "nvml"), SAMPLE)) == {"device_now": 4, "device_peak": 8}
+    seldom = Sample(1.0, 7, "step", Levels(0, 0, 0, 4), Levels(0, 0, 0, 8), counted=False)
+    assert dict(_series(Header("x", "tensors"), seldom)) == {"device_now": 4, "device_peak": 8}
     assert set(SINKS) == {"tensorboard", "wandb", "prometheus"}

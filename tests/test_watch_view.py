@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -68,6 +69,30 @@ def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
 def test_small_runs_are_told_in_mebibytes() -> None:
     lines = drawn(closing_view(run("cuda", MIB * 10)), 100)
     assert any(line.startswith("peak, MiB") for line in lines)
+
+
+def test_tensors_that_were_never_counted_have_no_size() -> None:
+    seen = replace(run("tensors"), alarms=(), leaks=())
+    last = replace(seen.samples[-1], now=Levels(0, 0, 0, 5), peak=Levels(0, 0, 0, 21 * GIB), counted=False, every=17)
+    lines = drawn(closing_view(replace(seen, samples=(*seen.samples[:-1], last))), 120)
+    (row,) = (line.split() for line in lines if line.startswith("step"))
+    assert row == ["step", "-", "21.00"]
+    assert "tensors counted at 2 of 3 looks" in lines and any(
+        line.startswith("looked at every 17 steps") for line in lines
+    )
+    assert not any("looks" in line for line in drawn(closing_view(run("tensors")), 120))
+
+
+def test_a_log_cannot_steer_the_terminal() -> None:
+    evil = "\x1b[2J\x9b2J\r"
+    seen = run()
+    header = replace(seen.header, name=evil, card=evil)
+    holder = Holder("container", evil, evil, evil, 1, 1)
+    alarm = Alarm("card", 2, "step", 1, 1, evil)
+    watched = Watched(header, seen.samples, (alarm,), (Leak(1, 2, 3, 4, (holder,)),))
+    for view in (closing_view(watched), live_view(status_of(watched))):
+        text = "".join(drawn(view, 200, terminal=False))
+        assert "\N{REPLACEMENT CHARACTER}[2J" in text and not set("\x1b\x9b\r") & set(text)
 
 
 def test_a_leak_says_who_and_what_to_do() -> None:

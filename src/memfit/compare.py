@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,11 +23,12 @@ OUTSIDE: tuple[Role, ...] = ("context",)  # what lies on the card beside what is
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One phase on both sides; None: that side has none."""
+    """One phase on both sides; None: that side has none. `agreement`: by the phase's own band, where both have it."""
 
     phase: Phase
     left: Levels | None
     right: Levels | None
+    agreement: Agreement | None = None
 
 
 class _Sides:
@@ -63,11 +64,13 @@ class Term(_Sides):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(_Sides):
-    """Right against left at the worst instant of `left_phase` and `right_phase`; sizes in bytes.
+    """Right against left; sizes in bytes.
 
-    `difference` is right - left of `level`: what is reserved (the device level where a side was seen from outside), or what
-    tensors take (what is resident) where both ran without a card; `band` is what left may be off. The differences of
-    `roles` sum to `difference`, NCCL's buffers aside, which are not reserved.
+    `agreement` holds what the whole runs need against each other, `right_need` against `left_need`: the largest of each
+    side, of `level`: what is reserved (the device level where a side was seen from outside), or what tensors take (what is
+    resident) where both ran without a card. `band` is what left may be off. `left` and `right` are the worst instants of
+    `left_phase` and `right_phase`, where the difference is explained: those of `roles` sum to `difference`, NCCL's buffers
+    aside, which are not reserved.
     """
 
     phases: tuple[PhaseRow, ...]
@@ -76,6 +79,8 @@ class Comparison(_Sides):
     level: Level
     left: int
     right: int
+    left_need: int
+    right_need: int
     band: int
     agreement: Agreement
     roles: tuple[RoleRow, ...]
@@ -85,44 +90,68 @@ class Comparison(_Sides):
 
 def compare(left: Footprint, right: Footprint) -> Comparison:
     """Hold `right` (measured, say) against `left` (predicted, say)."""
-    a, b, notes = _instants(left, right)
-    level: Level = "reserved" if a.levels.reserved and b.levels.reserved else "device"
-    mine, theirs = (int(getattr(peak.levels, level)) for peak in (a, b))
-    band = int(mine * BAND_SHARE)
-    agreement: Agreement = "agrees" if abs(theirs - mine) <= band else "more" if theirs > mine else "less"
+    level: Level = "reserved" if left.peak.levels.reserved and right.peak.levels.reserved else "device"
+    size = _size_of(level)
+    need, needed = (max(map(size, side.needed)) for side in (left, right))
+    a, b, notes = _instants(left, right, size)
     left_out = OUTSIDE if level == "reserved" else ()
-    groups = _groups(a, b, left_out)
-    rows = [RoleRow(group, _sum(a, group), _sum(b, group)) for group in groups]
+    rows = [RoleRow(group, _sum(a, group), _sum(b, group)) for group in _groups(a, b, left_out)]
     rows = sorted((row for row in rows if row.left or row.right), key=lambda row: -abs(row.difference))
-    least = int(max(mine, theirs) * TELLING)
+    least = int(max(size(a), size(b)) * TELLING)
     notes += _lump(a, b, rows, least)
     called = CARDLESS[level] if cardless(left) and cardless(right) else level
     return Comparison(
-        _phases(left, right), a.phase, b.phase, called, mine, theirs, band, agreement, tuple(rows),
-        _terms(a, b, rows, least), tuple(notes),
+        _phases(left, right, size), a.phase, b.phase, called, size(a), size(b), need, needed,
+        int(need * BAND_SHARE), _agreement(need, needed), tuple(rows), _terms(a, b, rows, least), tuple(notes),
     )  # fmt: skip
 
 
-def _instants(left: Footprint, right: Footprint) -> tuple[PhasePeak, PhasePeak, list[str]]:
-    """The phases that are held against each other: the one that reserves most on the left, where both have it."""
-    peak, other = left.peak, right.peak
+def _size_of(level: Level) -> Callable[[PhasePeak], int]:
+    return lambda peak: int(getattr(peak.levels, level))
+
+
+def _agreement(left: int, right: int) -> Agreement:
+    if abs(right - left) <= int(left * BAND_SHARE):
+        return "agrees"
+    return "more" if right > left else "less"
+
+
+def _instants(
+    left: Footprint, right: Footprint, size: Callable[[PhasePeak], int]
+) -> tuple[PhasePeak, PhasePeak, list[str]]:
+    """The phases that are held against each other: of those that make one side need more than the other, the one that
+    differs most; where the runs agree, the one that needs most on the left. Without such a one on both sides, the peaks."""
+    peak, other = (max(side.needed, key=size) for side in (left, right))
+    told = _agreement(size(peak), size(other))
     if len(left.phases) > 1 and len(right.phases) > 1:
-        same = [p for p in right.phases if p.phase == peak.phase]
-        if same:
-            return peak, same[0], []
+        theirs = {p.phase: p for p in right.needed}
+        pairs = [(p, theirs[p.phase]) for p in left.needed if p.phase in theirs]
+        makes: dict[Agreement, Callable[[PhasePeak, PhasePeak], bool]] = {
+            "agrees": lambda a, _: a is peak,
+            "more": lambda _, b: _agreement(size(peak), size(b)) == "more",
+            "less": lambda a, _: _agreement(size(a), size(other)) == "less",
+        }
+        pairs = [pair for pair in pairs if makes[told](*pair)]
+        if pairs:
+            return *max(pairs, key=lambda pair: abs(size(pair[1]) - size(pair[0]))), []
     if peak.phase == other.phase:
         return peak, other, []
-    return peak, other, [f"no phase in common: the peaks of {_named(peak)} and {_named(other)} are compared"]
+    note = f"the peaks of {_named(peak)} and {_named(other)} are compared: no phase of both tells the difference"
+    return peak, other, [note]
 
 
 def _named(peak: PhasePeak) -> str:
     return f"{peak.phase.replace('_', ' ')} ({peak.instant})"
 
 
-def _phases(left: Footprint, right: Footprint) -> tuple[PhaseRow, ...]:
-    mine = {p.phase: p.levels for p in left.phases}
-    theirs = {p.phase: p.levels for p in right.phases}
-    return tuple(PhaseRow(phase, mine.get(phase), theirs.get(phase)) for phase in dict.fromkeys((*mine, *theirs)))
+def _phases(left: Footprint, right: Footprint, size: Callable[[PhasePeak], int]) -> tuple[PhaseRow, ...]:
+    mine, theirs = ({p.phase: p for p in side.phases} for side in (left, right))
+    rows = []
+    for phase in dict.fromkeys((*mine, *theirs)):
+        a, b = mine.get(phase), theirs.get(phase)
+        told = _agreement(size(a), size(b)) if a and b else None
+        rows.append(PhaseRow(phase, a.levels if a else None, b.levels if b else None, told))
+    return tuple(rows)
 
 
 def _groups(a: PhasePeak, b: PhasePeak, left_out: Iterable[Role]) -> tuple[tuple[Role, ...], ...]:

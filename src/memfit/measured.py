@@ -43,7 +43,8 @@ def highest(a: Levels, b: Levels) -> Levels:
 
 
 def timeline_of(watched: Watched) -> Timeline:
-    """One span per stretch of a phase; `first` and `at` index the samples."""
+    """One span per stretch of a phase; `first` and `at` index the samples. Without a card the levels of tensors are 0 in a
+    stretch in which they were never counted."""
     spans: list[Span] = []
     first = at = 0
     peak = Levels(0, 0, 0, 0)
@@ -74,7 +75,7 @@ def _instant(watched: Watched, index: int) -> str:
 def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
     """Parameters are there in every phase, optimizer states from the second step on; the rest is one line."""
     facts = METERS[watched.header.meter]
-    if not facts.roles:
+    if not facts.roles or (facts.compared is None and not peak.allocated):  # seen from outside, or never counted
         return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))
     sure = {"parameters"} if phase in ("load", "first_step") else {"parameters", "optimizer_states"}
     lines = [Line(role, role.replace("_", " "), size) for role, size in watched.shares if role in sure]

@@ -46,7 +46,8 @@ class Sample:
     """One look: bytes at this instant (`now`), and the highest of each level since the look before (`peak`).
 
     `step` counts finished optimizer steps, `phase` is what the run did since the look before. `peak.device` is the
-    highest that was seen, at most one second old: the driver keeps no maximum.
+    highest that was seen, at most one second old: the driver keeps no maximum. Where tensors were not `counted` only
+    `device` was read: the other levels are 0 here and absent from the log.
     """
 
     seconds: float  # since the watch began
@@ -54,6 +55,8 @@ class Sample:
     phase: Phase
     now: Levels
     peak: Levels
+    counted: bool = True
+    every: int = 1  # a look at every so many steps: more than one where steps are very short
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,12 @@ class Leak:
     unit: Literal["step", "run"] = "step"
 
 
-AlarmKind = Literal["card", "band", "leak"]
+AlarmKind = Literal["card", "band", "leak", "unsure"]
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something to look at now: the card is nearly full, the prediction is left, or memory leaks."""
+    """Something to look at now: the card is nearly full, the prediction is left, memory leaks, or nobody can say whether it does."""
 
     kind: AlarmKind
     step: int

@@ -26,8 +26,10 @@ class CompareDoc(Struct, frozen=True, kw_only=True):
     left: int
     right: int
     difference: int
+    left_need: Annotated[int, Meta(description="bytes of the whole run, not of left_phase alone")] = 0
+    right_need: Annotated[int, Meta(description="bytes of the whole run, not of right_phase alone")] = 0
     band: Annotated[int, Meta(description="bytes that left may be off")]
-    agreement: Agreement
+    agreement: Annotated[Agreement, Meta(description="right_need against left_need")]
     phases: tuple[PhaseRow, ...]
     roles: tuple[RoleRow, ...]
     terms: tuple[Term, ...]

@@ -20,6 +20,8 @@ HINT = "give a file written by memfit watch or memfit.watch(...)"
 Shares = tuple[tuple[Role, int], ...]
 KINDS: dict[str, Any] = {"run": Header, "sample": Sample, "alarm": Alarm, "leak": Leak, "shares": Shares}
 _NAME_OF = {Header: "run", Sample: "sample", Alarm: "alarm", Leak: "leak"}
+USUAL = {"counted": True, "every": 1}  # left out of samples
+UNCOUNTED = {"requested": 0, "allocated": 0, "reserved": 0}  # what a sample without counted tensors leaves out
 _ENCODE = msgspec.json.Encoder().encode
 
 
@@ -27,7 +29,12 @@ def line(noun: Header | Sample | Alarm | Leak) -> bytes:
     """One noun as one line, its end included."""
     kind = _NAME_OF[type(noun)]
     head = {"schema": SCHEMA, "type": kind} if kind == "run" else {"type": kind}
-    return _ENCODE(head | msgspec.to_builtins(noun)) + b"\n"
+    plain = msgspec.to_builtins(noun)
+    if isinstance(noun, Sample):
+        plain = {key: value for key, value in plain.items() if value != USUAL.get(key)}
+        if not noun.counted:
+            plain |= {when: {"device": plain[when]["device"]} for when in ("now", "peak")}
+    return _ENCODE(head | plain) + b"\n"
 
 
 def shares_line(shares: Shares) -> bytes:
@@ -80,6 +87,8 @@ def _noun(text: bytes, number: int, last: bool) -> Any:
         return None
     if kind == "run" and data.pop("schema", None) != SCHEMA:
         raise Unsupported(f"line {number} is not of schema {SCHEMA}", hint="pip install --upgrade memfit")
+    if kind == "sample" and data.get("counted") is False:
+        data |= {when: UNCOUNTED | data[when] for when in ("now", "peak") if isinstance(data.get(when), dict)}
     try:
         plain = list(data.get("roles", {}).items()) if kind == "shares" else data
         return msgspec.convert(plain, KINDS[kind], strict=True)

@@ -53,7 +53,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     from memfit.watcher.outside import program_of
     from memfit.watcher.outside import run as run_child
     from memfit.watcher.processes import outside_meter
-    from memfit.watcher.recorder import Recorder
+    from memfit.watcher.recorder import Recorder, check_log
     from memfit.watcher.sinks import open_sinks
 
     every = 1.0 if flags["every"] is None else flags["every"]
@@ -63,6 +63,8 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     if measure not in MEASURES:
         raise BadInput(f"--measure cannot be '{measure[:40]}'", hint=f"choose one of {', '.join(MEASURES)}")
     program_of(command)  # before a log of nothing is begun
+    log = Path(flags["log"] or LOG)
+    check_log(log)  # before anything is: sinks open files and ports
     predicted = footprints.of(flags["predicted"])
     meter, told = outside_meter(measure)
     if told:
@@ -70,7 +72,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     header = _header(command, meter, predicted)
     sinks = open_sinks((part.strip() for part in (flags["to"] or "").split(",") if part.strip()), header)
     screen, relay = _screen(flags)
-    recorder = Recorder(header, Path(flags["log"] or LOG), sinks, screen)
+    recorder = Recorder(header, log, sinks, screen)
     code, watched = run_child(command, recorder, meter, every, relay)
     if flags["json"]:
         from memfit.watch_doc import watched_doc
@@ -105,7 +107,6 @@ def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
 
 def _show_log(path: Path, flags: dict[str, Any]) -> int:
     """The log as it is; in a terminal as it grows."""
-    from memfit import watch_file
     from memfit.report.watching import closing_view
 
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
@@ -113,7 +114,7 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
         raise BadInput(f"{given[0]} is for a command that is started", hint="memfit watch -- python train.py")
     if sys.stdout.isatty() and not flags["json"]:
         return _follow(path)
-    watched = watch_file.loads(_content(path))
+    watched = _read(path)
     if flags["json"]:
         from memfit.watch_doc import watched_doc
 
@@ -123,18 +124,26 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     return EXIT_FITS
 
 
-def _content(path: Path) -> bytes:
+def _read(path: Path) -> Watched:
+    """The last run in a log."""
+    from memfit import recipe_file, watch_file
+
     try:
-        return path.read_bytes()
+        return watch_file.loads(path.read_bytes())
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
+    except BadInput as error:
+        raise recipe_file.in_file(error, path) from None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0  # what is none is told by reading it
 
 
 def _follow(path: Path) -> int:
     """The live view of a log, until Ctrl-C; the file is read again when it has grown."""
     import time
 
-    from memfit import watch_file
     from memfit.report.watching import live_view, status_of
     from memfit.watcher.screens import REFRESH
 
@@ -143,10 +152,8 @@ def _follow(path: Path) -> int:
 
     with Live(console=terminal.console(sys.stdout), auto_refresh=False) as live:
         while True:
-            content = _content(path)
-            if len(content) != size:
-                size = len(content)
-                watched: Watched = watch_file.loads(content)
+            if (found := _size(path)) != size:
+                size, watched = found, _read(path)
                 view = live_view(status_of(watched)) if watched.samples else None
                 if view is not None:
                     live.update(view, refresh=True)

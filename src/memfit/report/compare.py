@@ -18,6 +18,7 @@ WORDS: dict[Agreement, tuple[str, str]] = {
     "more": ("MORE THAN EXPECTED", "bold red"),
     "less": ("LESS THAN EXPECTED", "bold yellow"),
 }
+OUTSIDE: dict[Agreement | None, str] = {"more": "above", "less": "below"}
 
 SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and how bytes of it are called
     "reserved": ("reserved", "reserved"), "device": ("device", "device"), "tensors": ("reserved", "of tensors"), "resident": ("device", "resident"),
@@ -26,10 +27,10 @@ SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and how bytes of i
 
 def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str] = ()) -> Group:
     """The whole answer of `memfit compare`."""
-    unit = shared_unit(max(found.left, found.right))
+    unit = shared_unit(max(found.left_need, found.right_need))
     words, style = WORDS[found.agreement]
     parts: list[RenderableType] = [text(f"{right} against {left}", "bold"), ""]
-    parts += [hanging(Text(words, style), [_said(found), _where(found)]), ""]
+    parts += [hanging(Text(words, style), list(filter(None, (_said(found), _where(found), _outside(found))))), ""]
     parts += [_phases(found, unit), "", _roles(found, unit)]
     if found.terms:
         parts += ["", _terms(found, unit)]
@@ -41,15 +42,27 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
 
 
 def _said(found: Comparison) -> str:
-    share = f" ({found.difference / found.left:+.1%})" if found.left else ""
-    how = f"{human(found.right)} {SHOWN[found.level][1]} against {human(found.left)}"
-    return f"{how}: {_signed(found.difference)}{share}, the band is ±{human(found.band)}"
+    return f"{_against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
+
+
+def _against(found: Comparison, left: int, right: int) -> str:
+    share = f" ({(right - left) / left:+.1%})" if left else ""
+    return f"{human(right)} {SHOWN[found.level][1]} against {human(left)}: {_signed(right - left)}{share}"
 
 
 def _where(found: Comparison) -> str:
+    """Where the sizes are from; where they are not what the whole runs need, what they are."""
+    same = (found.left, found.right) == (found.left_need, found.right_need)
+    sizes = "" if same else f": {_against(found, found.left, found.right)}"
     if found.left_phase == found.right_phase:
-        return f"at the worst instant of the {phase_title(found.left_phase)}"
-    return f"{phase_title(found.left_phase)} against {phase_title(found.right_phase)}"
+        return f"at the worst instant of the {phase_title(found.left_phase)}{sizes}"
+    return f"{phase_title(found.right_phase)} against {phase_title(found.left_phase)}{sizes}"
+
+
+def _outside(found: Comparison) -> str:
+    """The phases that leave the band of their own."""
+    rows = [f"{phase_title(row.phase)} {OUTSIDE[row.agreement]}" for row in found.phases if row.agreement in OUTSIDE]
+    return f"out of their own band: {', '.join(rows)}" if rows else ""
 
 
 def _signed(size: int) -> str:

@@ -82,8 +82,17 @@ def closing_view(watched: Watched) -> Group:
     meter = METERS[header.meter]
     unused = "; not held against the prediction, which is of a card" if header.predicted and not meter.compared else ""
     parts.append(text(f"measured: {meter.title}{unused}", DIM))
+    parts += [text(line, DIM) for line in _seldom(watched)]
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
     return Group(*parts)
+
+
+def _seldom(watched: Watched) -> list[str]:
+    """How often it was looked, where that was not at every step."""
+    samples = watched.samples
+    counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
+    lines = [f"tensors counted at {counted:,} of {len(samples):,} looks"] if counted < len(samples) else []
+    return lines + [f"looked at every {every:,} steps: they are shorter than 100 looks"] * (every > 1)
 
 
 def _counted(steps: int) -> str:
@@ -114,7 +123,8 @@ def _row(
     mark = "" if current is None else "▶ " if phase == current else "  "
     title = phase_title(phase) if facts.roles else "run"
     row: list[Text | str] = [Text(f"{mark}{title}", "bold" if phase == current else "")]
-    row += [in_unit(levels.allocated, unit)] if facts.roles else []
+    if facts.roles:  # without a card tensors are counted now and then
+        row.append(in_unit(levels.allocated, unit) if facts.compared or levels.allocated else "-")
     row += [in_unit(levels.reserved, unit)] if facts.compared == "reserved" else []
     row.append(in_unit(levels.device, unit))
     if band is None:
@@ -137,7 +147,7 @@ def _warnings(alarms: Iterable[Alarm], leaks: Iterable[Leak]) -> list[Text]:
 def alarm_line(alarm: Alarm) -> str:
     """One warning as one line."""
     where = f" ({phase_title(alarm.phase)}, step {alarm.step:,})" if alarm.step else ""
-    return f"warning: {alarm.text}{where}"
+    return visible(f"warning: {alarm.text}{where}")
 
 
 def leak_lines(leak: Leak) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class Experiments:
 
     def __init__(self) -> None:
         self.starts: list[int] = []  # bytes alive when each began, its own model and optimizer left out
+        self._told: set[tuple[str, str]] = set()  # (name, place) of holders
         self._last: list[weakref.ref[Tensor]] = []  # alive when the last watch ended
         self._before: list[weakref.ref[Tensor]] = []  # when the one before it ended
 
@@ -40,9 +41,13 @@ class Experiments:
         if not self._rising(floor):
             return None
         holders = named(without(alive(self._last), [*own, *alive(self._before)]), Roots(), 1)
+        fresh = {(h.name, h.place) for h in holders} - self._told
+        self._told |= fresh
+        if not fresh:
+            return None
         gained = self.starts[-1] - self.starts[-1 - RISES]
         number = len(self.starts)
-        return Leak(gained // RISES, number - RISES, number, gained, holders, "run") if holders else None
+        return Leak(gained // RISES, number - RISES, number, gained, holders, "run")
 
     def end(self) -> None:
         """A watch ends."""

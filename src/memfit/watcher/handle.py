@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from memfit import measured
+from memfit.doubt import doubt
 from memfit.footprint import Footprint
 from memfit.growth import Growth, Series
 from memfit.replay import Timeline
-from memfit.sample import Holder, Leak, Sample
+from memfit.sample import Alarm, Holder, Leak, Sample
 from memfit.tape import PHASES, Phase, Role
+from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS
 from memfit.watcher.hunt import Hunt
 from memfit.watcher.meters import Meter, Reading
+from memfit.watcher.pace import Pace
 from memfit.watcher.recorder import Recorder
 
 EXPLAINED = 0.2  # of a growth: names that keep less than this of it do not explain it
@@ -36,12 +39,14 @@ class Watch:
 
     def __init__(
         self, recorder: Recorder, meter: Meter, model: Any = None, optimizer: Any = None, *,
-        find_leaks: bool = True, clock: Callable[[], float] = time.monotonic,
+        find_leaks: bool = True, paced: bool = True, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.recorder, self.meter, self.model, self.clock = recorder, meter, model, clock
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.done = 0  # optimizer steps
         self._phase: Phase = "load"
+        self._pace = Pace(clock)
+        self._paced = paced  # else a look at every step, however short
         self._began = clock()
         self._series = Series() if find_leaks else None
         self._hunt: Hunt | None = None
@@ -95,6 +100,7 @@ class Watch:
             hook.remove()
         self._sample(self._phase, always=True)
         if self._series is not None:
+            self._doubt()
             THIS_PROCESS.end()
         self.recorder.close()
 
@@ -142,6 +148,8 @@ class Watch:
     def _stepped(self) -> None:
         self.train()
         self.done += 1
+        if not self._pace.due(always=self._hunt is not None or not self._paced):
+            return
         phase: Phase = "first_step" if self.done == 1 else "step"
         reading = self._sample(phase)
         self._phase = "step"
@@ -149,10 +157,14 @@ class Watch:
             self.recorder.share(self._shares())
         if self._series is not None:
             self._look_for_leaks(self._series, reading)
+        self._pace.looked()
 
     def _sample(self, phase: Phase, always: bool = False) -> Reading:
-        reading = self.meter.read(always)
-        self.recorder.add(Sample(self.clock() - self._began, self.done, phase, reading.now, reading.peak))
+        """A look; tensors are counted at the first one of each phase."""
+        reading = self.meter.read(always or phase not in self.recorder.peaks)
+        seconds = self.clock() - self._began
+        every = self._pace.every if self._paced else 1
+        self.recorder.add(Sample(seconds, self.done, phase, reading.now, reading.peak, reading.counted, every))
         return reading
 
     def _look_for_leaks(self, series: Series, reading: Reading) -> None:
@@ -178,6 +190,18 @@ class Watch:
             found = Leak(int(growth.per_step), growth.since, growth.until, growth.bytes, holders)
             self.recorder.leak(found, "step")
 
+    def _doubt(self) -> None:
+        """Memory that grew when the run ended before anybody could say why."""
+        growth = self._growth
+        if self._hunt is not None:
+            span = f"steps {growth.since:,} to {growth.until:,}"
+            text = f"live memory grew by {human(int(growth.per_step))} per step over {span}; the run ended before it was known who holds it"
+            self.recorder.alarm(Alarm("unsure", self.done, "step", growth.bytes, 0, text))
+        elif self.meter.name == "tensors" and not self.leaks:
+            alarm = doubt(self.recorder.samples)
+            if alarm is not None:
+                self.recorder.alarm(alarm)
+
     def _between_experiments(self, first: Reading) -> None:
         if self._series is None:
             return
@@ -186,7 +210,7 @@ class Watch:
         readings = [first]
 
         def live() -> int:
-            reading = readings.pop() if readings else self.meter.read()
+            reading = readings.pop() if readings else self.meter.read(always=True)
             return reading.now.allocated - mine
 
         leak = THIS_PROCESS.begin(live, own)

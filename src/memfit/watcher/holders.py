@@ -29,14 +29,13 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Found]:
     """Number of a thing -> the name that keeps it alive, by the shortest way; without those that no name leads to."""
     level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
     found: dict[int, Found] = {}
-    seen = {id(things), id(level), *(id(link.node) for link in level)}
+    seen = {id(link.node): set(link.origins) for link in level}
     for _ in range(DEEPEST):
         open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
         if not open_links:
             break
         below = {id(link.node): link for link in open_links}
-        seen |= {id(open_links), id(below)}
-        level = list(_above(below, seen))
+        level = list(_above(below, seen, things))
     return found
 
 
@@ -69,17 +68,19 @@ def _short(path: str) -> str:
     return re.sub(r"\._(?:parameters|modules|buffers)\['(\w+)'\]", r".\1", head) + item
 
 
-def _above(below: dict[int, Link], seen: set[int]) -> Iterable[Link]:
-    """What refers to these objects, each with the way down."""
+def _above(below: dict[int, Link], seen: dict[int, set[int]], things: Sequence[Any]) -> Iterable[Link]:
+    """What refers to these objects, each with the way down. An object that was met before is met again by what leads to it
+    only now: an optimizer's states are keyed by parameters, which lead to it sooner than the states do."""
     nodes = [link.node for link in below.values()]
-    seen.add(id(nodes))
     for above in gc.get_referrers(*nodes):
-        if id(above) in seen or isinstance(above, FrameType | Link):
+        if above is nodes or above is things or isinstance(above, FrameType | Link):
             continue
-        seen.add(id(above))
+        known = seen.setdefault(id(above), set())
         children = [below[id(child)] for child in gc.get_referents(above) if id(child) in below]
+        children = [child for child in children if not child.origins <= known]
         if children:
-            origins = set().union(*(child.origins for child in children))
+            origins = set().union(*(child.origins for child in children)) - known
+            known |= origins
             yield Link(above, _way(above, children[0]), origins)
 
 

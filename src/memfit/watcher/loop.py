@@ -20,7 +20,7 @@ from memfit import footprints
 from memfit.sample import Header
 from memfit.watcher.handle import Watch
 from memfit.watcher.meters import meter_for
-from memfit.watcher.recorder import Recorder, Screen
+from memfit.watcher.recorder import Recorder, Screen, check_log
 from memfit.watcher.screens import screen_for
 from memfit.watcher.sinks import open_sinks
 
@@ -49,7 +49,8 @@ def watch(
     memfit estimate, log of another watch) to hold the run against. log: JSON lines are appended here; None: nowhere.
     to: sinks besides, "tensorboard:runs/a", "wandb", "prometheus:9400". live: a view in the terminal instead of lines.
     reset_peaks: give every step a peak of its own by torch.cuda.reset_peak_memory_stats. count_every: on a run without a
-    card, count live tensors every so many steps instead of when there is time. screen: shows the run instead. Raises MemfitError for bad arguments.
+    card, count live tensors every so many steps instead of when there is time; every step is looked at, however short.
+    screen: shows the run instead. Raises MemfitError for bad arguments.
     """
     meter = meter_for(model, reset_peaks, count_every)
     header = Header(
@@ -57,9 +58,10 @@ def watch(
         started=datetime.now(UTC).isoformat(timespec="seconds"), torch=torch.__version__.partition("+")[0],
         predicted=footprints.of(predicted),
     )  # fmt: skip
-    sinks = open_sinks(to, header)
-    recorder = Recorder(header, _of_rank(log), sinks, screen or screen_for(live, quiet))
-    return Watch(recorder, meter, model, optimizer, find_leaks=find_leaks)
+    path = _of_rank(log)
+    check_log(path)  # before sinks open files and ports
+    recorder = Recorder(header, path, open_sinks(to, header), screen or screen_for(live, quiet))
+    return Watch(recorder, meter, model, optimizer, find_leaks=find_leaks, paced=count_every is None)
 
 
 def _of_rank(log: str | os.PathLike[str] | None) -> Path | None:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from memfit.footprint import Levels
-from memfit.growth import Series
+from memfit.growth import FIRST_LOOK, FLOOR, Series
 from memfit.sample import MeterName
 from memfit.watcher.census import live_bytes
 
 DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters
 SHARE = 0.005  # of the run's time that counting live tensors on the host may take
-RISING = 0.02  # of it, once resident memory has grown beyond noise
+EARLY = 0.01  # of it until they were counted as often as a test for leaks needs
+RISING = 0.02  # of it, once resident memory has grown beyond noise, or counts only rise
+RISES = 4  # counts that rose one after the other
 AT_ONCE = 2.0  # seconds that may be taken besides, from then on
 FIRST = 2  # readings: loading, the first step
 STATM = Path("/proc/self/statm")
 
 
 class Reading(NamedTuple):
-    """Bytes now, and the highest since the last reading. `counted`: `now.allocated` is of this instant."""
+    """Bytes now, and the highest since the last reading. Not `counted`: only `device` was read, the other levels are 0."""
 
     now: Levels
     peak: Levels
@@ -79,9 +82,9 @@ class HostMeter:
     """A run without a card: `reserved` too are the bytes of live tensors, `device` what the process has resident.
 
     Tensors are counted at the first readings and where one must be exact (`always`), else when that has taken less than
-    SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to read: once it has
-    grown as a leak does, counting may take AT_ONCE seconds and RISING of the time, so that few steps tell whether it is
-    tensors. Peaks are the highest of what was read: what came and went inside a step is not seen.
+    EARLY, later SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to
+    read: once it has grown as a leak does, or counts only rise, counting may take AT_ONCE seconds and RISING of the time,
+    so that few steps tell whether it is tensors. Peaks are the highest of what was read: what came and went inside a step is not seen.
     """
 
     name: MeterName = "tensors"
@@ -90,26 +93,34 @@ class HostMeter:
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.every, self.clock = every, clock
         self._began, self._spent, self._reads = clock(), 0.0, 0
-        self._live = 0  # when they were counted last
+        self._counts: list[int] = []
         self._resident, self._rising = Series(), False
 
     def read(self, always: bool = False) -> Reading:
         resident = resident_bytes()
         self._rising = self._resident.add(self._reads, resident) is not None or self._rising
         counted = always or self._due()
-        if counted:
-            start = self.clock()
-            self._live = live_bytes()
-            self._spent += self.clock() - start
+        live = self._count() if counted else 0
         self._reads += 1
-        resident = max(resident, self._live)
-        now = Levels(self._live, self._live, self._live, resident)
+        now = Levels(live, live, live, max(resident, live))
         return Reading(now, now, counted)
+
+    def _count(self) -> int:
+        start = self.clock()
+        live = live_bytes()
+        if self._reads >= FIRST:
+            self._spent += self.clock() - start
+            self._counts.append(live)
+        last = self._counts[-RISES:]
+        if len(last) == RISES and last[-1] - last[0] >= FLOOR:
+            self._rising = self._rising or all(b > a for a, b in pairwise(last))
+        return live
 
     def _due(self) -> bool:
         if self.every is not None:
             return self._reads % self.every == 0
-        share, at_once = (RISING, AT_ONCE) if self._rising else (SHARE, 0.0)
+        usual = EARLY if len(self._counts) < FIRST_LOOK else SHARE
+        share, at_once = (RISING, AT_ONCE) if self._rising else (usual, 0.0)
         return self._reads < FIRST or self._spent < at_once + share * (self.clock() - self._began)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +34,24 @@ class Screen(Protocol):
     def close(self, watched: Watched) -> None: ...
 
 
+def check_log(path: Path | None) -> None:
+    """Raises BadInput for a file that holds something else than a log: nothing of it would be readable afterwards."""
+    try:
+        if path is None or not path.is_file():  # a new one, or a pipe
+            return
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="name another log file") from None
+    if head and not watch_file.known(head):
+        raise BadInput(f"{path} is no log of memfit watch: nothing is appended to it", hint="name another log file")
+
+
 class Log:
     """JSON lines, each written whole by one call at the end of the file: a crash loses nothing that was seen."""
 
     def __init__(self, path: Path) -> None:
+        check_log(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -131,13 +146,13 @@ class Recorder:
 
 
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """Two neighbours of one phase become one: the later instant, the higher peaks."""
+    """Two neighbours of one phase become one: the later instant at which tensors were counted, the higher peaks."""
     kept: list[Sample] = []
     for index, sample in enumerate(samples):
         before = kept[-1] if kept else None
         if index % 2 and before is not None and before.phase == sample.phase:
             peak = highest(before.peak, sample.peak)
-            kept[-1] = Sample(sample.seconds, sample.step, sample.phase, sample.now, peak)
+            kept[-1] = replace(sample if sample.counted or not before.counted else before, peak=peak)
         else:
             kept.append(sample)
     return kept

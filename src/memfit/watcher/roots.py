@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from memfit.explain.evidence import library
 
 OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what it looks at
+OURS_ALONE = 3  # references to a frame's copy of its variables: the frame's, ours, and the call's that counts them
 WIDEST = 2000  # items of one container that are looked at
 
 Place = tuple[str, int, str]  # of a function: file, first line, name
@@ -35,6 +37,16 @@ def running() -> Iterator[FrameType]:
         while frame is not None:
             yield frame
             frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running function. Before Python 3.13 looking at them makes a copy that the frame keeps, and with it
+    tensors that the function has long let go: the copy is emptied, unless the program asked for it (`locals()`)."""
+    kept = frame.f_locals
+    found = dict(kept)
+    if frame.f_code.co_flags & CO_OPTIMIZED and sys.getrefcount(kept) <= OURS_ALONE and type(kept) is dict:
+        kept.clear()
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +75,7 @@ class Roots:
         code = frame.f_code
         self.running.append((code.co_filename, code.co_firstlineno, code.co_name))
         whole = code.co_name == "<module>"
-        for name, value in list(frame.f_locals.items()):
+        for name, value in variables_of(frame).items():
             if name.startswith("__"):
                 continue
             found = Found(name, code.co_filename, 0 if whole else code.co_firstlineno, "" if whole else code.co_name)
@@ -74,7 +86,7 @@ class Roots:
     def variables(self) -> Iterator[tuple[Found, Any]]:
         """Every name with what it is bound to, and what lies one level below: attributes and items."""
         for frame in self._others():
-            for value in list(frame.f_locals.values()):
+            for value in variables_of(frame).values():
                 yield from self._below(value)
         for _, value, _ in _globals():
             yield from self._below(value)

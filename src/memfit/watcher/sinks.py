@@ -26,11 +26,11 @@ class Sink(Protocol):
 
 
 def _series(header: Header, sample: Sample) -> Iterator[tuple[str, int]]:
-    """Name -> bytes of every level the meter knows, now and at its highest."""
-    outside = not METERS[header.meter].roles
+    """Name -> bytes of every level the meter knows and that was read, now and at its highest."""
+    tensors = METERS[header.meter].roles and sample.counted
     for when in ("now", "peak"):
         for level, size in asdict(getattr(sample, when)).items():
-            if level == "device" or not outside:
+            if level == "device" or tensors:
                 yield f"{level}_{when}", size
 
 

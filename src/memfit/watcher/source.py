@@ -9,20 +9,26 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from memfit.watcher.roots import Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
+LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MOST = 2 << 20  # characters of a source file that is parsed
 
 
 def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]:
     """("train.py:12", "history.append(loss)"): where the program stores into that name; else where the name belongs.
 
-    Of several lines one in the function that owns the name is taken, then one in a function that is running.
+    Lines that store under another key than the path's are left out where others are. Of the rest one in the function that
+    owns the name is taken, then one in a function that is running; of several, one that is in a loop.
     """
     stores = _stores(found.file)
-    lines = next((stores[name] for name in _identifiers(found.path) if name in stores), ())
+    found_there = next((stores[name] for name in _identifiers(found.path) if name in stores), ())
+    keys = set(re.findall(r"\['([^']*)'\]", found.path))
+    kept = [store for store in found_there if store.key is None or store.key in keys] or found_there
+    lines = [store.line for store in sorted(kept, key=lambda store: (store.key is None, not store.looped, store.line))]
     places = [(found.file, found.first, found.function)] if found.function else []
     places += [place for place in running if place[0] == found.file and place[2] != "<module>"]
     inside = (line for place in places for line in lines if line in _extent(*place))
@@ -38,10 +44,10 @@ def line_of(found: Found) -> str:
     name = _identifiers(found.path)[0]
     inside = _extent(found.file, found.first, found.function)
     for span in (inside, None) if inside else (None,):
-        for table in (_stores(found.file), _bound(found.file)):
-            lines = [line for line in table.get(name, ()) if span is None or line in span]
-            if lines:
-                return f"{Path(found.file).name}:{max(lines)}"
+        for lines in ([store.line for store in _stores(found.file).get(name, ())], _bound(found.file).get(name, ())):
+            inside_span = [line for line in lines if span is None or line in span]
+            if inside_span:
+                return f"{Path(found.file).name}:{max(inside_span)}"
     return ""
 
 
@@ -80,14 +86,24 @@ def _extent(file: str, first: int, function: str) -> range:
     return range(0)
 
 
+class Store(NamedTuple):
+    """A line that stores into a name and keeps what was there. `key`: the text it stores under, where it says one."""
+
+    line: int
+    key: str | None
+    looped: bool
+
+
 @lru_cache(maxsize=64)
-def _stores(file: str) -> dict[str, tuple[int, ...]]:
+def _stores(file: str) -> dict[str, tuple[Store, ...]]:
     """Name -> the lines that store into it and keep what was there: appends, items, sums."""
-    found: dict[str, list[int]] = {}
-    for node in ast.walk(_tree(file) or ast.Module([], [])):
-        for name in _stored(node):
-            found.setdefault(name, []).append(node.lineno)  # type: ignore[attr-defined]
-    return {name: tuple(sorted(set(lines))) for name, lines in found.items()}
+    found: dict[str, set[Store]] = {}
+    tree = _tree(file) or ast.Module([], [])
+    looped = {id(node) for loop in ast.walk(tree) if isinstance(loop, LOOPS) for node in ast.walk(loop)}
+    for node in ast.walk(tree):
+        for name, key in _stored(node):
+            found.setdefault(name, set()).add(Store(node.lineno, key, id(node) in looped))  # type: ignore[attr-defined]
+    return {name: tuple(sorted(stores, key=lambda store: store.line)) for name, stores in found.items()}
 
 
 @lru_cache(maxsize=64)
@@ -97,35 +113,47 @@ def _bound(file: str) -> dict[str, tuple[int, ...]]:
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in {name for target in targets for part in ast.walk(target) for name in _names(part)}:
+            for name in {name for target in targets for part in ast.walk(target) for name, _ in _names(part)}:
                 found.setdefault(name, []).append(node.lineno)
     return {name: tuple(lines) for name, lines in found.items()}
 
 
-def _stored(node: ast.AST) -> list[str]:
+def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
+    """(name, key) that a statement stores into."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS:
-        return _names(node.func.value)
+        return _names(node)
     if isinstance(node, ast.AugAssign):
         return _names(node.target)
     if isinstance(node, ast.Assign):
-        names: list[str] = []
-        for target in node.targets:
-            for name in _names(target):
-                if isinstance(target, ast.Subscript) or name in _mentioned(node.value):
-                    names.append(name)
-        return names
+        return [
+            (name, key)
+            for target in node.targets
+            for name, key in _names(target)
+            if isinstance(target, ast.Subscript) or name in _mentioned(node.value)
+        ]
     return []
 
 
-def _names(target: ast.AST) -> list[str]:
-    """The name a store goes to: of a["x"].b[0] it is b."""
-    while isinstance(target, ast.Subscript | ast.Starred):
-        target = target.value
-    if isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):  # d.setdefault(k, []).append(x)
-        return _names(target.func.value)
+def _names(target: ast.AST) -> list[tuple[str, str | None]]:
+    """The name a store goes to, and under which text: of a["x"].b[0] it is b, of d.setdefault("k", []).append d, "k"."""
+    key = None
+    while True:
+        if isinstance(target, ast.Subscript):
+            key, target = _text(target.slice), target.value
+        elif isinstance(target, ast.Starred):
+            target = target.value
+        elif isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):
+            key = _text(target.args[0]) if target.func.attr == "setdefault" and target.args else key
+            target = target.func.value
+        else:
+            break
     if isinstance(target, ast.Name):
-        return [target.id]
-    return [target.attr] if isinstance(target, ast.Attribute) else []
+        return [(target.id, key)]
+    return [(target.attr, key)] if isinstance(target, ast.Attribute) else []
+
+
+def _text(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _mentioned(value: ast.AST) -> set[str]:

@@ -1,0 +1,47 @@
+"""What is left to say of a run without a card that ended before its tensors were counted often enough to tell a leak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+
+from memfit.growth import FIRST_LOOK, FLOOR, WARMUP
+from memfit.sample import Alarm, Sample
+from memfit.units import MIB, human
+
+RESIDENT = 8 * MIB  # growth that settling allocators do not reach once the first steps are over
+ENOUGH = 4  # counts that did not rise: what else the process keeps is no matter of tensors
+ADVICE = "count_every=1 counts them at every step"
+
+
+def doubt(samples: Iterable[Sample]) -> Alarm | None:
+    """An alarm where memory grew over steps whose tensors were counted fewer times than a test for leaks needs."""
+    ends: dict[int, Sample] = {}  # of each step: later looks are at what came after it
+    for sample in samples:
+        if sample.phase == "step":
+            ends.setdefault(sample.step, sample)
+    steps = list(ends.values())
+    counts = [s for s in steps if s.counted]
+    if not steps or steps[-1].step < WARMUP + FIRST_LOOK or len(counts) >= FIRST_LOOK:
+        return None
+    tensors, resident = _risen(counts), _resident([s.now.device for s in steps if s.step > WARMUP])
+    if tensors < FLOOR and (resident < RESIDENT or len(counts) >= ENOUGH):
+        return None
+    grown = [f"they grew by {human(tensors)} from step {counts[0].step:,} to {counts[-1].step:,}"] * (tensors >= FLOOR)
+    grown += [f"resident memory grew by {human(resident)}"] * (resident >= RESIDENT)
+    times = "once" if len(counts) == 1 else f"{len(counts)} times"
+    said = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: {', '.join(grown)}; {ADVICE}"
+    return Alarm("unsure", steps[-1].step, "step", max(tensors, resident), 0, said)
+
+
+def _risen(counts: Sequence[Sample]) -> int:
+    """Bytes by which counts rose that never fell."""
+    live = [s.now.allocated for s in counts]
+    return live[-1] - live[0] if len(live) > 1 and all(b >= a for a, b in pairwise(live)) else 0
+
+
+def _resident(sizes: Sequence[int]) -> int:
+    """Bytes from the first quarter's median to the last one's."""
+    part = len(sizes) // 4
+    return int(median(sizes[-part:]) - median(sizes[:part])) if part else 0
