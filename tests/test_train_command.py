@@ -151,6 +151,7 @@ def test_a_run_that_was_making_way_when_the_process_died_is_found_again(
     aside.mkdir()
     for name in ("output", "run.json"):
         (run.path / name).rename(aside / name)
+    (aside / folder.MARK).touch()
     if new:
         run.keep(Settings(cpu=True, falls=7), ())
     found = folder.opened(run.path)
@@ -205,3 +206,21 @@ def test_the_tokenizer_of_a_model_that_lies_here_counts_its_data(
     words = ["plan", model, "--data", data, "--gpu-memory", "8GiB", "--json"]
     told, given = (json.loads(ran(*words, *more)[1]) for more in ((), ("--tokenizer", model)))
     assert told["job"]["longest_sample"] == given["job"]["longest_sample"] > 10
+
+
+@pytest.mark.parametrize("moved", range(5))
+@pytest.mark.parametrize("back", [False, True])
+def test_a_move_that_was_cut_off_loses_nothing(made: tuple[Path, Path], tmp_path: Path, moved: int, back: bool) -> None:
+    """On its way aside or back: whatever is where, all of the old run is in the folder again."""
+    run = runs.make_run(tmp_path / "run", made)
+    run.output.mkdir()
+    (run.output / "model").write_text("old")
+    whole = {path.name for path in run.path.iterdir()}
+    aside = run.path / folder.ASIDE
+    aside.mkdir()
+    names = sorted(whole)
+    for name in names[:moved] if not back else names[moved:]:
+        (run.path / name).rename(aside / name)
+    found = folder.opened(run.path)
+    assert {path.name for path in found.path.iterdir()} == whole and (found.output / "model").read_text() == "old"
+    assert found.plan.recipe == runs.RECIPE

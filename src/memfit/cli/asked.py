@@ -288,11 +288,20 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
         return found
     from memfit.data import read_dataset
 
-    tokenizer = flags.get("tokenizer") or _own_tokenizer(found.architecture.name)
+    own = None if flags.get("tokenizer") else _own_tokenizer(found.architecture.name)
     with terminal.progress() as tell:
-        dataset = read_dataset(
-            path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1))
-        )
+
+        def read(tokenizer: str | Path | None) -> Dataset:
+            return read_dataset(
+                path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1))
+            )
+
+        try:
+            dataset = read(own or flags.get("tokenizer"))
+        except MemfitError:  # nobody asked for the model's own tokenizer, so it refuses nothing
+            if own is None:
+                raise
+            dataset = read(None)
     found.notes += dataset.notes
     if dataset.estimate:
         found.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")

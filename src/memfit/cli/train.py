@@ -102,17 +102,17 @@ def _run(found: Run, json: bool) -> int:
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """The folder is this process's own; one that stays empty is not left behind."""
     from memfit.run import lock
+    from memfit.run.folder import ASIDE, RUN_FILE
 
     if resume and not folder.is_dir():  # `opened` says so
         yield
         return
     new = not folder.exists()
     try:
-        with lock.held(folder):
+        with lock.held(folder, (RUN_FILE, ASIDE)):
             yield
     finally:
-        if new and folder.is_dir() and {p.name for p in folder.iterdir()} <= {lock.FILE}:
-            (folder / lock.FILE).unlink(missing_ok=True)
+        if new and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 

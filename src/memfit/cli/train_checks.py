@@ -87,8 +87,11 @@ def _check_packages(plan: Plan) -> None:
 
 def check_apart(plan: Plan, folder: Path) -> None:
     """Raises BadInput where the run that makes way holds what the new one reads."""
+    from memfit.run.folder import writes
+
     for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
-        if name and Path(name).is_absolute() and Path(name).is_relative_to(folder):
+        inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts
+        if inside and writes(inside[0]):
             raise BadInput(
                 f"{name} lies in {folder}, which the new run would start again", hint="name another folder: --out DIR"
             )

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +32,13 @@ T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
-ASIDE = ".before"  # where a run waits until the one that takes its place is made
+ASIDE, MARK, GONE = (
+    ".before",
+    ".whole",
+    ".gone",
+)  # where a run waits until the next is made, and that all of it is there; what is being removed
 WRITTEN = (
-    "output", "falls", "merged", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml", "train.py", "requirements.txt",
+    "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml", "train.py", "requirements.txt",
     launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
 )  # fmt: skip
 
@@ -135,14 +140,16 @@ def fresh(folder: Path, force: bool) -> Iterator[None]:
             raise Refused(f"{folder} holds a run already", hint="--resume continues it, --force starts it again")
     aside = folder / ASIDE
     aside.mkdir(parents=True, exist_ok=True)
-    _move(folder, aside)
     try:
+        _move(folder, aside)
+        (aside / MARK).touch()
         yield
     except BaseException:
-        (folder / RUN_FILE).unlink(missing_ok=True)
+        if (aside / MARK).exists():
+            (folder / RUN_FILE).unlink(missing_ok=True)
         _recover(folder)
         raise
-    shutil.rmtree(aside)
+    _drop(aside)
 
 
 def create(folder: Path, plan: Plan, settings: Settings) -> Run:
@@ -175,22 +182,34 @@ def _mend(run: Run) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Where a process was killed between two runs: the old one is back, unless the new one was made."""
+    """Where a process was killed between two runs: the old one is back, unless the new one was made. May be cut off and called again."""
+    shutil.rmtree(folder / GONE, ignore_errors=True)
     aside = folder / ASIDE
     if not aside.exists():
         return
-    if (folder / RUN_FILE).exists():  # it is written last
-        shutil.rmtree(aside)
-        return
-    _remove(folder)
+    if (aside / MARK).exists():  # all of the old run is there: what is in the folder is of the new one
+        if (folder / RUN_FILE).exists():  # it is written last
+            _drop(aside)
+            return
+        _remove(folder)
+        (aside / MARK).unlink()
     _move(aside, folder)
     aside.rmdir()
 
 
+def _drop(aside: Path) -> None:
+    """Remove it under a name that nobody takes for a whole run, however far that gets."""
+    shutil.rmtree(aside.replace(aside.with_name(GONE)))
+
+
+def writes(name: str) -> bool:
+    """A run writes a file or folder of this name."""
+    return name in WRITTEN or any(fnmatch(name, f"{Path(part).stem}.*jsonl") for part in (SAMPLES_FILE, MEMORY_FILE))
+
+
 def _written(folder: Path) -> list[Path]:
     """What a run wrote, and nothing else."""
-    parts = (p for name in (SAMPLES_FILE, MEMORY_FILE) for p in folder.glob(f"{Path(name).stem}.*jsonl"))
-    return [*(path for path in (folder / name for name in WRITTEN) if path.exists()), *parts]
+    return [path for path in folder.iterdir() if writes(path.name)]
 
 
 def _move(source: Path, target: Path) -> None:

@@ -14,11 +14,11 @@ FILE = ".lock"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, keeps: tuple[str, ...] = ()) -> Iterator[None]:
     """Hold the folder (it is made) during the block. Raises Refused where a run holds it, or one that lost its supervisor still trains.
 
     Child processes that are started with `close_fds=False` hold it as well: a training process that outlives this one keeps
-    others out until it has stopped.
+    others out until it has stopped. The lock's file stays only beside one of `keeps`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,4 +42,8 @@ def held(folder: Path) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         os.set_inheritable(file.fileno(), True)
-        yield
+        try:
+            yield
+        finally:
+            if {path.name for path in folder.iterdir()}.isdisjoint(keeps):
+                (folder / FILE).unlink(missing_ok=True)

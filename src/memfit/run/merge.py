@@ -16,7 +16,9 @@ from memfit.run.folder import Run
 def merged(run: Run) -> Path:
     """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
     target, half = run.path / "merged", run.path / ".merged"
-    shutil.rmtree(half, ignore_errors=True)  # of a merge that was cut off
+    before = run.path / ".merged-before"
+    for left in (half, before):  # of a merge that was cut off
+        shutil.rmtree(left, ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-m", "memfit.run.merge", run.plan.job.architecture.name, str(run.output), str(half)],
         capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -27,7 +29,7 @@ def merged(run: Run) -> Path:
     if (outcome := run.outcome) is not None:
         (half / "README.md").write_text(card(run, outcome, merged=True), encoding="utf-8")
     if target.exists():
-        old = target.replace(half.with_name(".merged-before"))
+        old = target.replace(before)
         half.replace(target)
         shutil.rmtree(old)
     else:

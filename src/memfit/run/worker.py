@@ -19,6 +19,7 @@ from memfit.run.nouns import EVENT, EXIT_OF, Event, Outcome
 if TYPE_CHECKING:
     from memfit.run.keeper import Keeper
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 FULL = (
     "inline_container.cc",
     "No space left on device",
@@ -32,6 +33,7 @@ def main(folder: str) -> int:
     from memfit.run.attempt import attempt
 
     first = os.environ.get("RANK", "0") == "0"
+    _end_with_torchrun()
     run = opened(Path(folder))
     keepers: list[Keeper] = []
 
@@ -61,6 +63,14 @@ def main(folder: str) -> int:
         run.write_outcome(outcome)
     tell({"event": "outcome", **asdict(outcome)})
     return EXIT_OF[outcome.status]
+
+
+def _end_with_torchrun() -> None:
+    """Its processes do not inherit the run's lock, which it holds: they must not outlive it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _words(error: BaseException) -> str:
