@@ -52,6 +52,11 @@ def test_a_log_that_ended_otherwise_has_no_cause(name: str, tmp_path: Path, caps
         ("VRAM usage grows with every step of this run:\n", "leak"),
         ("it spills to shared GPU memory and each step takes a minute:\n", "spill"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\n", "host-ram"),
+        ("slurmstepd: error: Exceeded step memory limit at some point.\n", "host-ram"),
+        (
+            "W api.py:897] Sending process 101 closing signal SIGTERM\nE api.py:869] failed (exitcode: -9) local_rank: 1 (pid: 102)\n",
+            "host-ram",
+        ),
     ],
 )
 def test_a_log_beside_which_memory_is_told_of_has_one(told: str, cause: Cause) -> None:

@@ -27,11 +27,13 @@ _QUOTED = re.compile(
 )  # the line of an error: printed too, but people quote it in what they write
 _RAN_OUT = re.compile(
     r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|not enough (?:\w+ ){0,3}(?:memory|v?ram)"
-    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed"
+    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|exceed\w* (?:\w+ ){0,2}memory|oom_kill"
+    r"|paging file is too small|enough gpu ram|dataloader worker \(pid|no space left on device\W+/dev/shm"
+    r"|exit ?code\W{1,4}-9\b|signal 9\b"  # of one process: torchrun and Slurm then stop the others by other signals
 )
 _KILLED = re.compile(r"\bkilled\b|bus error")
 _STOPPED = re.compile(
-    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|sigterm|signal 15|exit ?code\W+-15"
+    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|(?<!closing signal )sigterm|signal 15|exit ?code\W+-15"
 )
 # what people tell of memory without an error: it grows, it is more than it should be, it lies in the host's
 _TROUBLE = re.compile(
