@@ -8,6 +8,7 @@ import pytest
 
 from memfit import cli
 from memfit.explain import explain, read_text
+from memfit.explain.stated import stated
 from memfit.finding import Cause
 from memfit.units import GIB, MIB
 
@@ -104,6 +105,55 @@ def test_a_log_has_the_cause_that_it_shows(name: str) -> None:
     text, cause, said = CAUSES[name]
     found = explain(read_text(text))[0]
     assert found.cause == cause and said in " ".join(proof.text for proof in found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ("Job finished at Wed May  1 10:00:00 UTC 2024\n", ""),  # the last line of a batch script
+        ("wandb:   train_runtime 100\n", ""),
+        ("step 2 loss 2.0\nstep 3 loss 1.9\n", "the run went on after the error"),
+        ("step 2 loss 2.0\n" + TRACE + "ValueError: shapes do not match\n", "the run went on after it, and ended for another reason"),
+    ],
+)  # fmt: skip
+def test_a_run_went_on_where_it_took_steps(after: str, said: str) -> None:
+    proofs = [
+        p.text
+        for p in explain(read_text(TRACE + frame("fit.py", "step", "loss.backward()") + FULL + "\n" + after))[
+            0
+        ].evidence
+    ]
+    assert [text for text in proofs if "the run went on" in text] == ([said] if said else [])
+
+
+def test_what_python_and_cuda_always_write_is_no_sign() -> None:
+    ended = TRACE + frame("fit.py", "step", "loss.backward()") + FULL + "\nKeyboardInterrupt\n"
+    assert all(found.cause != "other-process" for found in explain(read_text(ended)))
+    always = "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    assert explain(read_text(always))[0].cause == "not-known"
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ("max_seq_length=2048\nGenerate config GenerationConfig {\n  \"max_length\": 4096\n}\n", 2048),
+        ("max_length=1024\nGeneration config GenerationConfig {\n  \"max_length\": 4096\n}\n", 1024),
+        ("max_length: 4096\ncutoff_len: 1024\nmax_length: 4096\n", 1024),
+        ("max_length=1000000\n", None),
+    ],
+)  # fmt: skip
+def test_the_length_is_that_of_training(text: str, length: int | None) -> None:
+    assert stated(read_text(text)).get("sequence_length") == length
+
+
+def test_what_a_log_states_never_takes_the_explanation_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FlashAttention 2 on a T4: the log says so, the card of the flags has no kernel for it."""
+    (tmp_path / "run.log").write_text("attn_implementation=flash_attention_2\n" + FULL)
+    words = ["explain", str(tmp_path / "run.log"), "--model", "smollm2-135m", "--gpu", "t4"]
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    assert code in (0, 4) and "to change" in out and "priced without it" in err
+    assert cli.main([*words, "--attention", "flash"]) == 2  # who types it is told
 
 
 def test_ranks_are_not_called_a_foreign_process() -> None:

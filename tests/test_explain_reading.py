@@ -126,6 +126,7 @@ def ranked(rank: int, text: str) -> str:
 
 EVAL = LOSS + OOM.format("6.10", 0) + "\n"
 AGAIN = "=== restarting ===\nResuming from checkpoint out/step400.pt\n" + RESUME + OOM.format("0.50", 0) + "\n"
+CHAINED = "During handling of the above exception, another exception occurred:\n\n" + RESUME + "RuntimeError: wrapped\n"
 RANKS = "".join(ranked(n, LOSS + OOM.format(size, n)) for n, size in enumerate(("9.27", "9.27", "8.11", "9.27")))
 WOVEN = "".join(
     f"[rank{n}]: {line}\n"
@@ -147,6 +148,11 @@ WOVEN = "".join(
         (EVAL + EVAL, 1),  # printed again by the launcher
         (EVAL + "rank 1 exited with exit code -9\n", 1),
         (EVAL + "During handling of the above exception, another exception occurred:\n\n" + RESUME + OOM.format("0.50", 0), 1),
+        (EVAL + CHAINED, 1),
+        (EVAL + CHAINED + "restarting, attempt 2\nstep 1 loss 2\n" + RESUME + OOM.format("0.50", 0), 2),
+        (EVAL + "restarting, attempt 2\nstep 1 loss 2\nslurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\nKilled\n", 2),
+        (EVAL + "step 1 loss 2\nstep 2 loss 2\nSignal 9 (SIGKILL) received by PID 102\n", 1),  # stdout comes after stderr
+        (ranked(0, EVAL) + "  5%|x  | 10/200 [00:10<00:20, 1.2it/s]\n" + ranked(1, RESUME + OOM.format("0.50", 1)), 1),
         ("İ" * 900 + EVAL + AGAIN, 2),
         ("step 1 loss 2.0\n", 1),
     ],

@@ -166,6 +166,20 @@ def test_short_steps_are_looked_at_less_often(step: float, every: int) -> None:
     assert looks(step, FULL)[0] == FULL
 
 
+def test_steps_that_become_long_are_looked_at_within_a_second() -> None:
+    now = 0.0
+    pace = Pace(lambda: now)
+    for step in [0.0001] * 20_000 + [0.4] * 10:
+        now += step
+        if pace.due():
+            last = now
+            now += LOOK
+            pace.looked()
+        elif step > 0.1:
+            assert now - last < 1.0
+    assert pace.every > 10
+
+
 def test_a_search_looks_at_every_step() -> None:
     pace = Pace(lambda: 0.0)
     for _ in range(2 * FULL):

@@ -298,7 +298,9 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
 
         try:
             dataset = read(own or flags.get("tokenizer"))
-        except MemfitError:  # nobody asked for the model's own tokenizer, so it refuses nothing
+        except (
+            MemfitError
+        ):  # nobody asked for the model's own tokenizer: where it cannot be used, an estimate, which is said
             if own is None:
                 raise
             dataset = read(None)
@@ -315,14 +317,5 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
 
 
 def _own_tokenizer(model: str) -> Path | None:
-    """The tokenizer.json beside a model that lies here, as training will read it; None where there is none that can be read."""
-    from memfit.data.tokens import find_tokenizer
-
-    folder = Path(model)
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    try:
-        find_tokenizer(folder)
-    except MemfitError:  # a broken one, or no library to read it: an estimate, which is said
-        return None
-    return folder
+    """The folder of a model that lies here with its tokenizer.json, as training will read it; None where there is none."""
+    return Path(model) if (Path(model) / "tokenizer.json").is_file() else None

@@ -18,6 +18,7 @@ from memfit.job import RECIPE_FIELDS
 from memfit.units import human
 
 if TYPE_CHECKING:
+    from memfit.cli.asked import Asked
     from memfit.cli.logs import Log
     from memfit.explain import Evidence
     from memfit.explain.memory import Memory
@@ -66,7 +67,7 @@ def run(what: str, **flags: Any) -> int:
     cause is named, 4 where none is known, 2 where nothing ran out of memory.
     """
     from memfit.explain import explain
-    from memfit.explain.figures import ran_out
+    from memfit.explain.circumstances import ran_out
     from memfit.explain.reading import memory_of
 
     _check_flags(flags)
@@ -188,21 +189,21 @@ class _Planned:
         """None where the flags describe none."""
         if not flags["model"] and not flags["from_"]:
             return None
-        from memfit import combinations
-        from memfit.cli.asked import asked, exact_recipe, job_of
+        from memfit.cli.asked import asked, job_of
         from memfit.report.words import DOT, recipe_facts
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
-        found = asked(flags["model"], flags)
-        if not flags["from_"]:
-            shown = _as_it_failed(flags, replace(evidence, words=found.architecture.vocabulary))
-            found = asked(flags["model"], {**flags, **shown}) if shown else found
-            found.wanted = {
-                name: value for name, value in found.wanted.items() if name not in shown
-            }  # the planner may change it
-        recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+        words = asked(flags["model"], flags).architecture.vocabulary
+        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, words=words))
+        try:
+            found, recipe = _described(flags, shown)
+        except MemfitError:
+            if not shown:
+                raise
+            terminal.note("that does not run on this card or with these flags: priced without it")
+            found, recipe = _described(flags, {})
         for line in found.notes:
             terminal.note(line)
         job, _ = job_of(found, {**flags, "method": recipe.method})
@@ -246,6 +247,18 @@ class _Planned:
         over = found.judgement.need - found.judgement.usable
         cost = "same effective batch" + (f", by estimate still {rough(over)} too much for the card" if over > 0 else "")
         return Remedy(", ".join(changes(self.recipe, found.recipe)), cost, altered, saves)
+
+
+def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Recipe]:
+    """What the flags mean with what the failure shows, and its recipe. Raises MemfitError where it cannot run."""
+    from memfit import combinations
+    from memfit.cli.asked import asked, exact_recipe
+
+    found = asked(flags["model"], {**flags, **shown})
+    found.wanted = {
+        name: value for name, value in found.wanted.items() if name not in shown
+    }  # the planner may change it
+    return found, combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
 
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:

@@ -43,9 +43,9 @@ _TROUBLE = re.compile(
 )
 _LAST = re.compile(r".*(?:out of memory|outofmemory\w*|tried to allocate)")
 _WENT_ON = re.compile(
-    r"\b(?:train\w*|run|fit\w*|job)\W+(?:\w+\W+){0,3}?(?:complet\w+|finish\w+|done)\b|train_runtime|\bstep \d+:? loss"
+    r"\b(?:train\w*|fit\w*)\W+(?:\w+\W+){0,3}?(?:complet\w+|finish\w+|done)\b|['\"]train_runtime|\bstep \d+:? loss"
 )
-_FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code")
+_FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code|\(failed")
 _NEXT = re.compile(
     r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}\d+)"
 )
@@ -131,6 +131,17 @@ def _recovered(evidence: Evidence) -> Circumstance | None:
     return Circumstance("the error was caught, and the run went on", Proof("the run went on after the error"))
 
 
+def _ended_for_another_reason(evidence: Evidence) -> Circumstance | None:
+    last = _LAST.match(evidence.text)
+    if last is None or not is_log(evidence):
+        return None
+    on, failed = _WENT_ON.search(evidence.text, last.end()), _FAILED.search(evidence.text, last.end())
+    if on is None or failed is None or failed.start() < on.start():
+        return None
+    said = "the run went on after it, and ended for another reason"
+    return Circumstance("memory ran out and that was caught; something else ended the run", Proof(said))
+
+
 def _allowed(evidence: Evidence) -> Circumstance | None:
     m = evidence.message
     if m is None or not m.allowed or m.free is None or m.tried is None or m.free < m.tried:
@@ -163,4 +174,6 @@ def _slice(evidence: Evidence) -> Circumstance | None:
     return Circumstance("a slice of a card is all there is", Proof(f"the card is a MIG slice of one{name}", total))
 
 
-_RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (_on_chip, _recovered, _allowed, _pools, _slice)
+_RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (
+    _on_chip, _recovered, _ended_for_another_reason, _allowed, _pools, _slice,
+)  # fmt: skip

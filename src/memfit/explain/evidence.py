@@ -41,7 +41,11 @@ _UNSET = re.compile(
 )
 _FIELD = re.compile(r"\n(?=[\w ]{1,24}: )")  # "framework: x full", "model: y" are two things
 # what PyTorch adds to every message says nothing of this one
-_HINT = re.compile(r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?")
+_HINT = re.compile(  # what PyTorch and CUDA write behind every such error
+    r"(?:if reserved [^.,]{0,40},? )?try setting \S{1,60} to avoid fragmentation\.?"
+    r"|cuda kernel errors might be asynchronously reported at some other api call[^.]{0,80}\.?",
+    re.IGNORECASE,
+)
 
 _ASKED = {
     "when": "when it failed (loading, which step, evaluation, saving)",

@@ -25,12 +25,14 @@ _CARD = re.compile(r"\bgpu:? (\d{1,3})\b")
 _ASKED = re.compile(r"tried to allocate (?:more than )?([\d.]+ ?\w+)")
 _LAUNCHER = re.compile(r"torch/distributed/(?:run|launcher|elastic)|torchrun|accelerate/commands")
 _TRACEBACK = re.compile(r'traceback \(most recent|file "')
-# a run goes on, or another begins
-_GOES_ON = re.compile(
-    r"\bre-?start(?:ing|ed)?\b|\bresum(?:ing|ed)\b|\bretry(?:ing)?\b|\battempt \d|loading checkpoint shards|\d(?:it/s|s/it)\b|"
-    r"\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d|^\$ ",
+# another run begins; a run works
+_BEGINS = re.compile(
+    r"\bre-?start(?:ing|ed)?\b|\bresum(?:ing|ed)\b|\bretry(?:ing)?\b|\battempt \d|loading checkpoint shards|^\$ ",
     re.MULTILINE,
 )
+_STEPS = re.compile(r"^(?!\s).*\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d", re.MULTILINE)  # no code of a frame
+_BAR = re.compile(r"\d(?:it/s|s/it)\b")
+BARS = 2  # a single one is redrawn where it ends
 _CHAINED = re.compile(r"during handling of the above|direct cause of the following")
 
 
@@ -54,7 +56,7 @@ def split(text: str) -> tuple[str, ...]:
     low = text.lower()
     if len(low) != len(text):  # a few letters become two
         low = "".join(c.lower() if c.isascii() else c for c in text)
-    groups = _groups(low)
+    groups = _groups(text, low)
     if not groups or (len(groups) == 1 and len(text) <= HEAD + TAIL):
         return (text,)
     first = groups[0][0].begin
@@ -79,9 +81,9 @@ def _end(group: Sequence[_Event]) -> int:
     return end
 
 
-def _groups(low: str) -> list[list[_Event]]:
+def _groups(text: str, low: str) -> list[list[_Event]]:
     groups: list[list[_Event]] = []
-    for event in _events(low):
+    for event in _events(text, low):
         if groups and _same(groups[-1], event, low[groups[-1][-1].end : event.begin]):
             groups[-1].append(event)
         else:
@@ -91,22 +93,29 @@ def _groups(low: str) -> list[list[_Event]]:
 
 def _same(group: Sequence[_Event], event: _Event, between: str) -> bool:
     """Is it one more word of the same failure?"""
+    before_traceback = between[: found.start() if (found := _TRACEBACK.search(between)) else len(between)]
+    # what is printed late may stand behind the error
     if not event.site and (not event.asked or event.kind in CONSEQUENCES):
+        return not (_BEGINS.search(before_traceback) and _works(before_traceback))
+    # another rank, or the same printed again
+    if any((old.site, old.asked) == (event.site, event.asked) for old in group):
         return True
-    if any(
-        (old.site, old.asked) == (event.site, event.asked) for old in group
-    ):  # another rank, or the same printed again
+    chained = max((hit.end() for hit in _CHAINED.finditer(between)), default=0)
+    if chained and not (_BEGINS.search(between, chained) and _works(between[chained:])):
         return True
-    if _CHAINED.search(between[:AFTER]) or _CHAINED.search(between[-BEFORE:]):
-        return True
-    traceback = _TRACEBACK.search(between)
-    if _GOES_ON.search(between[: traceback.start() if traceback else len(between)]):
+    if _BEGINS.search(before_traceback) or _works(before_traceback):
         return False
     again = event.who in {old.who for old in group} and any(event.who)  # the same card asks for something else
     return not (again and event.site and event.asked not in {old.asked for old in group})
 
 
-def _events(low: str) -> list[_Event]:
+def _works(text: str) -> bool:
+    """Steps were taken in it."""
+    return _STEPS.search(text) is not None or len(_BAR.findall(text)) >= BARS
+
+
+def _events(text: str, low: str) -> list[_Event]:
+    """`low`: the text in small letters, as long as it."""
     found: list[_Event] = []
     ends: dict[str, int] = {}  # of the last event, of all and of each rank
     for begin, kind in list(begun(low))[-MOST:]:
@@ -117,9 +126,9 @@ def _events(low: str) -> list[_Event]:
         mark = _RANK.match(low, start, end)
         rank = next(filter(None, mark.groups()), "") if mark else ""
         since = max(ends.get(rank, 0), begin - BEFORE)
-        above = low[since:start]
+        above = text[since:start]
         if mark:
-            above = "\n".join(part for part in above.splitlines() if part.startswith(mark[0]))
+            above = "\n".join(part for part in above.splitlines() if part.lower().startswith(mark[0]))
         frames = [frame for frame in frames_of(above) if not _LAUNCHER.search(frame.path)]
         site = f"{frames[-1].path}:{frames[-1].line}" if frames else ""
         card, asked = _CARD.search(line), _ASKED.search(line)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from memfit.explain.circumstances import ran_out as ran_out
+from memfit.explain.circumstances import ran_out
 from memfit.explain.clue import FAINT, SURE, WEAK, Clue
 from memfit.explain.concepts import DIFFUSION, FOUR_BIT, FSDP, IMAGES, MANY, ZERO3
 from memfit.explain.evidence import Evidence

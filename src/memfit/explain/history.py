@@ -189,7 +189,7 @@ def _all_states(m: Memory) -> int:
         for role, title in sizes
         if role == "gradients" and ("parameters", name := title.removeprefix("gradient of ")) in sizes
     }
-    weights = known = 0.0
+    known = 0.0
     for (role, title), (count, size) in sizes.items():
         name = title.partition(" of ")[2]
         if role == "optimizer_states" and name in trained:

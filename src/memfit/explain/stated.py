@@ -13,6 +13,7 @@ from memfit.optimizers import optimizer
 SEQUENCE = 2048  # tokens of a sequence where only those of a batch are known
 
 _IS = r"['\"]?\s?(?:=|:|\s)\s?['\"]?"
+_GENERATION = re.compile(r"generation_?config\W{0,3}\{[^}]*\}")  # its lengths are not those of training
 _KERNELS = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash", "flash_attention_3": "flash"}
 
 
@@ -28,7 +29,8 @@ STATED: tuple[tuple[str, re.Pattern[str], Callable[[str], int | str | None]], ..
     (field, re.compile(rf"(?<![\w.])(?:{names}){_IS}({value})(?![\w.])"), read)
     for field, names, value, read in (
         ("micro_batch", r"per_device_train_batch_size|train_micro_batch_size_per_gpu|micro_batch_size", r"\d{1,5}", int),
-        ("sequence_length", r"max_length|max_seq_length|max_seq_len|sequence_len|cutoff_len|block_size", r"\d{3,7}", int),
+        ("sequence_length", r"max_length|block_size", r"\d{3,6}", int),  # other things have these names, too
+        ("sequence_length", r"max_seq_length|max_seq_len|sequence_len|cutoff_len", r"\d{3,6}", int),
         ("accumulation", r"gradient_accumulation_steps", r"\d{1,5}", int),
         ("checkpointing", r"gradient_checkpointing", r"true", lambda _: "full"),
         ("optimizer", r"optim(?:izer)?", r"(?:optimizernames\.)?[a-z][\w-]{2,40}", _optimizer),
@@ -38,10 +40,11 @@ STATED: tuple[tuple[str, re.Pattern[str], Callable[[str], int | str | None]], ..
 
 
 def stated(evidence: Evidence) -> dict[str, int | str]:
-    """Fields of a Recipe with the values that the text gives them; one that it gives twice has the last."""
+    """Fields of a Recipe with the values that the text gives them; one that it gives twice has the last, by its surest name."""
     found: dict[str, int | str] = {}
+    text = _GENERATION.sub(" ", evidence.text)
     for field, pattern, read in STATED:
-        for hit in pattern.finditer(evidence.text):
+        for hit in pattern.finditer(text):
             if value := read(hit[1]):
                 found[field] = value
     return found

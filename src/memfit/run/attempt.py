@@ -91,7 +91,11 @@ def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outc
 def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
     """How many samples are as long as the sequence may be: the plan may have known their tokens by an estimate only."""
     recipe, rows = run.plan.recipe, trainer.train_dataset
-    if recipe.padding == "packing" or "input_ids" not in (rows.column_names or ()):
+    if (
+        not trainer.is_world_process_zero()
+        or recipe.padding == "packing"
+        or "input_ids" not in (rows.column_names or ())
+    ):
         return
     full = sum(len(tokens) >= recipe.sequence_length for tokens in rows["input_ids"])
     if full:

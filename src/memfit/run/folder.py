@@ -32,11 +32,8 @@ T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
-ASIDE, MARK, GONE = (
-    ".before",
-    ".whole",
-    ".gone",
-)  # where a run waits until the next is made, and that all of it is there; what is being removed
+ASIDE, MARK = ".before", ".whole"  # where a run waits until the next is made; that all of it is there
+GONE = ".gone"  # what is being removed
 WRITTEN = (
     "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml", "train.py", "requirements.txt",
     launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
@@ -132,7 +129,7 @@ def fresh(folder: Path, force: bool) -> Iterator[None]:
     Raises Refused where one is there already and `force` is not set, and where the folder holds other things.
     """
     _recover(folder)
-    there = [p for p in folder.iterdir() if p.name not in (lock.FILE, ASIDE)] if folder.is_dir() else []
+    there = [p for p in folder.iterdir() if p.name != lock.FILE] if folder.is_dir() else []
     if there or (folder.exists() and not folder.is_dir()):
         if not (folder / RUN_FILE).is_file():
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")

@@ -11,6 +11,7 @@ SHARE = 0.01  # of the steps' time that looks may take
 FULL = 128  # looks at every step that a run begins with
 RECENT = 16  # looks that the two times are the median of
 MOST = 1000  # steps without a look
+LONGEST = 1.0  # seconds without a look, where steps have become longer
 
 
 class Pace:
@@ -26,7 +27,7 @@ class Pace:
     def due(self, always: bool = False) -> bool:
         """Is a look taken after this step?"""
         self._steps += 1
-        if self._steps < self.every and not always:
+        if self._steps < self.every and not always and self.clock() - self._end < LONGEST:
             return False
         self._start = self.clock()
         return True
