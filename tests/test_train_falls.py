@@ -60,10 +60,8 @@ def test_after_as_many_falls_as_allowed_it_stops_resumable(
 ) -> None:
     run, told = runs.make_run(tmp_path / "run", made, falls=1), list[Event]()
     stopped = supervise(run, failing("forward and backward", 3, times=2), told.append)
-    assert [event["event"] for event in told if "cause" in event] == [
-        "fall",
-        "cause",
-    ]  # the last is explained like the others
+    # the last is explained like the others
+    assert [event["event"] for event in told if "cause" in event] == ["fall", "cause"]
     assert all("forward and backward" in event["cause"][0] for event in told if "cause" in event)
     for number in ("1", "2"):
         assert "OutOfMemoryError" in (run.path / "falls" / number / "error.txt").read_text()

@@ -341,9 +341,7 @@ def test_what_an_optimizer_keeps_belongs_to_who_keeps_the_optimizer(card: Card) 
 
     (leak,) = [leak for number in range(3) for leak in experiment(number).leaks]
     check(leak, "results", "CACHE[...]")
-    assert [(holder.kind, holder.count) for holder in leak.holders] == [
-        ("container", 4 * 4)
-    ]  # a weight and its three states
+    assert [(h.kind, h.count) for h in leak.holders] == [("container", 4 * 4)]  # a weight and its three states
 
 
 def test_a_shared_model_is_no_leak_between_experiments(card: Card) -> None:

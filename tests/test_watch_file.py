@@ -68,9 +68,8 @@ def test_what_was_not_counted_is_absent() -> None:
     now = Levels(0, 0, 0, 4)
     text = watch_file.line(Sample(1.0, 1, "step", now, now, counted=False))
     assert b'"now":{"device":4},"peak":{"device":4},"counted":false' in text
-    assert (
-        b"counted" not in SAMPLE and watch_file.loads(HEAD + SAMPLE).samples[0].counted
-    )  # as before there was such a key
+    assert b"counted" not in SAMPLE  # as before there was such a key
+    assert watch_file.loads(HEAD + SAMPLE).samples[0].counted
 
 
 def test_every_noun_is_one_line() -> None:

@@ -22,9 +22,8 @@ _PRINTED = re.compile(
     r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
     r"|\bstep \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
 )
-_QUOTED = re.compile(
-    r"\b[a-z_.]*(?:error|exception): "
-)  # the line of an error: printed too, but people quote it in what they write
+# the line of an error: printed too, but people quote it in what they write
+_QUOTED = re.compile(r"\b[a-z_.]*(?:error|exception): ")
 _RAN_OUT = re.compile(
     r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|not enough (?:\w+ ){0,3}(?:memory|v?ram)"
     r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|exceed\w* (?:\w+ ){0,2}memory|oom_kill"

@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from memfit.run.keeper import Keeper
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-FULL = (
-    "inline_container.cc",
-    "No space left on device",
-    "File too large",
-    "Disk quota exceeded",
-)  # PyTorch's writer names no cause
+# PyTorch's writer, the first, names no cause
+FULL = ("inline_container.cc", "No space left on device", "File too large", "Disk quota exceeded")
+FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def main(folder: str) -> int:
@@ -76,11 +73,7 @@ def _end_with_torchrun() -> None:
 def _words(error: BaseException) -> str:
     """The error in a line, with a hint where there is one to give."""
     hint = error.hint if isinstance(error, MemfitError) else ""
-    if any(word in str(error) for word in FULL) or getattr(error, "errno", 0) in (
-        errno.ENOSPC,
-        errno.EFBIG,
-        errno.EDQUOT,
-    ):
+    if any(word in str(error) for word in FULL) or getattr(error, "errno", 0) in FULL_ERRNO:
         hint = "the disk, a quota or a limit on the size of files is full where checkpoints are written"
     kind = "" if isinstance(error, SystemExit | MemfitError) else f"{type(error).__name__}: "
     return f"{kind}{str(error)[:1800]}{f' (hint: {hint})' if hint else ''}"
