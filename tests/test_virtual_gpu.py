@@ -435,6 +435,38 @@ print({{name: stats[name] for name in stats if "bytes" in name or "allocation" i
 def test_a_backward_on_the_host_before_the_first_card_changes_nothing() -> None:
     def told(first: str) -> str:
         command = [sys.executable, "-c", LATE.format(first=first)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
     assert told("torch.ones(2, requires_grad=True).sum().backward()") == told("") != ""
+
+
+@pytest.mark.parametrize("mode", ["torch.no_grad()", "torch.inference_mode()", "contextlib.nullcontext()"])
+def test_a_card_closes_when_the_thread_of_its_last_backward_has_let_go(mode: str) -> None:
+    """What a thread of the engine still holds when the process ends aborts it (before Python 3.14)."""
+    ended = subprocess.run([sys.executable, "-c", HELD.format(mode=mode)], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("True True\n", 0), ended.stderr
+
+
+HELD = """
+import contextlib, threading, torch, memfit
+from memfit.virtual import engine
+
+smallest, asked, threads = engine._backward, [], []
+
+def slow():
+    state = smallest()
+    threads.append(state.__class__.__name__)
+    until = threading.Timer(0.5, asked.append, ["gone"])
+    until.start()
+    return lambda: None if asked else until
+
+with {mode}, memfit.virtual_gpu("l4") as card:
+    engine._backward = slow
+    before = len(card.ledger.ops)
+    with torch.enable_grad(), torch.inference_mode(False):
+        torch.ones(8, device="cuda", requires_grad=True).sum().backward()
+    ops = len(card.ledger.ops)
+print(asked == ["gone"] and threads == ["ReferenceType"], len(card.ledger.ops) == ops > before)
+"""
