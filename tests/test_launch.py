@@ -95,6 +95,8 @@ def test_a_trainjob_has_the_shape_of_kubeflow() -> None:
     for kind in ("requests", "limits"):
         assert trainer["resourcesPerNode"][kind] == {"memory": f"{spec.host_gib}Gi", "nvidia.com/gpu": 8}
     assert {"name": "PYTORCH_ALLOC_CONF", "value": CONF} in trainer["env"]
+    secret = {"secretKeyRef": {"name": "huggingface", "key": "HF_TOKEN", "optional": True}}
+    assert trainer["env"].pop() == {"name": "HF_TOKEN", "valueFrom": secret}
     assert all(isinstance(pair["value"], str) for pair in trainer["env"])  # Kubernetes refuses anything else
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -347,6 +349,15 @@ def test_images_bring_compilers(gpu: str, backend: str) -> None:
         assert any("g++" in line for line in TARGETS[key].notes(spec)) == (backend == "deepspeed")
 
 
+@pytest.mark.parametrize("key", TARGETS)
+def test_a_model_of_the_hub_may_want_a_token(key: str, here: dict[str, str]) -> None:
+    local = plan_of(RecipeFile(model=here["model"], recipe=BACKENDS["plain"], gpu="h100"), cards.find_gpu("h100"))
+    for spec, wanted in ((spec_of(planned(BACKENDS["plain"], "h100")), True), (spec_of(local), False)):
+        files = TARGETS[key].write(spec)
+        assert any("HF_TOKEN" in line for line in TARGETS[key].notes(spec)) == wanted
+        assert ("HF_TOKEN" in files[TARGETS[key].file]) == wanted
+
+
 def test_links_are_named_where_they_would_not_be_copied(here: dict[str, str]) -> None:
     (Path(here["model"]) / "tokenizer.json").symlink_to(here["data"])
     plan = plan_of(RecipeFile(model=here["model"], recipe=BACKENDS["plain"], gpu="h100"), cards.find_gpu("h100"))
@@ -406,6 +417,16 @@ def test_bad_input_is_refused_with_a_hint(
     code, out, err = ran("launch", written, *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_model_is_no_recipe(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for asked, wanted in (
+        ("meta-llama/Llama-3.1-8B", "memfit plan meta-llama/Llama-3.1-8B"),
+        ("a.toml", "check the path"),
+    ):
+        code, _, err = ran("launch", asked, "--target", "slurm", "--out", "x")
+        assert code == 2 and f"there is no file {asked}" in err and wanted in " ".join(err.split())
 
 
 def test_submitting_runs_the_clusters_own_command(

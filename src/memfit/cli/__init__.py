@@ -10,10 +10,13 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.errors import EXIT_BAD_INPUT, MemfitError
+
+if TYPE_CHECKING:
+    from click import ClickException
 
 EXIT_BUG, EXIT_INTERRUPTED, EXIT_PIPE = 1, 130, 141  # 128 + the signal's number, as shells report it
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -71,12 +74,22 @@ def _run(args: list[str]) -> int:
         code = stop.exit_code
         sys.stdout.flush()
     except ClickException as misuse:
-        where = getattr(misuse, "ctx", None)
-        terminal.error(
-            terminal.sentence(misuse.format_message()), f"see: {where.command_path if where else 'memfit'} --help"
-        )
-        return EXIT_BAD_INPUT
+        return _misuse(misuse)
     return code if isinstance(code, int) else 0
+
+
+def _misuse(misuse: ClickException) -> int:
+    from click import NoSuchOption
+
+    from memfit.cli.elsewhere import here
+
+    where = getattr(misuse, "ctx", None)
+    message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
+    meant = here(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
+    if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
+        message, hint = misuse.message, f"here it is {meant}; {hint}"
+    terminal.error(terminal.sentence(message), hint)
+    return EXIT_BAD_INPUT
 
 
 def _drop_output() -> None:

@@ -57,6 +57,9 @@ def run(file: str, **flags: Any) -> int:
     if flags["submit"]:
         _check_tool(row)
     path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # the folder that a plan was written to
+    if path.suffix != ".toml" and not path.exists():
+        hint = f"a recipe is what is launched: memfit plan {shlex.quote(file)} --gpu h100 --out run/ writes run/recipe.toml"
+        raise BadInput(f"there is no file {path}", hint=hint)
     plan = plan_of_file(path, flags["gpu"] or "")
     plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
     if plan.judgement.verdict == "misfit" and not flags["force"]:

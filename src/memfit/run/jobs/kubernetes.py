@@ -9,11 +9,12 @@ from typing import Any
 from memfit.errors import Unsupported
 from memfit.export.text import one_line, yaml_text
 from memfit.run.jobs.images import dockerfile
-from memfit.run.jobs.spec import Spec
+from memfit.run.jobs.spec import TOKEN, Spec
 
 FILE, VOLUME, FETCH = "trainjob.yaml", "output.yaml", "fetch.yaml"
 RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it tells torchrun about its nodes
 NODE = "node"  # its job that trains, and the container in it
+SECRET = "huggingface"  # the cluster's, made by the user
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 INPUTS, OUTPUT = "inputs", "/workspace/output"  # beside the Dockerfile, whose WORKDIR is /workspace
 
@@ -38,7 +39,7 @@ def write(spec: Spec) -> dict[str, str]:
                 "numNodes": spec.nodes,
                 "numProcPerNode": spec.gpus,
                 "resourcesPerNode": {"requests": amounts, "limits": amounts},
-                **({"env": [{"name": k, "value": v} for k, v in spec.environment.items()]} if spec.environment else {}),
+                **({"env": env} if (env := _environment(spec)) else {}),
             },
             "runtimePatches": [_patch(spec)],
         },
@@ -52,6 +53,9 @@ def notes(spec: Spec) -> tuple[str, ...]:
     image, pod = _image(spec), _output(spec)
     lines = [_copy(spec.inputs[name], there) for name, there in spec.moved(INPUTS).items()]
     lines.append(f"docker build -t {image} . && docker push {image} && kubectl apply -f {VOLUME} -f {FILE}")
+    if spec.hub:
+        make = f"kubectl create secret generic {SECRET} --from-literal={TOKEN}=$" + TOKEN
+        lines.append(f"{spec.hub}: {make}, once")
     lines += [] if spec.image else ["--image REGISTRY/NAME:TAG names one that the cluster can pull"]
     lines.append("what train.py shall be told more (--epochs, --resume) goes behind train.py in args")
     if spec.nodes > 1:
@@ -70,6 +74,13 @@ def _copy(source: str, there: str) -> str:
     if Path(source).is_dir():
         return f"mkdir -p {there} && cp -RL {shlex.quote(source)}/. {there}"
     return f"mkdir -p {INPUTS} && cp -L {shlex.quote(source)} {there}"
+
+
+def _environment(spec: Spec) -> list[dict[str, Any]]:
+    """What the containers are told; the token is no part of a file, and a job without it starts."""
+    told: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.environment.items()]
+    secret = {"name": SECRET, "key": TOKEN, "optional": True}
+    return [*told, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else told
 
 
 def _image(spec: Spec) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from memfit.errors import UnknownName
 from memfit.export.text import one_line, yaml_text
 from memfit.run.jobs.images import image_of
-from memfit.run.jobs.spec import Spec
+from memfit.run.jobs.spec import TOKEN, Spec
 from memfit.units import GIB
 
 FILE = "sky.yaml"
@@ -70,6 +70,7 @@ def notes(spec: Spec) -> tuple[str, ...]:
     whose = "the first node" if spec.nodes > 1 else "the cluster"
     lines += [
         f"sky launch --env ARGS='--epochs 3' {FILE} tells train.py more",
+        *([f"{spec.hub}: sky launch --secret {TOKEN} {FILE} passes on this shell's"] if spec.hub else []),
         f"before sky down, from ~/sky_workdir/output of {whose}: rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
         "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}', and ARGS='--output /output'",
     ]

@@ -26,6 +26,7 @@ IMPORTED = 834 * MIB
 # bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
 DRIVER = 3 * GIB
 PROCESS = IMPORTED + DRIVER
+TOKEN = "HF_TOKEN"  # huggingface_hub's own
 KEPT = 3  # checkpoints at one time: train.py's save_total_limit=2, and the next is whole before the oldest goes
 
 
@@ -73,6 +74,12 @@ class Spec:
         return _whole(self.plan).parameters
 
     @property
+    def hub(self) -> str:
+        """What it takes to read weights that come from the Hub, in words; "" where they are an input."""
+        name = self.plan.job.architecture.name
+        return "" if "model" in self.inputs else f"{name} is read from the Hub, with a token if it is gated"
+
+    @property
     def deepspeed(self) -> bool:
         """DeepSpeed runs it, and compiles what it needs where it runs."""
         return launch.backend(self.plan.recipe) == "deepspeed"
@@ -111,6 +118,8 @@ class Spec:
             lines.append(
                 "this folder is on a file system that all nodes share: train.py writes its checkpoints to output/"
             )
+        if self.hub:
+            lines.append(f"{self.hub}: {TOKEN} in the environment of {'sbatch' if apart else 'every node'}")
         if self.deepspeed:
             lines.append(
                 "DeepSpeed compiles on each node: with g++, and nvcc of PyTorch's own CUDA where CUDA_HOME says"
