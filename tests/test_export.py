@@ -765,10 +765,10 @@ for script, data in json.loads(sys.argv[1]):
         handed.append(str(error))
 print("HANDED", json.dumps(handed))
 """
-NO_SAMPLES = "odd.jsonl"
+NO_SAMPLES, NO_FILE = "odd.jsonl", "gone.jsonl"
 QLORA = Recipe(method="qlora", quantization="nf4", sequence_length=48)
 HANDED = [
-    *(("trl", Recipe(sequence_length=48, precision="fp32"), name) for name in (*DATA, NO_SAMPLES)),
+    *(("trl", Recipe(sequence_length=48, precision="fp32"), name) for name in (*DATA, NO_SAMPLES, NO_FILE)),
     *(("transformers", Recipe(sequence_length=48, precision="fp32"), name) for name in DATA),
     ("trl", QLORA, "text.jsonl"), ("trl", QLORA.but(precision="fp16-mixed"), "text.jsonl"),
 ]  # fmt: skip
@@ -797,6 +797,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
 
     chats = sum(word in name for name in DATA for word in ("messages", "parts", "conv", "chat", "instructions"))
     assert printed.count("has no chat template; CHAT_TEMPLATE is used") == 2 * chats
+    assert handed["trl", "fp32", NO_FILE] == f"there is no file {tiny / NO_FILE}"  # not asked of the Hub
     assert "broken.jsonl: 2 of 14 rows without text are left out" in printed
     assert "odd.jsonl has the columns ['body'], but needs" in handed["trl", "fp32", NO_SAMPLES]
     # TRL makes the adapters of QLoRA bf16, which the loss scaler of fp16 cannot take: the script widens them

@@ -22,7 +22,7 @@ LAYOUTS = (
     ("question", "answer"),
     ("instruction", "output"),
 )
-READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}  # other files are read as JSON
+READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text", ".json": "json", ".jsonl": "json", ".ndjson": "json"}
 
 
 def load(data: str) -> Dataset:
@@ -30,6 +30,8 @@ def load(data: str) -> Dataset:
     if Path(data).exists():
         separator = {"sep": "\\t"} if data.endswith(".tsv") else {}
         rows = load_dataset(READERS.get(Path(data).suffix, "json"), data_files=data, split="train", **separator)
+    elif Path(data).suffix in READERS:
+        raise SystemExit(f"there is no file {data}")
     else:
         rows = load_dataset(data, split="train")
     names = next((names for names in LAYOUTS if set(names) <= set(rows.column_names)), None)
