@@ -86,7 +86,7 @@ class Root:
 
     name: str
     line: str  # "train.py:12": the line that puts the tensors there
-    what: Literal["collection", "graph", "model", "tensor", "exception", "hook"]
+    what: Literal["collection", "graph", "model", "models", "tensor", "exception", "hook"]
     bytes: int
     count: int = 1
     wide: int = 0  # of a model: bytes of it in 32 bits

@@ -22,6 +22,11 @@ ORDINARY = 0.05  # share of a full card that lies in pieces in any run
 SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
 # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
 CACHED = 0.25
+LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
+KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
+SETS = 3  # models, or sets of states, from which they are one too many
+ALONE = 0.5  # share of a card from which one request says more than all that is there
+GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
 _ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product|\bbmm\b|baddbmm", re.IGNORECASE)
@@ -44,11 +49,9 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         free = m.capacity - m.allocated
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
-        return Clue(
-            "fragmentation",
-            SURE + SHOWN + 5,
-            Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free),
-        )
+        enough = (m.turn < 0 or _passed(m)) and free > sum(map(_old, _kept(m))) + _repeated(m)[0]
+        proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
+        return Clue("fragmentation", SURE + SHOWN + 5 if enough else STRONG, proof)
     idle = m.reserved - m.allocated
     if idle < max(CACHED * m.reserved, 2 * SEGMENT):
         return None
@@ -59,12 +62,52 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
 
 def _kept(m: Memory) -> list[Group]:
     """Places whose tensors of three earlier passes or more are alive: nothing of an ordinary step is."""
-    lasting = ("parameters", "optimizer_states", "gradients", "workspace")
-    return [g for g in m.groups if g.role not in lasting and len([t for t in g.turns if 0 <= t < m.turn]) >= 2]
+    return [g for g in m.groups if g.role not in LASTING and len([t for t in g.turns if 0 <= t < m.turn]) >= 2]
 
 
 def _old(group: Group) -> int:
     return group.bytes - group.now
+
+
+def _passed(m: Memory) -> list[int]:
+    """The passes before the one under way that let go of what they made: those it can be measured by.
+
+    A module that runs twice before one backward makes two, the first of which is not over when the second begins.
+    """
+    lasting = m.of("gradients", "optimizer_states")  # made in the first, and no part of its working memory
+
+    def kept(t: int) -> int:
+        return m.floors[t + 1] - m.floors[t] - lasting * (t == 0) - m.batch * (t == m.turn - 1)
+
+    alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
+    return [t for t in alike if kept(t) <= KEEPS * (m.peaks[t] - m.floors[t])]
+
+
+def _repeated(m: Memory) -> tuple[int, str]:
+    """(bytes, line) of models that were made again and again, and of states that a weight has more than once."""
+    weights = {g.module: g.count for g in m.groups if g.role == "parameters"}
+    size, most, line = 0, 0, ""
+    for g in m.groups:
+        sets = len([t for t in g.turns if t < m.turn])
+        if g.role == "optimizer_states":
+            sets = g.count // weights.get(g.module.partition(" of ")[2], g.count)
+        if g.role in ("parameters", "optimizer_states") and sets >= SETS:
+            more = g.bytes - g.bytes // sets
+            size += more
+            most, line = max((most, line), (more, g.line))
+    return size, line
+
+
+def _again(m: Memory, e: Evidence) -> Clue | None:
+    """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
+    size, line = _repeated(m)
+    if size < max(TELLS * m.requested, m.asked):
+        return None
+    root = _root(e, "models")
+    size = max(size, root.bytes if root else 0)
+    said = f"{human(size)} of models and optimizer states are of earlier ones that are still kept"
+    proof = Proof(f"{said}, by '{root.name}'" if root else said, size)
+    return Clue("leak", SURE + 3 * SHOWN, proof, root.line if root else line)
 
 
 def _leaking(m: Memory, e: Evidence) -> Clue | None:
@@ -78,7 +121,9 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
         f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
     )
     root = _root(e, "graph", "collection", "hook")
-    return Clue(_kept_by(root.name if root else "", m), SURE + SHOWN, proof, root.line if root else most.line)
+    grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
+    cause = "kv-cache" if grows and "gradients on" not in m.instant else _kept_by(root.name if root else "", m)
+    return Clue(cause, SURE + SHOWN, proof, root.line if root else most.line)
 
 
 def _kept_by(name: str, m: Memory) -> Cause:
@@ -101,6 +146,11 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
     if _CHECKPOINT.search(root.name) and root.what == "collection" and m.turn < 1:
         return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
+    earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
+    if (
+        root.what == "graph" and m.floors and not earlier
+    ):  # of the pass under way: a recurrent net reaches a weight often
+        return None
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None
     return Clue(_kept_by(root.name, m), SURE, proof, root.line)
@@ -215,7 +265,7 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
     if not alike or m.instant.startswith("optimizer") or m.phase == "load":
         return None
     demand = m.requested + m.asked - m.floors[m.turn]
-    before = max(m.peaks[t] - m.floors[t] for t in alike)
+    before = max((m.peaks[t] - m.floors[t] for t in _passed(m)), default=demand)
     floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in alike)
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
@@ -314,6 +364,8 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
     working = [g for g in m.groups if g.role in ("activations", "temporaries")]
     size, kept = sum(g.bytes for g in working), m.of("activations")
+    if m.asked >= ALONE * m.limit:
+        return Clue("activations", WEAK, Proof("a single tensor is asked for", m.asked), e.line)
     if size < TELLS * m.requested:
         return None
     line = e.line or max(working, key=lambda g: g.bytes).line
@@ -326,6 +378,6 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _fragmented, _exception, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _too_much, _grown, _evaluating, _logits,
+    _fragmented, _exception, _again, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _too_much, _grown, _evaluating, _logits,
     _attention, _untold, _mirror, _room,
 )  # fmt: skip

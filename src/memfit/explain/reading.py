@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
@@ -114,13 +115,17 @@ class _Play:
                     self._begin(event)
                 elif type(event) is EmptyCache:
                     self.allocator.empty_cache()
-                elif type(event) is Oom:  # cached blocks are given back before it fails
-                    asked = event.size
-                    self.allocator.free(self.allocator.malloc(asked))
+                elif type(event) is Oom:
+                    self._fail(event.size)
                 asked = event.size if type(event) is Oom else 0
         except OutOfMemory as error:
             return error.requested or asked
         return asked
+
+    def _fail(self, asked: int) -> None:
+        """A request that failed, and was perhaps caught: cached blocks were given back before."""
+        with suppress(OutOfMemory):
+            self.allocator.free(self.allocator.malloc(asked))
 
     def _begin(self, mark: Mark) -> None:
         self.mark, self.marks = mark, self.marks + 1

@@ -99,6 +99,12 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot()", NONE),),
 }  # fmt: skip
 
+# what to do beside the above by what it is that a variable keeps; of models it is all there is to do
+KEPT = {
+    "graph": Remedy("backward() of each loss instead of their sum: it frees the graph at once", NONE),
+    "hook": Remedy("handle.remove() when the hook has done its work", NONE),
+    "models": Remedy("del the model and its optimizer, and what holds them, before the next is made; keep a state_dict() on the CPU", NONE),
+}  # fmt: skip
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 # the words of a message that asks for something else than its cause usually does
 ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
@@ -142,6 +148,9 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
         found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
+    root = max(evidence.roots, key=lambda root: root.bytes, default=None)
+    if cause == "leak" and root is not None and root.what in KEPT:
+        found = (*(found if root.what != "models" else ()), KEPT[root.what])
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):

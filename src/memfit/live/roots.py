@@ -103,6 +103,12 @@ class _Finder:
             return Root(name, line, "graph", total, passes) if passes > 1 and total >= SMALL else None
         if not isinstance(value, CONTAINERS):
             return None
+        if kept := [part for part in _parts(value) if isinstance(part, BaseException)]:
+            return max(
+                filter(None, (self.exception(name, part, frames, line) for part in kept)), key=_bytes, default=None
+            )
+        if models := self._several(name, value, line):
+            return models
         tensors = list(_tensors(value))
         sizes, (saved, _) = self.held(tensors), self._graph(tensors)
         total = sum((sizes | saved).values())
@@ -119,6 +125,16 @@ class _Finder:
         total = sum(sizes.values())
         wide = sum(storages(p for p in weights if p.dtype == torch.float32).values())
         return Root(name, line, "model", total, len(sizes), wide) if total >= SMALL else None
+
+    def _several(self, name: str, value: Any, line: str) -> Root | None:
+        """A container of models, optimizers or schedulers: what those keep that nobody else has a name for."""
+        found = [getattr(part, "optimizer", part) for part in _parts(value)]
+        modules = [part for part in found if isinstance(part, torch.nn.Module)]
+        tensors = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
+        tensors += [t for part in found if isinstance(part, torch.optim.Optimizer) for t in _tensors(dict(part.state))]
+        sizes = self.held(tensors)
+        total = sum(sizes.values())
+        return Root(name, line, "models", total, len(sizes)) if total >= SMALL else None
 
     def exception(self, name: str, error: BaseException, frames: list[FrameType], line: str = "") -> Root | None:
         """An error that is being handled, or was kept: its traceback keeps the frames, they keep their tensors."""
@@ -166,10 +182,19 @@ def _saved(node: Any) -> Iterator[Tensor]:
             yield from (part for part in parts if isinstance(part, Tensor))
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     """Tensors in containers of containers."""
-    if isinstance(value, Tensor):
+    return (part for part in _parts(value) if isinstance(part, Tensor))
+
+
+def _parts(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What containers of containers hold."""
+    if not isinstance(value, CONTAINERS):
         yield value
-    elif isinstance(value, CONTAINERS) and depth < DEEP and len(value) <= MOST_ITEMS:
+    elif depth < DEEP and len(value) <= MOST_ITEMS:
         for part in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _tensors(part, depth + 1)
+            yield from _parts(part, depth + 1)
+
+
+def _bytes(root: Root) -> int:
+    return root.bytes
