@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -111,3 +113,65 @@ def test_the_first_batch_is_no_parameter() -> None:
     found, _ = failed(200, program)
     assert found.evidence is not None and found.evidence.memory is not None
     assert found.evidence.memory.of("parameters") == 16 * MIB
+
+
+def test_a_failure_that_was_caught_is_not_the_one_that_is_explained() -> None:
+    def program() -> None:
+        kept = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(500 * MIB, dtype=torch.uint8, device="cuda")
+        for _ in range(40):
+            kept.append(torch.empty(10 * MIB, dtype=torch.uint8, device="cuda"))
+
+    found, _ = failed(120, program)
+    assert found.evidence is not None and found.evidence.memory is not None
+    assert (found.evidence.memory.asked, found.evidence.memory.requested) == (10 * MIB, 120 * MIB)
+
+
+def test_a_module_that_runs_twice_in_a_step_is_no_measure_of_itself() -> None:
+    def program() -> None:
+        body, x = torch.nn.Linear(512, 128).cuda(), torch.randn(4096, 512, device="cuda")
+        both = torch.cat([body(x), body(x + 0.1)])
+        (both @ both.t()).logsumexp(1).mean().backward()  # 8,192 x 8,192
+
+    found, _ = failed(200, program)
+    assert found.findings[0].cause == "activations"
+    assert found.findings[0].evidence[0].text == "a single tensor is asked for"
+
+
+def test_a_recurrent_net_that_reaches_its_weights_often_is_no_leak() -> None:
+    def program() -> None:
+        net, head = torch.nn.GRU(64, 64, batch_first=True).cuda(), torch.nn.Linear(64, 8000).cuda()
+        out = head(net(torch.randn(16, 128, 64, device="cuda"))[0])
+        loss = out.float().log_softmax(-1).mean()
+        loss.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a PyTorch without cuDNN
+        found, _ = failed(170, program)
+    assert "leak" not in [f.cause for f in found.findings]
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"), [("graph", "backward() of each loss"), ("models", "before the next is made")]
+)
+def test_what_to_do_against_a_leak_is_told_by_what_is_kept(kept: str, said: str) -> None:
+    def program() -> None:
+        total, every = 0, []
+        for _ in range(60):
+            model = body(512, 2)
+            every.append(model)
+            if kept == "models":
+                step_of(model)
+            else:
+                total = total + every[0](torch.randn(4096, 512, device="cuda")).pow(2).mean()
+                every[1:] = []
+
+    found, _ = failed(100, program)
+    assert found.findings[0].cause == "leak"
+    assert any(said in remedy.text for remedy in found.findings[0].remedies)
+
+
+def step_of(model: torch.nn.Module) -> None:
+    model(torch.randn(8, 512, device="cuda")).pow(2).mean().backward()
+    model.zero_grad()

@@ -32,6 +32,8 @@ OTHERWISE = {
     "an illegal access": TRACE + frame("fit.py", "step", "loss.backward()") + "RuntimeError: CUDA error: an illegal memory access was encountered",
     "a key": "Loading weights into memory: 14.2 GiB allocated\n" + TRACE + frame("fit.py", "main", "lr = conf['lr']") + "KeyError: 'lr'",
     "ctrl-c": " 31%|███  | 31/100 [00:31<01:10,  1.0s/it]^C" + TRACE + frame("fit.py", "main", "loss.backward()") + "KeyboardInterrupt",
+    "success beside settings": "epoch 1 loss 0.5\nINFO expandable_segments is on to avoid CUDA out of memory errors\nepoch 2 loss 0.4\nTraining completed",
+    "a model that is saved": "epoch 1 loss 0.5\nepoch 2 loss 0.4\nsaving model, all done",
     "success": "{'loss': 0.71, 'epoch': 2.9}\n{'train_runtime': 812.0, 'train_loss': 0.9}\nDone. Peak GPU memory 17.3 GiB of 24 GiB.",
     "the time of a job": "slurmstepd: error: *** STEP 77.0 ON n3 CANCELLED AT 2025-02-03T04:00:00 DUE TO TIME LIMIT ***\nsrun: error: n3: task 0: Killed",
     "a signal": "2025-02-03 04:00:00 worker ended\nChildFailedError: exitcode: -15, SIGTERM",
@@ -94,6 +96,21 @@ CAUSES: dict[str, tuple[str, Cause, str]] = {
         "Using NVIDIA A100 MIG 2g.10gb\n" + TRACE + frame("run.py", "main", 'm = AutoModel.from_pretrained("org/tiny-2.4b")')
         + frame("/x/site-packages/torch/nn/modules/module.py", "_apply", "return t.to(device)")
         + OOM.format("64.00 MiB", "8.90 GiB", "20.00 MiB") + HELD.format("8.50 GiB", "30.00 MiB"), "wrong-dtype", "MIG slice of one (2g.10gb)"),
+    "a loss of what failed": (
+        TRACE + frame("fit.py", "main", "loss = F.cross_entropy(net(x), y)")
+        + frame("/x/site-packages/torch/nn/modules/module.py", "_call_impl", "return forward_call(*args, **kwargs)")
+        + frame("net.py", "forward", "x = self.conv2(x)") + FULL, "activations", "forward pass"),
+    "a backward of a loss": (
+        TRACE + frame("fit.py", "main", "F.cross_entropy(out, y).backward()")
+        + frame("/x/site-packages/torch/_tensor.py", "backward", "torch.autograd.backward(") + FULL, "activations", "backward pass"),
+    "the loss itself": (
+        TRACE + frame("fit.py", "main", "loss = F.cross_entropy(net(x).float(), y)")
+        + frame("/x/site-packages/torch/nn/functional.py", "cross_entropy", "return torch._C._nn.cross_entropy_loss(") + FULL, "logits", "cross_entropy"),
+    "a block as large as logits": (
+        TRACE + frame("fit.py", "main", "model(**batch)  # Qwen/Qwen2.5-7B, per_device_train_batch_size=8, max_length=4096")
+        + frame("/x/site-packages/transformers/models/qwen2/modeling_qwen2.py", "forward", "hidden_states = self.mlp(hidden_states)")
+        + OOM.format("1.16 GiB", "79.10 GiB", "500.00 MiB") + HELD.format("77.00 GiB", "600.00 MiB"), "capacity", ""),
+    "a container's end": ("train-1 exited with code 137", "host-ram", ""),
     "a run that went on": (
         "step 1 loss 3.0\nWARNING: caught OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB, retrying with batch size 6\n"
         "step 2 loss 2.9\nTraining finished", "activations", "the run went on after the error"),

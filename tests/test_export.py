@@ -9,7 +9,6 @@ import inspect
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -613,14 +612,13 @@ def test_write_says_why_it_cannot(tmp_path: Path) -> None:
 # ---- the scripts are well written
 
 
-@pytest.mark.skipif(shutil.which("ruff") is None, reason="ruff is not installed")
 @pytest.mark.parametrize("key", ["trl", "transformers"])
 def test_scripts_are_clean(tmp_path: Path, key: str) -> None:
     for number, (_, files) in enumerate(written(key)[::7]):
         (tmp_path / f"train_{number}.py").write_text(files["train.py"])
     for command in (("check", "--select", "E,F,I,UP,B,SIM,PTH,RET"), ("format", "--check")):
         done = subprocess.run(
-            ["ruff", *command, "--isolated", "--line-length", "120", str(tmp_path)],
+            [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", str(tmp_path)],
             capture_output=True,
             text=True,
             check=False,

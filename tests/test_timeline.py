@@ -86,6 +86,16 @@ def test_the_snapshot_ends_where_memory_runs_out() -> None:
     assert (last["action"], last["size"], last["device_free"]) == ("oom", 30 * MIB, 24 * MIB) and "addr" not in last
 
 
+def test_the_snapshot_goes_on_after_a_failure_that_was_caught() -> None:
+    tape = replace(TAPE, events=(Oom(900 * MIB), *TAPE.events))
+    data = pickle.loads(snapshot_pickle(tape, SETTINGS["plain"], TORCH, capacity=512 * MIB))
+    first, *others = data["device_traces"][0]
+    whole = pickle.loads(snapshot_pickle(TAPE, SETTINGS["plain"], TORCH, capacity=512 * MIB))
+    assert (first["action"], first["size"]) == ("oom", 900 * MIB)
+    assert [e["action"] for e in others] == [e["action"] for e in whole["device_traces"][0]]
+    assert data["segments"] == whole["segments"]
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 TEMPLATE = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from memfit import supported  # noqa: E402
 from memfit.alloc_conf import torch_version  # noqa: E402
-from memfit.errors import Unsupported  # noqa: E402
+from memfit.errors import BadInput, Unsupported  # noqa: E402
 from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.snapshot import read  # noqa: E402
@@ -470,3 +470,10 @@ with {mode}, memfit.virtual_gpu("l4") as card:
     ops = len(card.ledger.ops)
 print(asked == ["gone"] and threads == ["ReferenceType"], len(card.ledger.ops) == ops > before)
 """
+
+
+def test_a_capacity_may_be_written() -> None:
+    with virtual_gpu("rtx-4090", capacity="2GiB") as card:
+        assert card.ledger.allocator.capacity == 2 << 30
+    with pytest.raises(BadInput, match="is not a size"), virtual_gpu("rtx-4090", capacity="much"):
+        pass

@@ -20,7 +20,7 @@ POOLS = 0.25  # of what is allocated: private pools from which they are worth te
 # what programs print, and people do not write
 _PRINTED = re.compile(
     r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
-    r"|\bstep \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
+    r"|\b(?:step|epoch) \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
 )
 # the line of an error: printed too, but people quote it in what they write
 _QUOTED = re.compile(r"\b[a-z_.]*(?:error|exception): ")
@@ -29,6 +29,10 @@ _RAN_OUT = re.compile(
     r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|exceed\w* (?:\w+ ){0,2}memory|oom_kill"
     r"|paging file is too small|enough gpu ram|dataloader worker \(pid|no space left on device\W+/dev/shm"
     r"|exit ?code\W{1,4}-9\b|signal 9\b"  # of one process: torchrun and Slurm then stop the others by other signals
+)
+# what is said of a setting, and has not happened
+_AVOIDED = re.compile(
+    r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|oom\w*|running out)(?: errors?)?"
 )
 _KILLED = re.compile(r"\bkilled\b|bus error")
 _STOPPED = re.compile(
@@ -70,8 +74,12 @@ def is_log(evidence: Evidence) -> bool:
 
 def ran_out(evidence: Evidence) -> bool:
     """A message, or anybody's words, say that memory ran out. A signal says it where nobody sent it."""
-    if any(message.kind != "host" for message in evidence.messages) or _RAN_OUT.search(evidence.text):
+    happened = _AVOIDED.sub(" ", evidence.text)
+    told = happened == evidence.text or any(message.facts > 1 for message in evidence.messages)
+    if (told and any(message.kind != "host" for message in evidence.messages)) or _RAN_OUT.search(happened):
         return True
+    if not told:
+        return False
     return bool(evidence.messages or _KILLED.search(evidence.text)) and not _STOPPED.search(evidence.text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memfit.explain.clue import Clue
@@ -30,6 +30,7 @@ CUT = (
     "memfit/live/",
 )  # the same in paths that a report has cut
 
+_LOSS = re.compile(r"cross_?entropy|nll_loss|log_?softmax|logsumexp|kl_?div", re.IGNORECASE)
 _ERROR = re.compile(r"^(?:\S{1,40}: )?[\w.]{0,100}(?:Error|Exception|Warning): [^\n]{1,400}", re.MULTILINE)
 _BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
@@ -149,12 +150,27 @@ def frames_of(text: str) -> tuple[Frame, ...]:
     )
 
 
+def _on_the_way(frames: tuple[Frame, ...]) -> frozenset[str]:
+    """Lines that name a loss and failed inside what they give it: `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`."""
+    named = [_LOSS.search(f"{f.path} {f.function} {f.code}") is not None for f in frames]
+    inside = [f.function == "forward" and "/torch/" not in f.path.replace("\\", "/") for f in frames]
+    return frozenset(
+        f.code
+        for i, f in enumerate(frames)
+        if _LOSS.search(f.code) and not any(named[i + 1 :]) and (any(inside[i + 1 :]) or ".backward(" in f.code)
+    )
+
+
 def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:
     """What a log, a traceback or a report says."""
     words = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]}\n{text[-TAIL:]}"
     text = text[-MOST_TEXT:]
     found = messages(text)
     frames = frames_of(text)
+    passed = _on_the_way(frames)
+    for code in passed:
+        words = words.replace(code, "")
+    frames = tuple(replace(f, code="") if f.code in passed else f for f in frames)
     flat = _HINT.sub("", " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower())
     lines = [f"{f.path} {f.function} {f.code}" for f in frames]
     traced = " ".join([*lines, *_ERROR.findall(words)]).lower()

@@ -172,10 +172,17 @@ def _measured(evidence: Evidence) -> Clue | None:
     return None
 
 
+# a part of a block, whose activations can have the size of some logits
+_LAYER = re.compile(
+    r"\b(?:mlp|ffn|feed_forward|self_attn|attn|attention|experts|act_fn|gate_proj|up_proj|down_proj|[qkvo]_proj)\("
+)
+
+
 def _logits(evidence: Evidence) -> Clue | None:
     """A request that is tokens x words of the vocabulary x bytes; or a good part of the card, of a language model."""
     m, words = evidence.message, vocabulary(evidence)
-    if evidence.when not in PASS:
+    inner = next((f.code for f in reversed(evidence.frames) if "/torch/" not in f.path.replace("\\", "/")), "")
+    if evidence.when not in PASS or _LAYER.search(inner):
         return None
     if m is None or not m.tried:
         return _logits_asked(evidence, words)

@@ -366,7 +366,7 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     size, kept = sum(g.bytes for g in working), m.of("activations")
     if m.asked >= ALONE * m.limit:
         return Clue("activations", WEAK, Proof("a single tensor is asked for", m.asked), e.line)
-    if size < TELLS * m.requested:
+    if not working or size < TELLS * m.requested:
         return None
     line = e.line or max(working, key=lambda g: g.bytes).line
     if kept >= 0.5 * size:

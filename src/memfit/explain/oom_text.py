@@ -41,7 +41,7 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("cuda", r"cuda out of memory|tried to allocate"),
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
              r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
-             r"|exit ?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
+             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
 )  # fmt: skip
 _BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)  # of small letters: three times as fast as no case
 # a message whose beginning was cut off

@@ -22,7 +22,8 @@ LAYOUTS = (
     ("question", "answer"),
     ("instruction", "output"),
 )
-READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text", ".json": "json", ".jsonl": "json", ".ndjson": "json"}
+READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}  # other files are read as JSON
+ENDINGS = (*READERS, ".json", ".jsonl", ".ndjson")
 
 
 def load(data: str) -> Dataset:
@@ -30,7 +31,7 @@ def load(data: str) -> Dataset:
     if Path(data).exists():
         separator = {"sep": "\\t"} if data.endswith(".tsv") else {}
         rows = load_dataset(READERS.get(Path(data).suffix, "json"), data_files=data, split="train", **separator)
-    elif Path(data).suffix in READERS:
+    elif Path(data).suffix in ENDINGS:
         raise SystemExit(f"there is no file {data}")
     else:
         rows = load_dataset(data, split="train")
@@ -39,7 +40,8 @@ def load(data: str) -> Dataset:
         raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of a line of LAYOUTS")
     usable = rows.filter(lambda row: row[names[0]] is not None and row[names[-1]])
     if len(usable) < len(rows) and not data.endswith(".txt"):  # whose empty lines are no samples
-        print(f"warning: {data}: {len(rows) - len(usable)} of {len(rows)} rows without {' and '.join(names)} are left out")
+        left = len(rows) - len(usable)
+        print(f"warning: {data}: {left} of {len(rows)} rows without {' and '.join(names)} are left out")
     return usable.map(lambda row: sample(row, names), remove_columns=rows.column_names)
 
 

@@ -57,7 +57,8 @@ class _Writer:
         try:
             live: dict[int, Block | None] = begun(allocator, tape.start)
         except OutOfMemory as error:
-            return self._oom(error)
+            self._oom(error)
+            return
         self.streams = sorted((chain[0].addr, chain[0].pool.stream) for chain in allocator.blocks())
         self.owners = {block.addr: names[number] for number, block in live.items() if block is not None}
         for event in tape.events:
@@ -82,8 +83,9 @@ class _Writer:
                 elif isinstance(event, Oom):
                     self._request(event.size)
             except OutOfMemory as error:
-                return self._oom(error)
-        return None
+                self._oom(error)
+                if not isinstance(event, Oom):  # a request that failed when it was recorded may have been caught
+                    return
 
     def segments(self) -> list[dict[str, Any]]:
         """Every contiguous mapped range, by address, its blocks without holes between them."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
+from memfit.units import parse_size
 from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, libraries, liger, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
@@ -18,7 +19,7 @@ __all__ = ["Answers", "Card", "virtual_gpu"]
 def virtual_gpu(
     gpu: str | Gpu,
     *,
-    capacity: int | None = -1,
+    capacity: int | str | None = -1,
     alloc_conf: str = "",
     answers: Answers | None = None,
     world_size: int = 1,
@@ -26,13 +27,14 @@ def virtual_gpu(
 ) -> Iterator[Card]:
     """While the context is open, `cuda` is the named card: its memory, its capability, no data.
 
-    capacity: bytes its driver can hand out (None: any number; default: the card's own). world_size: cards of its kind
+    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). world_size: cards of its kind
     that torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
     DeepSpeed asks for.
     """
     noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
     guard.install()
-    limit = noun.usable_bytes() if capacity == -1 else capacity
+    size = parse_size(capacity) if isinstance(capacity, str) else capacity
+    limit = noun.usable_bytes() if size == -1 else size
     card = Card(noun, limit, alloc_conf, answers)
     with (
         engine.ready(lambda: _active(Card(noun, None, ""))),
