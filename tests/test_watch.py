@@ -418,6 +418,19 @@ def test_a_window_of_outputs_is_no_leak(card: Card) -> None:
     assert trained(watched(model_of().cuda()), 60, window).leaks == ()
 
 
+@pytest.mark.parametrize("most", [50, 1000])
+def test_what_has_stopped_growing_is_taken_back(card: Card, most: int) -> None:
+    cache: dict[int, Tensor] = {}
+
+    def each(step: int) -> None:
+        cache.setdefault(step % most, torch.empty(MIB, dtype=torch.uint8, device="cuda"))
+
+    watch = trained(watched(model_of().cuda(), count_every=1), 140, each)
+    assert [leak.holders[0].name for leak in watch.leaks] == ["cache[...]"]  # it may have been one
+    said = [alarm.text for alarm in watch.recorder.alarms if alarm.kind == "unsure"]
+    assert [text.startswith("what grew over steps") for text in said] == [True] * (most == 50)
+
+
 def test_metrics_as_numbers_are_no_leak(card: Card) -> None:
     numbers: list[Tensor] = []
     watch = trained(watched(model_of().cuda()), 60, lambda step: numbers.append(torch.ones(1, device="cuda")))

@@ -3,14 +3,16 @@ not looked often enough; and how often a run of very short steps is looked at.""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from memfit.doubt import doubt
+from memfit.doubt import doubt, stopped
 from memfit.footprint import Levels
 from memfit.growth import Series
-from memfit.sample import Header, Sample
+from memfit.sample import Header, Leak, Sample
 from memfit.units import KIB, MIB
 from memfit.watcher import meters
 from memfit.watcher.census import live_tensors
@@ -140,6 +142,30 @@ def test_what_was_looked_at_too_seldom_is_said(case: str) -> None:
     assert (alarm is None) == (text is None)
     if alarm is not None and text is not None:
         assert alarm.kind == "unsure" and text in alarm.text and "count_every=1" in alarm.text
+
+
+def grown(until: int, steps: int, each: int = MIB) -> tuple[Sample, ...]:
+    """A run that grows by so much a step until one of them."""
+    return looked({step: HELD + min(step, until) * each for step in range(1, steps + 1)}, 0, steps)
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        (grown(60, 200), True),
+        (grown(200, 200), False),
+        (grown(195, 200), False),  # the later half has grown
+        (grown(60, 200, MIB // 20), True),  # a twentieth of the leak
+        (grown(20, 40), False),  # too few steps
+    ],
+)
+def test_a_leak_that_has_stopped_is_said_to(samples: tuple[Sample, ...], told: bool) -> None:
+    leak = Leak(MIB, 12, 19, 7 * MIB)
+    alarm = stopped(leak, samples, 27)
+    assert (alarm is not None) == told
+    if alarm is not None:
+        assert alarm.kind == "unsure" and "steps 12 to 19 has not grown from step 114 to 200" in alarm.text
+    assert stopped(replace(leak, unit="run"), samples, 27) is None
 
 
 LOOK = 0.0001  # seconds of one look

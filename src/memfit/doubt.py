@@ -1,4 +1,4 @@
-"""What is left to say of a run without a card that ended before its tensors were counted often enough to tell a leak."""
+"""What is left to say of leaks when a run has ended: that tensors were counted too seldom, or that what grew has stopped to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from itertools import pairwise
 from statistics import median
 
 from memfit.growth import FIRST_LOOK, FLOOR, WARMUP
-from memfit.sample import Alarm, Sample
+from memfit.sample import Alarm, Leak, Sample
 from memfit.units import MIB, human
 
 RESIDENT = 8 * MIB  # growth that settling allocators do not reach once the first steps are over
 ENOUGH = 4  # counts that did not rise: what else the process keeps is no matter of tensors
+STOPPED = 0.1  # of a leak's growth, over the steps since it was told: less is none
 ADVICE = "count_every=1 counts them at every step"
 
 
@@ -33,6 +34,25 @@ def doubt(samples: Iterable[Sample]) -> Alarm | None:
     times = "once" if len(counts) == 1 else f"{len(counts)} times"
     said = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: {', '.join(grown)}; {ADVICE}"
     return Alarm("unsure", steps[-1].step, "step", max(tensors, resident), 0, said)
+
+
+def stopped(leak: Leak, samples: Iterable[Sample], told: int) -> Alarm | None:
+    """An alarm where live bytes have not grown over the later half of the steps after it.
+
+    told: the step at which the leak was.
+    """
+    after = [s for s in samples if s.counted and s.phase == "step" and s.step >= told]
+    if leak.unit != "step" or len(after) < FIRST_LOOK:
+        return None
+    first, last = after[len(after) // 2], after[-1]
+    grown = last.now.allocated - first.now.allocated
+    if grown > STOPPED * leak.per_step * (last.step - first.step):
+        return None
+    said = (
+        f"what grew over steps {leak.since:,} to {leak.until:,} has not grown from step {first.step:,} to {last.step:,}: "
+        "a cache that is full looks like this, a leak does not"
+    )
+    return Alarm("unsure", last.step, "step", leak.bytes, 0, said)
 
 
 def _risen(counts: Sequence[Sample]) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memfit import measured
-from memfit.doubt import doubt
+from memfit.doubt import doubt, stopped
 from memfit.footprint import Footprint
 from memfit.growth import Growth, Series
 from memfit.replay import Timeline
@@ -21,11 +21,12 @@ from memfit.tape import PHASES, Phase, Role
 from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS
-from memfit.watcher.hunt import Hunt
+from memfit.watcher.hunt import APART, Hunt
 from memfit.watcher.meters import Meter, Reading
 from memfit.watcher.pace import Pace
 from memfit.watcher.recorder import Recorder
 
+SAME = 0.5  # of a growth: a leak that was told and grows by as much explains it, too
 EXPLAINED = 0.2  # of a growth: names that keep less than this of it do not explain it
 
 
@@ -191,9 +192,14 @@ class Watch:
             self.recorder.leak(found, "step")
 
     def _doubt(self) -> None:
-        """Memory that grew when the run ended before anybody could say why."""
+        """Memory that grew when the run ended before anybody could say why, and growth that was told and has stopped."""
         growth = self._growth
-        if self._hunt is not None:
+        for leak in self.leaks:
+            alarm = stopped(leak, self.recorder.samples, leak.until + 2 * APART)
+            if alarm is not None:
+                self.recorder.alarm(alarm)
+        known = any(leak.per_step >= SAME * growth.per_step for leak in self.leaks if leak.unit == "step")
+        if self._hunt is not None and not known:
             span = f"steps {growth.since:,} to {growth.until:,}"
             text = f"live memory grew by {human(int(growth.per_step))} per step over {span}; the run ended before it was known who holds it"
             self.recorder.alarm(Alarm("unsure", self.done, "step", growth.bytes, 0, text))

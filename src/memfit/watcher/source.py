@@ -15,6 +15,7 @@ from memfit.watcher.roots import Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+MOST_LINES = 4  # that are named besides one
 MOST = 2 << 20  # characters of a source file that is parsed
 
 
@@ -22,18 +23,22 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     """("train.py:12", "history.append(loss)"): where the program stores into that name; else where the name belongs.
 
     Lines that store under another key than the path's are left out where others are. Of the rest one in the function that
-    owns the name is taken, then one in a function that is running; of several, one that is in a loop.
+    owns the name is taken, then one in a function that is running; of several, one that is in a loop. Others that are as
+    likely are named behind it.
     """
-    stores = _stores(found.file)
-    found_there = next((stores[name] for name in _identifiers(found.path) if name in stores), ())
+    stores, names = _stores(found.file), [] if " " in found.path else _identifiers(found.path)  # "the cache of f()"
+    found_there = next((stores[name] for name in names if name in stores), ())
     keys = set(re.findall(r"\['([^']*)'\]", found.path))
     kept = [store for store in found_there if store.key is None or store.key in keys] or found_there
     lines = [store.line for store in sorted(kept, key=lambda store: (store.key is None, not store.looped, store.line))]
     places = [(found.file, found.first, found.function)] if found.function else []
     places += [place for place in running if place[0] == found.file and place[2] != "<module>"]
-    inside = (line for place in places for line in lines if line in _extent(*place))
+    inside = [line for place in places for line in lines if line in _extent(*place)]
     number = next(iter((*inside, *lines)), None) or found.first or 1
-    return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip()
+    looped = {store.line: (store.key, store.looped) for store in kept}
+    others = [line for line in dict.fromkeys(inside or lines) if line != number and looped[line] == looped[number]]
+    also = f" (or line {', '.join(map(str, others[:MOST_LINES]))})" if others else ""
+    return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip() + also
 
 
 def line_of(found: Found) -> str:
