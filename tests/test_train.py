@@ -17,6 +17,8 @@ from safetensors.torch import load_file  # noqa: E402
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
+from memfit.cli.train_checks import check_data  # noqa: E402
+from memfit.errors import BadInput  # noqa: E402
 from memfit.job import Recipe, Training  # noqa: E402
 from memfit.run import worker  # noqa: E402
 from memfit.run.attempt import _module, attempt  # noqa: E402
@@ -283,6 +285,34 @@ def test_samples_that_are_cut_are_told_of(made: tuple[Path, Path], tmp_path: Pat
         supervise(run, attempt, told.append)
         warned = [event["text"] for event in told if event["event"] == "cut"]
         assert (len(warned) == 1 and "are cut there" in warned[0] and f"of {runs.SAMPLES} samples" in warned[0]) is cut
+
+
+@pytest.mark.parametrize("long", [5, 12])
+def test_samples_of_whose_completion_nothing_is_left_are_told_of(
+    made: tuple[Path, Path], tmp_path: Path, long: int
+) -> None:
+    """TRL leaves them out and says so in a log only."""
+    data = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "p" * (90 if n < long else 4), "completion": f"answer {n}"} for n in range(12)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = runs.make_run(tmp_path / "run", (made[0], data), runs.RECIPE.but(sequence_length=32), max_steps=1)
+    told = list[Event]()
+    if long == 12:
+        with pytest.raises(BadInput, match="no sample has any of its completion within 32 tokens"):
+            supervise(run, attempt, told.append)
+        return
+    supervise(run, attempt, told.append)
+    said = [event["text"] for event in told if event["event"] == "cut"]
+    assert said == [
+        "5 of 12 samples have nothing of their completion within 32 tokens, and are left out: --sequence-length"
+    ]
+
+
+def test_half_a_character_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    data = tmp_path / "scraped.jsonl"
+    data.write_text('{"text": "good"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(BadInput, match="line 2: the text is not valid Unicode"):
+        check_data(str(data))
 
 
 @pytest.mark.parametrize(

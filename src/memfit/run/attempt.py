@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from memfit.errors import BadInput
 from memfit.launch import backend
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
 from memfit.run.gloo import sharding
@@ -89,8 +90,20 @@ def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outc
 
 
 def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
-    """How many samples are as long as the sequence may be: the plan may have known their tokens by an estimate only."""
+    """How many samples are as long as the sequence may be: the plan may have known their tokens by an estimate only.
+
+    Raises BadInput where TRL has left out all of them: those of whose completion nothing is left.
+    """
     recipe, rows = run.plan.recipe, trainer.train_dataset
+    left = trainer.rows_read - len(rows) if recipe.padding != "packing" and hasattr(rows, "__len__") else 0
+    if left and not len(rows):
+        raise BadInput(
+            f"no sample has any of its completion within {recipe.sequence_length:,} tokens",
+            hint="a longer --sequence-length",
+        )
+    if left > 0 and trainer.is_world_process_zero():
+        tell({"event": "cut", "text": f"{left:,} of {trainer.rows_read:,} samples have nothing of their completion within "
+              f"{recipe.sequence_length:,} tokens, and are left out: --sequence-length"})  # fmt: skip
     if (
         not trainer.is_world_process_zero()
         or recipe.padding == "packing"
@@ -110,9 +123,19 @@ def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:
 
 def load(run: Run, settings: Settings) -> Any:
     """The trainer that train.py builds, told nothing but where it writes and what it runs on."""
-    script = _module(run.path / "train.py")
+    script: Any = _module(run.path / "train.py")
     words = ["--output", str(run.output), *(["--cpu"] if settings.cpu else [])]
+    read = script.load
+    rows: list[int] = []
+
+    def noted(data: str) -> Any:
+        found = read(data)
+        rows.append(len(found))
+        return found
+
+    script.load = noted
     trainer = script.build(script.arguments(words))
+    trainer.rows_read = rows[0]  # of the training data, which is read first: TRL may leave some out
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
     trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)

@@ -7,8 +7,9 @@ from memfit.finding import CAUSES, Cause
 from memfit.run.nouns import Shortage, Stage
 from memfit.units import human
 
-# what cannot be the cause in a stage: the rehearsal is the first step, and its batch the longest on purpose
-NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak")}
+# what cannot be the cause in a stage: the rehearsal is the first step, and its batch the longest on purpose; train.py keeps no
+# logits of an evaluation, whatever names the Trainer's own lines have
+NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak"), "eval": ("eval-logits",)}
 
 
 def cause(shortage: Shortage) -> tuple[str, str]:
