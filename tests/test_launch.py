@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -417,6 +418,29 @@ def test_bad_input_is_refused_with_a_hint(
     code, out, err = ran("launch", written, *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_recipe_for_so_much_memory_asks_for_a_card(ran: Ran, written: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(re.sub(r'(?m)^gpu = ".*"$', 'gpu = "custom"', written.read_text()))
+    for command in ("launch", "export"):
+        code, _, err = ran(
+            command, recipe, "--target", "slurm" if command == "launch" else "trl", "--out", tmp_path / "x"
+        )
+        assert code == 2 and "names no GPU" in err and "--gpu rtx-4090" in err
+        assert (
+            ran(
+                command,
+                recipe,
+                "--gpu",
+                "h100",
+                "--target",
+                "slurm" if command == "launch" else "trl",
+                "--out",
+                tmp_path / command,
+            )[0]
+            == 0
+        )
 
 
 def test_a_model_is_no_recipe(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from memfit.verdicts import judge
 def plan_of_file(path: Path, gpu: str) -> Plan:
     """The plan of a file, without a ladder, on the card it names or on another. Raises BadInput where there is none."""
     file = recipe_file.read(path)
-    if not (gpu or file.gpu):
+    if not gpu and file.gpu in ("", "custom"):  # custom: planned for so much memory, or for a CPU
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
     card, _ = parse_gpu(gpu or file.gpu)
     return plan_of(file, card)
