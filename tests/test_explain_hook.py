@@ -175,3 +175,38 @@ def test_what_to_do_against_a_leak_is_told_by_what_is_kept(kept: str, said: str)
 def step_of(model: torch.nn.Module) -> None:
     model(torch.randn(8, 512, device="cuda")).pow(2).mean().backward()
     model.zero_grad()
+
+
+def test_models_made_on_several_lines_are_no_leak() -> None:
+    def program() -> None:
+        first = torch.nn.Linear(1024, 1024, bias=False).cuda()
+        second = torch.nn.Linear(1024, 1024, bias=False).cuda()
+        third = torch.nn.Linear(1024, 1024, bias=False).cuda()
+        nets = [first, second, third]
+        optimizer = torch.optim.AdamW([p for net in nets for p in net.parameters()])
+        for rows in (8, 8, 8, 30_000):
+            for net in nets:
+                net(torch.randn(rows, 1024, device="cuda")).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found, _ = failed(200, program)
+    assert found.evidence is not None and found.evidence.memory is not None
+    assert found.evidence.memory.of("optimizer_states") >= 24 * MIB
+    assert "leak" not in [f.cause for f in found.findings]
+
+
+def test_a_list_of_a_model_s_own_layers_is_nothing_to_let_go_of() -> None:
+    def program() -> None:
+        layers = [torch.nn.Linear(1024, 1024).cuda() for _ in range(8)]
+        kept = []
+        for _ in range(100):
+            x = torch.randn(64, 1024, device="cuda")
+            for layer in layers:
+                x = layer(x)
+            kept.append(x)
+
+    found, _ = failed(80, program)
+    assert found.evidence is not None and "models" in [root.what for root in found.evidence.roots]
+    assert found.findings[0].cause == "leak"
+    assert not any("del the model" in remedy.text for remedy in found.findings[0].remedies)

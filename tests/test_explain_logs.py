@@ -100,6 +100,10 @@ CAUSES: dict[str, tuple[str, Cause, str]] = {
         TRACE + frame("fit.py", "main", "loss = F.cross_entropy(net(x), y)")
         + frame("/x/site-packages/torch/nn/modules/module.py", "_call_impl", "return forward_call(*args, **kwargs)")
         + frame("net.py", "forward", "x = self.conv2(x)") + FULL, "activations", "forward pass"),
+    "a loss of what failed, told twice": (
+        TRACE + frame("fit.py", "main", "total = weight * F.cross_entropy(run(net, x), y)")
+        + frame("fit.py", "run", "return F.log_softmax(net(x), 1)") + frame("net.py", "forward", "x = self.conv2(x)") + FULL,
+        "activations", "forward pass"),
     "a backward of a loss": (
         TRACE + frame("fit.py", "main", "F.cross_entropy(out, y).backward()")
         + frame("/x/site-packages/torch/_tensor.py", "backward", "torch.autograd.backward(") + FULL, "activations", "backward pass"),

@@ -477,3 +477,10 @@ def test_a_capacity_may_be_written() -> None:
         assert card.ledger.allocator.capacity == 2 << 30
     with pytest.raises(BadInput, match="is not a size"), virtual_gpu("rtx-4090", capacity="much"):
         pass
+
+
+def test_a_card_that_nobody_closes_ends_in_silence() -> None:
+    program = "import torch, memfit\ncard = memfit.virtual_gpu('l4')\ncard.__enter__()\n"
+    program += "torch.ones(4, device='cuda', requires_grad=True).sum().backward()\n"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

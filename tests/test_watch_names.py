@@ -37,8 +37,9 @@ def keep(out):
     plain.append(out)
     while out:
         plain.append(out)
+    kept["two words"] = [out]
 """
-KEPT = {"kept['a'][...]": 4, "kept[...]": 7, "kept['first'][...]": 3, "plain[...]": 10}
+KEPT = {"kept['two words'][...]": 11, "kept['a'][...]": 4, "kept[...]": 7, "kept['first'][...]": 3, "plain[...]": 10}
 
 
 @pytest.mark.parametrize("path", KEPT)

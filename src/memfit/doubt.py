@@ -37,10 +37,7 @@ def doubt(samples: Iterable[Sample]) -> Alarm | None:
 
 
 def stopped(leak: Leak, samples: Iterable[Sample], told: int) -> Alarm | None:
-    """An alarm where live bytes have not grown over the later half of the steps after it.
-
-    told: the step at which the leak was.
-    """
+    """An alarm where live bytes have not grown over the later half of the steps since `told`, the step at which the leak was found."""
     after = [s for s in samples if s.counted and s.phase == "step" and s.step >= told]
     if leak.unit != "step" or len(after) < FIRST_LOOK:
         return None

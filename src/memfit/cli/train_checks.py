@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from memfit.run.nouns import Settings
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-UNREADABLE = (
-    "not JSON",
-    "not UTF-8",
-    "the text is not valid Unicode",
-)  # broken lines that memfit counts and datasets refuses
+# broken lines that memfit counts and datasets refuses
+UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode")
 
 
 def check_data(data: str) -> None:

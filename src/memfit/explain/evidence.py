@@ -152,13 +152,16 @@ def frames_of(text: str) -> tuple[Frame, ...]:
 
 def _on_the_way(frames: tuple[Frame, ...]) -> frozenset[str]:
     """Lines that name a loss and failed inside what they give it: `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`."""
-    named = [_LOSS.search(f"{f.path} {f.function} {f.code}") is not None for f in frames]
-    inside = [f.function == "forward" and "/torch/" not in f.path.replace("\\", "/") for f in frames]
-    return frozenset(
-        f.code
-        for i, f in enumerate(frames)
-        if _LOSS.search(f.code) and not any(named[i + 1 :]) and (any(inside[i + 1 :]) or ".backward(" in f.code)
-    )
+    passed, inside = set(), False
+    for frame in reversed(frames):
+        if _LOSS.search(f"{frame.path} {frame.function}"):  # the loss itself, and all that called it
+            break
+        if _LOSS.search(frame.code):
+            if not (inside or ".backward(" in frame.code):
+                break
+            passed.add(frame.code)
+        inside |= frame.function == "forward" and "/torch/" not in frame.path.replace("\\", "/")
+    return frozenset(passed)
 
 
 def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] = ()) -> Evidence:

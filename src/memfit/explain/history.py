@@ -24,7 +24,6 @@ SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of o
 CACHED = 0.25
 LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
-SETS = 3  # models, or sets of states, from which they are one too many
 ALONE = 0.5  # share of a card from which one request says more than all that is there
 GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
 
@@ -49,7 +48,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         free = m.capacity - m.allocated
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
-        enough = (m.turn < 0 or _passed(m)) and free > sum(map(_old, _kept(m))) + _repeated(m)[0]
+        enough = (m.turn < 0 or _passed(m)) and free > sum(map(_old, _kept(m))) + m.repeated[0]
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
         return Clue("fragmentation", SURE + SHOWN + 5 if enough else STRONG, proof)
     idle = m.reserved - m.allocated
@@ -83,24 +82,9 @@ def _passed(m: Memory) -> list[int]:
     return [t for t in alike if kept(t) <= KEEPS * (m.peaks[t] - m.floors[t])]
 
 
-def _repeated(m: Memory) -> tuple[int, str]:
-    """(bytes, line) of models that were made again and again, and of states that a weight has more than once."""
-    weights = {g.module: g.count for g in m.groups if g.role == "parameters"}
-    size, most, line = 0, 0, ""
-    for g in m.groups:
-        sets = len([t for t in g.turns if t < m.turn])
-        if g.role == "optimizer_states":
-            sets = g.count // weights.get(g.module.partition(" of ")[2], g.count)
-        if g.role in ("parameters", "optimizer_states") and sets >= SETS:
-            more = g.bytes - g.bytes // sets
-            size += more
-            most, line = max((most, line), (more, g.line))
-    return size, line
-
-
 def _again(m: Memory, e: Evidence) -> Clue | None:
     """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
-    size, line = _repeated(m)
+    size, line = m.repeated
     if size < max(TELLS * m.requested, m.asked):
         return None
     root = _root(e, "models")
@@ -147,9 +131,8 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     if _CHECKPOINT.search(root.name) and root.what == "collection" and m.turn < 1:
         return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
     earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
-    if (
-        root.what == "graph" and m.floors and not earlier
-    ):  # of the pass under way: a recurrent net reaches a weight often
+    # a graph of the pass under way alone: a recurrent net reaches a weight often
+    if root.what == "graph" and m.floors and not earlier:
         return None
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None

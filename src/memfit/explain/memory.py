@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from memfit.finding import Holder, Part
 _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
 MOST_HOLDERS = 8
+SETS = 3  # models, or sets of states, from which they are one too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,23 @@ class Memory:
     def of(self, *roles: Part) -> int:
         """Bytes of some roles."""
         return sum(group.bytes for group in self.groups if group.role in roles)
+
+    @property
+    def repeated(self) -> tuple[int, str]:
+        """(bytes, line) of models that were made again and again, and of states that a weight has more than once."""
+        weights: Counter[str] = Counter()
+        for g in self.groups:
+            weights[g.module] += g.count * (g.role == "parameters")
+        size, most, line = 0, 0, ""
+        for g in self.groups:
+            sets = len([t for t in g.turns if t < self.turn])
+            if g.role == "optimizer_states":
+                sets = g.count // (weights[g.module.partition(" of ")[2]] or g.count)
+            if g.role in ("parameters", "optimizer_states") and sets >= SETS:
+                more = g.bytes - g.bytes // sets
+                size += more
+                most, line = max((most, line), (more, g.line))
+        return size, line
 
     @property
     def turn(self) -> int:

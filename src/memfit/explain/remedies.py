@@ -148,14 +148,22 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
         found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
-    root = max(evidence.roots, key=lambda root: root.bytes, default=None)
-    if cause == "leak" and root is not None and root.what in KEPT:
-        found = (*(found if root.what != "models" else ()), KEPT[root.what])
+    if cause == "leak":
+        found = _of_a_leak(found, evidence)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
         found = (*found, Remedy(f"max_model_len={longest[1]}, what the engine says has room", "no longer prompts"))
     return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
+
+
+def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, ...]:
+    """By what it is that is kept: models of earlier runs, or what the variable that keeps most of the rest holds."""
+    if evidence.memory is not None and evidence.memory.repeated[0]:
+        return (KEPT["models"],)
+    roots = [root for root in evidence.roots if root.what in ("collection", "graph", "hook")]
+    most = max(roots, key=lambda root: root.bytes, default=None)
+    return (*found, KEPT[most.what]) if most is not None and most.what in KEPT else found
 
 
 def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:

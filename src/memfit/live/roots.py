@@ -103,12 +103,12 @@ class _Finder:
             return Root(name, line, "graph", total, passes) if passes > 1 and total >= SMALL else None
         if not isinstance(value, CONTAINERS):
             return None
-        if kept := [part for part in _parts(value) if isinstance(part, BaseException)]:
-            return max(
-                filter(None, (self.exception(name, part, frames, line) for part in kept)), key=_bytes, default=None
-            )
-        if models := self._several(name, value, line):
-            return models
+        errors = [part for part in _parts(value) if isinstance(part, BaseException)]
+        kept = [self.exception(name, error, frames, line) for error in errors]
+        kept += [self._several(name, value, line), self._collection(name, value, line)]
+        return max((root for root in kept if root is not None), key=lambda root: root.bytes, default=None)
+
+    def _collection(self, name: str, value: Any, line: str) -> Root | None:
         tensors = list(_tensors(value))
         sizes, (saved, _) = self.held(tensors), self._graph(tensors)
         total = sum((sizes | saved).values())
@@ -128,7 +128,8 @@ class _Finder:
 
     def _several(self, name: str, value: Any, line: str) -> Root | None:
         """A container of models, optimizers or schedulers: what those keep that nobody else has a name for."""
-        found = [getattr(part, "optimizer", part) for part in _parts(value)]
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        found = [part.optimizer if isinstance(part, scheduler) else part for part in _parts(value)]
         modules = [part for part in found if isinstance(part, torch.nn.Module)]
         tensors = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
         tensors += [t for part in found if isinstance(part, torch.optim.Optimizer) for t in _tensors(dict(part.state))]
@@ -194,7 +195,3 @@ def _parts(value: Any, depth: int = 0) -> Iterator[Any]:
     elif depth < DEEP and len(value) <= MOST_ITEMS:
         for part in list(value.values()) if isinstance(value, dict) else list(value):
             yield from _parts(part, depth + 1)
-
-
-def _bytes(root: Root) -> int:
-    return root.bytes

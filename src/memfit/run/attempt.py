@@ -95,20 +95,20 @@ def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
     Raises BadInput where TRL has left out all of them: those of whose completion nothing is left.
     """
     recipe, rows = run.plan.recipe, trainer.train_dataset
-    left = trainer.rows_read - len(rows) if recipe.padding != "packing" and hasattr(rows, "__len__") else 0
+    if recipe.padding == "packing":  # its rows are made of several
+        return
+    left = trainer.rows_read - len(rows)
     if left and not len(rows):
         raise BadInput(
             f"no sample has any of its completion within {recipe.sequence_length:,} tokens",
             hint="a longer --sequence-length",
         )
-    if left > 0 and trainer.is_world_process_zero():
+    if not trainer.is_world_process_zero():
+        return
+    if left > 0:
         tell({"event": "cut", "text": f"{left:,} of {trainer.rows_read:,} samples have nothing of their completion within "
               f"{recipe.sequence_length:,} tokens, and are left out: --sequence-length"})  # fmt: skip
-    if (
-        not trainer.is_world_process_zero()
-        or recipe.padding == "packing"
-        or "input_ids" not in (rows.column_names or ())
-    ):
+    if "input_ids" not in (rows.column_names or ()):
         return
     full = sum(len(tokens) >= recipe.sequence_length for tokens in rows["input_ids"])
     if full:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
@@ -36,7 +37,7 @@ def virtual_gpu(
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     limit = noun.usable_bytes() if size == -1 else size
     card = Card(noun, limit, alloc_conf, answers)
-    with (
+    layers = (
         engine.ready(lambda: _active(Card(noun, None, ""))),
         _active(card),
         libraries.installed(),
@@ -45,7 +46,12 @@ def virtual_gpu(
         inductor.planned(card),
         deepspeed.hosted(),
         _world(world_size) if launched or world_size > 1 else nullcontext(),
-    ):
+    )
+    with ExitStack() as stack:
+        atexit.register(stack.close)  # a card that nobody closes is closed while there are modules
+        stack.callback(atexit.unregister, stack.close)
+        for layer in layers:
+            stack.enter_context(layer)
         yield card
 
 

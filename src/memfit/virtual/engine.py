@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 _LATE: list[bool] = []  # whether the engine had run before the first virtual card, once that is known
-_CONTEXT = "context"  # what PyTorch calls the copy of the context variables, since 2.9
+_CONTEXT = "context"  # what `torch.autograd.graph._engine_run_backward` calls the copy, in the versions that make one
 _PATIENCE = 10.0  # seconds for a thread to let go; far more than any busy machine was seen to need
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
-from memfit.watcher.roots import Found, Roots, key_text
+from memfit.watcher.roots import CACHE_OF, Found, Roots, key_text
 
 DEEPEST = 8  # links from a tensor up to a name
 WIDEST = 48  # objects per level: the walk compares everything on the heap with each of them
@@ -53,7 +53,7 @@ def _named(link: Link, roots: Roots) -> Found | None:
     if isinstance(node, functools._lru_cache_wrapper):
         function = inspect.unwrap(node)
         code = function.__code__
-        return Found(f"the cache of {function.__qualname__}()", code.co_filename, code.co_firstlineno, code.co_name)
+        return Found(f"{CACHE_OF}{function.__qualname__}()", code.co_filename, code.co_firstlineno, code.co_name)
     known = roots.names.get(id(node))
     if known is not None:
         return Found(known.path + path, known.file, known.first, known.function)

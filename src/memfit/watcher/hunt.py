@@ -20,7 +20,7 @@ from torch import Tensor
 from memfit.sample import Holder
 from memfit.watcher.census import graph_size, live_bytes, live_tensors, storages
 from memfit.watcher.holders import WIDEST, holders_of
-from memfit.watcher.roots import Found, Roots
+from memfit.watcher.roots import CACHE_OF, Found, Roots
 from memfit.watcher.source import keeping_line
 
 APART = 4  # steps between looks: more than loaders prefetch (2) and a loop's variables live (1)
@@ -94,7 +94,7 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
 
 
 def _kind(name: Found) -> Literal["container", "variable"]:
-    return "container" if "[" in name.path or name.path.startswith("the cache of") else "variable"
+    return "container" if "[" in name.path or name.path.startswith(CACHE_OF) else "variable"
 
 
 def _per_byte(kept: Sequence[Tensor], picked: Sequence[Tensor]) -> float:

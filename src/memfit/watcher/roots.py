@@ -17,6 +17,7 @@ OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what i
 OURS_ALONE = 3  # references to a frame's copy of its variables: the frame's, ours, and the call's that counts them
 WIDEST = 2000  # items of one container that are looked at
 
+CACHE_OF = "the cache of "  # and a function, in place of a path: what functools.cache keeps has no name
 Place = tuple[str, int, str]  # of a function: file, first line, name
 
 

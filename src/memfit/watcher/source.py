@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from memfit.watcher.roots import Found, Place
+from memfit.watcher.roots import CACHE_OF, Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -26,7 +26,7 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     owns the name is taken, then one in a function that is running; of several, one that is in a loop. Others that are as
     likely are named behind it.
     """
-    stores, names = _stores(found.file), [] if " " in found.path else _identifiers(found.path)  # "the cache of f()"
+    stores, names = _stores(found.file), [] if found.path.startswith(CACHE_OF) else _identifiers(found.path)
     found_there = next((stores[name] for name in names if name in stores), ())
     keys = set(re.findall(r"\['([^']*)'\]", found.path))
     kept = [store for store in found_there if store.key is None or store.key in keys] or found_there
