@@ -32,7 +32,7 @@ from memfit.job import TRAINING_RANGES, Training
 if TYPE_CHECKING:
     from memfit.plan import Plan
     from memfit.run.folder import Run
-    from memfit.run.nouns import Outcome, Settings
+    from memfit.run.nouns import Settings
 
 EXAMPLES = (
     "memfit train",
@@ -73,27 +73,35 @@ def run(what: str | None = None, **flags: Any) -> int:
     check_ranges(flags, RANGES)
     folder = Path(flags["out"] or "memfit-run").resolve()
     with _held(folder, flags["resume"]):
-        return _run(_resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags), flags["json"])
+        found = _resumed(folder, what, flags) if flags["resume"] else _started(folder, what, flags)
+        return _run(found, flags["json"], flags["merge"])
 
 
-def _run(found: Run, json: bool) -> int:
-    """Supervise it, show it, and leave the card; returns the exit code."""
+def _run(found: Run, json: bool, merge: bool) -> int:
+    """Supervise it, show it, leave the card and merge, with `merge` even what was merged; returns the exit code."""
     from memfit.cli.train_shown import Shown
+    from memfit.run.card import has_card, write_card
     from memfit.run.children import in_child
+    from memfit.run.merge import MERGED
     from memfit.run.nouns import EXIT_OF
     from memfit.run.supervise import supervise
 
-    shown = Shown(found, json)
+    shown, outcome = Shown(found, json), found.finished()
+    if outcome:
+        merge |= not (found.path / MERGED).exists()
+        terminal.note("this run is done, and all that it made is there: nothing is trained")
+    else:
+        merge = True
     try:
         with shown:
-            outcome = supervise(found, in_child, shown.tell)
+            outcome = outcome or supervise(found, in_child, shown.tell)
     except KeyboardInterrupt:
         shown.broken_off()
         return EXIT_INTERRUPTED
-    if outcome.status == "done":
-        _write_card(found, outcome)
+    if outcome.status == "done" and not has_card(found):
+        write_card(found, outcome)
     shown.end(outcome)
-    if outcome.status == "done" and found.settings.merge:
+    if outcome.status == "done" and found.settings.merge and merge:
         _merge(found)
     return EXIT_INTERRUPTED if shown.interrupted and outcome.status == "stopped" else EXIT_OF[outcome.status]
 
@@ -146,7 +154,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         )
     found = opened(folder)
     settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
-    if not (settings.cpu or has_gpu()):
+    if not (settings.cpu or found.finished() or has_gpu()):
         raise BadInput(
             f"the run in {folder} is one for a GPU, and there is none in this machine",
             hint="resume it where there is one",
@@ -313,12 +321,6 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 
 # ---- at the end
-
-
-def _write_card(run: Run, outcome: Outcome) -> None:
-    from memfit.run.card import write_card
-
-    write_card(run, outcome)
 
 
 def _merge(run: Run) -> None:

@@ -24,7 +24,7 @@ from memfit.errors import BadInput
 from memfit.launch import backend
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
 from memfit.run.gloo import sharding
-from memfit.run.keeper import AllTrained, Keeper, Tell
+from memfit.run.keeper import Ended, Keeper, Tell
 from memfit.run.limit import CountingMeter, Meter, metered
 from memfit.run.nouns import Outcome, Settings, Shortage
 from memfit.run.relief import eval_batch
@@ -161,12 +161,14 @@ def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
     with counted(trainer, keeper.ledger), _quiet_progress(trainer):
         if last:
             keeper.enter("resume")
-        with contextlib.suppress(AllTrained):
+        with contextlib.suppress(Ended):
             trainer.train(resume_from_checkpoint=str(last.path) if last else None)
         if trainer.state.global_step < trainer.state.max_steps:
             return _result("stopped", keeper, trainer, run)
         if trainer.eval_dataset is not None and not _evaluated(trainer):
             trainer.evaluate()
+        if keeper.due:  # a stop was asked for in the midst of it
+            return _result("stopped", keeper, trainer, run)
         trainer.save_model()
     return _result("done", keeper, trainer, run, saved=(str(run.output),))
 
@@ -232,7 +234,7 @@ def _shortage(error: Exception, keeper: Keeper, meter: Meter, trainer: Any, run:
     )
     return Shortage(
         stage=keeper.stage, step=trainer.state.global_step if trainer is not None else 0, text=text,
-        asked=_size(_ASKED, text), held=held, limit=meter.limit, trace="".join(traceback.format_exception(error))[-TRACE:],
+        asked=_size(_ASKED, text), held=held, began=keeper.held, limit=meter.limit, trace="".join(traceback.format_exception(error))[-TRACE:],
         frame=f"{innermost.filename}:{innermost.lineno}" if innermost else "", snapshot=_snapshot(run),
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ from memfit.run.nouns import Outcome
 from memfit.sample import METERS
 from memfit.units import human
 
+TAGS = "tags: [memfit]"  # of the front matter: what tells this card from others
+
 
 def write_card(run: Run, outcome: Outcome) -> Path:
     """Write README.md into the model's folder; returns its path."""
@@ -23,13 +25,19 @@ def write_card(run: Run, outcome: Outcome) -> Path:
     return path
 
 
+def has_card(run: Run) -> bool:
+    """The README.md beside the model is one of these, and not what a library left there as it saved."""
+    path = run.output / "README.md"
+    return path.is_file() and TAGS in path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
 def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
     """The card as Markdown with the front matter the Hub reads. `merged`: of the model that the adapters were merged into."""
     plan = run.plan
     recipe, base = plan.recipe, plan.job.architecture.name
     front = ["---", "library_name: " + ("transformers" if recipe.method == "full" or merged else "peft")]
     front += [f"base_model: {base}"] if not Path(base).is_absolute() else []
-    front += ["tags: [memfit]", "---", ""]
+    front += [TAGS, "---", ""]
     body = [
         f"# {Path(base).name}, {title(recipe)}{', merged' * merged}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "

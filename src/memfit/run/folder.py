@@ -24,6 +24,7 @@ from memfit.gpu import Gpu
 from memfit.job import Training
 from memfit.plan import Plan
 from memfit.run import lock
+from memfit.run.inputs import digests
 from memfit.run.nouns import Fall, Outcome, Settings, Shortage
 from memfit.sample import Watched
 from memfit.trainers import script_of
@@ -42,12 +43,13 @@ WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: the optimizer steps in it, and the optimizer whose states it holds."""
+    """A whole checkpoint: the optimizer steps in it, the optimizer whose states it holds, whether it is to be evaluated yet."""
 
     path: Path
     step: int
     samples: int
     optimizer: str
+    evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class Run:
         """How the last attempt ended; None while there is none."""
         path = self.path / OUTCOME_FILE
         return _read(path, Outcome) if path.exists() else None
+
+    def finished(self) -> Outcome | None:
+        """The outcome of a run that is done, where the model it saved is still there."""
+        found = self.outcome
+        return found if found and found.status == "done" and all(map(_holds_a_model, found.saved)) else None
 
     @property
     def plan(self) -> Plan:
@@ -107,7 +114,8 @@ class Run:
         found = []
         for path in self.output.glob(f"checkpoint-*/{COMPLETE}"):
             told = _read(path, dict[str, Any])
-            found.append(Checkpoint(path.parent, told["step"], told["samples"], told["optimizer"]))
+            due = told.get("evaluate", False)
+            found.append(Checkpoint(path.parent, told["step"], told["samples"], told["optimizer"], due))
         return sorted(found, key=lambda c: c.step)
 
     def last_good(self) -> Checkpoint | None:
@@ -154,7 +162,8 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
     run = Run(folder)
     gpu = plan.job.gpu
     run.write_plan(plan)
-    run.keep(replace(settings, gpu="" if gpu.short == "custom" else gpu.short, gpu_memory=gpu.total_bytes), ())
+    short = "" if gpu.short == "custom" else gpu.short
+    run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes, inputs=digests(plan)), ())
     return run
 
 
@@ -197,6 +206,11 @@ def _recover(folder: Path) -> None:
 def _drop(aside: Path) -> None:
     """Remove it under a name that nobody takes for a whole run, however far that gets."""
     shutil.rmtree(aside.replace(aside.with_name(GONE)))
+
+
+def _holds_a_model(folder: str) -> bool:
+    """Weights as save_model leaves them: of a model, whole or in parts, or of adapters."""
+    return any(next(Path(folder).glob(f"*model*.{kind}"), None) for kind in ("safetensors", "bin"))
 
 
 def writes(name: str) -> bool:

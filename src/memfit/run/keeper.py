@@ -11,15 +11,19 @@ from transformers import TrainerCallback
 from memfit.run.folder import COMPLETE, Checkpoint, write_json
 from memfit.run.limit import Meter
 from memfit.run.nouns import Event, Settings, Stage
-from memfit.run.rehearsal import rehearse
+from memfit.run.rehearsal import rehearse, rehearse_evaluation
 from memfit.run.samples import Ledger
 from memfit.watcher.transformers import MemfitCallback
 
 Tell = Callable[[Event], None]
 
 
-class AllTrained(Exception):
-    """The checkpoint that was loaded holds the last step: there is nothing left to train."""
+class Ended(Exception):
+    """There is nothing to train: the checkpoint that was loaded holds the last step, or a stop was asked for before the first."""
+
+
+class Cut(Exception):
+    """An evaluation is left where it is: a stop was asked for."""
 
 
 class Keeper(TrainerCallback):
@@ -32,11 +36,14 @@ class Keeper(TrainerCallback):
         self.trainer: Any = None
         self.watcher: MemfitCallback | None = None
         self.stage: Stage = "load"
+        self.held = 0  # bytes of tensors as the stage began
         self.stop = False
+        self.due = False  # an evaluation of the weights as they are was begun, and has not ended
 
     def enter(self, stage: Stage) -> None:
         """The run is now in `stage`."""
         self.stage = stage
+        self.held = self.meter.held
         self.meter.enter(stage)
 
     def attach(self, trainer: Any) -> None:
@@ -45,8 +52,9 @@ class Keeper(TrainerCallback):
         if self.watcher:
             trainer.add_callback(self.watcher)
         trainer.add_callback(self)
-        for name, stage in (("evaluate", "eval"), ("_save_checkpoint", "save"), ("save_model", "save")):
-            setattr(trainer, name, self._within(stage, getattr(trainer, name)))  # type: ignore[arg-type]
+        trainer.evaluate = self._evaluating(self._within("eval", trainer.evaluate))
+        for name in ("_save_checkpoint", "save_model"):
+            setattr(trainer, name, self._within("save", getattr(trainer, name)))
 
     def _within(self, stage: Stage, call: Callable[..., Any]) -> Callable[..., Any]:
         def within(*args: Any, **named: Any) -> Any:
@@ -60,12 +68,26 @@ class Keeper(TrainerCallback):
 
         return within
 
+    def _evaluating(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What does not end stays due, and is made up from the checkpoint of its step."""
+
+        def evaluating(*args: Any, **named: Any) -> Any:
+            self.due = True
+            try:
+                found = call(*args, **named)
+            except Cut:
+                return {}
+            self.due = False
+            return found
+
+        return evaluating
+
     # ---- what the Trainer calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step >= state.max_steps:
             self.ledger.begin(state.global_step)
-            raise AllTrained
+            raise Ended
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             scheduler_of(self.resumed.path, self.trainer)
         if (
@@ -73,6 +95,10 @@ class Keeper(TrainerCallback):
         ):  # its backward takes the step: no rehearsal undoes that
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
+        if self.resumed and self.resumed.evaluate:
+            self.trainer.evaluate()
+        if self._asked_to_stop():
+            raise Ended
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
 
     def _rehearse(self, model: Any, optimizer: Any) -> None:
@@ -81,7 +107,15 @@ class Keeper(TrainerCallback):
         watch = self.watcher.watch if self.watcher else None
         if watch:
             watch.enter("step")
-        longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer))
+
+        def evaluation() -> None:
+            self.enter("eval")
+            if watch:
+                watch.enter("eval")
+            rehearse_evaluation(self.trainer, model)
+
+        then = evaluation if self.trainer.eval_dataset is not None else None
+        longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer), then=then)
         if watch:
             watch.train()
         self.tell({"event": "rehearsed", "tokens": longest})
@@ -108,6 +142,12 @@ class Keeper(TrainerCallback):
         asked = torch.tensor([int(self.stop)], device=self.trainer.args.device)
         return bool(self.trainer.accelerator.gather(asked).any())
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """An evaluation may take longer than who asks for a stop will wait."""
+        if self._asked_to_stop():
+            control.should_save = control.should_training_stop = True
+            raise Cut
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         logs = logs or {}
         self.tell({"event": "log", "step": state.global_step, **{k: v for k, v in logs.items() if k in LOGGED}})
@@ -123,7 +163,7 @@ class Keeper(TrainerCallback):
         samples = int(self.trainer.accelerator.gather(one).sum())
         if not self.trainer.args.should_save:
             return
-        told = {"step": step, "samples": samples, "optimizer": self.optimizer_name}
+        told = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
         write_json(folder / COMPLETE, told)
         self.tell({"event": "saved", "step": step})
 

@@ -12,10 +12,12 @@ from memfit.errors import BadInput
 from memfit.run.card import card
 from memfit.run.folder import Run
 
+MERGED = "merged"  # of the run's folder
+
 
 def merged(run: Run) -> Path:
     """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
-    target, half = run.path / "merged", run.path / ".merged"
+    target, half = run.path / MERGED, run.path / ".merged"
     before = run.path / ".merged-before"
     for left in (half, before):  # of a merge that was cut off
         shutil.rmtree(left, ignore_errors=True)

@@ -27,6 +27,9 @@ class Settings:
     merge: bool = False  # write the adapters merged into their base as well
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
     lean_save: bool = False  # give back gradients and cached blocks before anything is written
+    inputs: dict[str, str] = field(
+        default_factory=dict
+    )  # path -> digest of what it reads, as it was when the run began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Shortage:
     trace: str = ""  # the end of its traceback
     asked: int = 0  # bytes of the allocation that failed
     held: int = 0  # bytes of tensors at that moment
+    began: int = 0  # bytes of tensors as the stage began
     limit: int = 0  # bytes there were
     frame: str = ""  # file:line of the innermost frame outside the libraries' core
     snapshot: str = ""  # the memory snapshot beside it

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from memfit.run.samples import KEY
+
 STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # they have no step of their own, and no state
 
 
-def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool) -> int:
+def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callable[[], None] | None = None) -> int:
     """Run forward and backward on the longest samples and, with `step`, an optimizer step that changes nothing.
+
+    `then` is called where an evaluation would come: beside the states, without gradients.
 
     Returns the tokens of the longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are as
     before. The step is taken with zero gradients at a learning rate of zero: every rule of optimizers.py leaves the
@@ -37,12 +41,32 @@ def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool) -> int:
             with empty_step(getattr(optimizer, "optimizer", optimizer)):
                 model.zero_grad(set_to_none=True)
                 passes()  # from the second step on, the states are there beside the activations
+                _between_steps(model, then)
+        else:
+            _between_steps(model, then)
     return max(len(row["input_ids"]) for row in rows)
 
 
-def worst_rows(trainer: Any) -> list[Any]:
+def _between_steps(model: Any, then: Callable[[], None] | None) -> None:
+    if then:
+        model.zero_grad(set_to_none=True)
+        then()
+
+
+def rehearse_evaluation(trainer: Any, model: Any) -> None:
+    """The worst batch of an evaluation. Random numbers and counters are the caller's to keep."""
+    batch = trainer.data_collator(worst_rows(trainer, evaluation=True))
+    batch.pop(KEY, None)
+    model.eval()
+    trainer.prediction_step(model, batch, prediction_loss_only=True)
+
+
+def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
     """The longest samples, as many as a micro-batch takes."""
-    data, size = trainer._remove_unused_columns(trainer.train_dataset, "training"), trainer.args.train_batch_size
+    data, size = trainer.train_dataset, trainer.args.train_batch_size
+    if evaluation:
+        data, size = trainer.eval_dataset, trainer.args.eval_batch_size
+    data = trainer._remove_unused_columns(data, "evaluation" if evaluation else "training")
     lengths = [len(tokens) for tokens in data["input_ids"]]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
     return [data[i] for i in (order * size)[:size]]  # fewer samples than a batch are repeated

@@ -31,10 +31,14 @@ def lower(run: Run, shortage: Shortage) -> Rung | None:
 
 
 def smaller_evaluation(run: Run, shortage: Shortage) -> Rung | None:
-    """Fewer samples at a time in evaluation; training stays as it is."""
+    """Fewer samples at a time in evaluation, at most half as many: what they need grows as they do. Training stays as it is."""
     plan, settings = run.plan, run.settings
     now = eval_batch(plan.recipe, settings)
-    return Rung(plan, replace(settings, eval_batch=max(now >> (1 + _in_vain(run, shortage)), 1))) if now > 1 else None
+    fits = now >> (1 + _in_vain(run, shortage))
+    needed, room = shortage.held + shortage.asked - shortage.began, shortage.limit - shortage.began
+    if 0 < room < needed and shortage.began:
+        fits = min(fits, now * room // needed)
+    return Rung(plan, replace(settings, eval_batch=max(fits, 1))) if now > 1 else None
 
 
 def lean_save(run: Run, shortage: Shortage) -> Rung | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from memfit.run.cause import cause
 from memfit.run.folder import Run, evidence, fallen
+from memfit.run.inputs import check_unchanged
 from memfit.run.nouns import Event, Fall, Outcome, Shortage
 from memfit.run.relief import Rung, changes, lower
 
@@ -14,8 +15,12 @@ Start = Callable[[Run, Callable[[Event], None]], Outcome]
 
 
 def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
-    """Attempt until the run is done, is stopped, or has fallen as often as its settings allow; returns the last outcome."""
+    """Attempt until the run is done, is stopped, or has fallen as often as its settings allow; returns the last outcome.
+
+    Raises BadInput, and leaves all as it is, where what the run reads has changed.
+    """
     while True:
+        check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
         outcome = start(run, tell)
         run.write_outcome(outcome)
         if outcome.status != "oom" or outcome.shortage is None:

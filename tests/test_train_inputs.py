@@ -1,0 +1,126 @@
+"""What a run reads must be what it began with: data or a model that changed are no resumption, and a finished run needs neither."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
+
+import runs  # noqa: E402
+from conftest import Ran  # noqa: E402
+from memfit.run import inputs  # noqa: E402
+from memfit.run.attempt import attempt  # noqa: E402
+from memfit.run.nouns import Event  # noqa: E402
+from memfit.run.supervise import supervise  # noqa: E402
+from runs import failing, lines, silent, stopping_at  # noqa: E402
+
+
+@pytest.fixture
+def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A model and data that a test may spoil."""
+    model = tmp_path / "model"
+    shutil.copytree(made[0], model)
+    return model, Path(shutil.copy(made[1], tmp_path / "data.txt"))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ("fewer", "data.txt has changed since the run began"),
+        ("another order", "data.txt has changed since the run began"),
+        ("gone", "data.txt, which the run reads, is gone"),
+        ("tokenizer", "model has changed since the run began"),
+        ("weights", "model has changed since the run began"),
+    ],
+)
+def test_a_run_whose_inputs_changed_is_not_resumed(
+    ran: Ran, own: tuple[Path, Path], tmp_path: Path, spoilt: str, said: str
+) -> None:
+    model, data = own
+    run = runs.make_run(tmp_path / "run", own)
+    supervise(run, stopping_at(3), silent)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    rows = data.read_text().splitlines(keepends=True)
+    weights, tokens = model / "model.safetensors", model / "tokenizer.json"
+    if spoilt == "gone":
+        data.unlink()
+    elif spoilt == "tokenizer":
+        tokens.write_text(tokens.read_text() + "\n")
+    elif spoilt == "weights":
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
+    else:
+        data.write_text("".join(rows[:10] if spoilt == "fewer" else rows[::-1]))
+    code, _, err = ran("train", "--out", run.path, "--resume")
+    assert code == 2 and said in err and "hint:" in err
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+    if spoilt in ("fewer", "another order", "gone"):
+        data.write_text("".join(rows))
+        (model / "README.md").write_text("not read")
+        assert ran("train", "--out", run.path, "--resume")[0] == 0
+
+
+def test_data_that_change_between_two_rungs_are_seen(own: tuple[Path, Path], tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run", own)
+
+    def spoil(event: Event) -> None:
+        if event["event"] == "fall":
+            own[1].write_text("other\n" * runs.SAMPLES)
+
+    with pytest.raises(inputs.BadInput, match="has changed since the run began"):
+        supervise(run, failing("forward and backward", 3), spoil)
+    assert len(run.falls) == 1 and (last := run.last_good()) is not None and last.step == 3
+
+
+def test_other_evaluation_data_are_told_of(own: tuple[Path, Path], tmp_path: Path) -> None:
+    other, told = tmp_path / "eval.txt", list[Event]()
+    other.write_text("one\ntwo\n")
+    run = runs.make_run(tmp_path / "run", own, eval_data=str(other))
+    supervise(run, stopping_at(3), silent)
+    other.write_text("one\ntwo\nthree\n")
+    assert supervise(run, attempt, told.append).status == "done"
+    assert [event["text"] for event in told if event["event"] == "warning" and "eval.txt has changed" in event["text"]]
+
+
+def test_large_weights_are_known_by_samples(own: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = own
+    monkeypatch.setattr(inputs, "LARGE", 1 << 12)
+    monkeypatch.setattr(inputs, "SAMPLE", 1 << 9)
+    path = model / "model.safetensors"
+    whole, found = path.read_bytes(), set()
+    assert len(whole) > 1 << 13
+    for data in (whole, whole[:-1] + b"\x7f", b"\x7f" + whole[1:], whole + b"\0"):
+        path.write_bytes(data)
+        found.add(inputs._of_model(model))
+    assert len(found) == 4
+
+
+def test_a_run_that_is_done_reads_nothing_again(ran: Ran, own: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its data may be gone; adapters can still be merged into the base; without its model it is trained to its end again."""
+    run = runs.make_run(tmp_path / "run", own, runs.RECIPE.but(method="lora", lora_rank=4), max_steps=2)
+    assert ran("train", "--out", run.path, "--resume")[0] == 0
+    log, outcome, counted = (run.path / "log.txt").read_bytes(), run.outcome, lines(run)
+    card = (run.output / "README.md").read_text()
+    (run.output / "README.md").write_text(card + "\nmine\n")
+    rows = own[1].read_text()
+    own[1].unlink()
+    code, out, err = ran("train", "--out", run.path, "--resume", "--merge")
+    assert code == 0 and "done: step 2 of 2" in out and "nothing is trained" in err, err
+    assert (run.path / "merged" / "model.safetensors").exists()
+    assert (run.output / "README.md").read_text() == card + "\nmine\n"
+    assert ((run.path / "log.txt").read_bytes(), run.outcome, lines(run)) == (log, outcome, counted)
+    (run.output / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\nof a library\n"
+    )  # ended before ours was written
+    assert ran("train", "--out", run.path, "--resume")[0] == 0 and (run.output / "README.md").read_text() == card
+    (run.output / "adapter_model.safetensors").unlink()
+    code, _, err = ran("train", "--out", run.path, "--resume")
+    assert code == 2 and "is gone" in err and run.outcome == outcome
+    own[1].write_text(rows)
+    assert ran("train", "--out", run.path, "--resume")[0] == 0 and lines(run) == counted
+    assert (run.output / "adapter_model.safetensors").exists()
