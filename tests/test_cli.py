@@ -258,6 +258,18 @@ def test_what_does_not_fit_is_not_written_by_accident(ran: Ran, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("model", "length"), [("gpt2", 1024), ("tinyllama-1.1b", 2048), ("qwen2.5-0.5b", 3008)])
+def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
+    ran: Ran, tmp_path: Path, model: str, length: int
+) -> None:
+    """Learned positions end there; rotary ones were never trained further."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * 3000}) + "\n" for _ in range(5)))
+    code, out, err = ran("plan", model, "--gpu", "h100", "--data", file, "--tokenizer", "bytes", "--json")
+    assert code == 0 and json.loads(out)["recipe"]["sequence_length"] == length
+    assert ("all that the model has positions for: 100.0% of the samples are cut" in err) is (length < 3000)
+
+
 def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in [*range(100, 200), 1000]))

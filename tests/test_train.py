@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,3 +347,21 @@ def test_what_train_py_warns_of_is_heard(made: tuple[Path, Path], tmp_path: Path
     run, told = runs.make_run(tmp_path / "run", (made[0], data), max_steps=2, save_steps=1), list[Event]()
     assert in_child(run, told.append).status == "done"
     assert [e["text"] for e in told if e["event"] == "warning"] == [f"{data}: 4 of 20 rows without text are left out"]
+
+
+def test_what_trl_says_of_the_data_is_told(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """A prompt that ends in the middle of a token of its completion: what is learned is not what was written."""
+    from tokenizers import Tokenizer
+
+    model, data, told = tmp_path / "model", tmp_path / "pairs.jsonl", list[Event]()
+    shutil.copytree(made[0], model)
+    bytes_only = json.loads((model / "tokenizer.json").read_text())
+    bytes_only["model"]["vocab"]["ab"] = 259
+    bytes_only["model"]["merges"] = [["a", "b"]]
+    Tokenizer.from_str(json.dumps(bytes_only)).save(str(model / "tokenizer.json"))
+    data.write_text("".join(json.dumps({"prompt": f"{i} a", "completion": "b c"}) + "\n" for i in range(8)))
+    run = runs.make_run(tmp_path / "run", (model, data), max_steps=1)
+    assert supervise(run, attempt, told.append).status == "done"
+    warned = [event["text"] for event in told if event["event"] == "warning"]
+    assert len(warned) == 1 and "prompt is not a prefix" in warned[0] and "  " not in warned[0]
+    assert not logging.getLogger("trl").handlers

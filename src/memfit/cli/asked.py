@@ -256,15 +256,16 @@ def _truncated(lengths: Lengths, length: int) -> float:
 
 
 def _length_for(found: Asked) -> int:
-    """The sequence length that holds nearly every sample of the data."""
-    from memfit.lengths import choose_sequence_length
+    """The sequence length that holds nearly every sample of the data, within what the model has positions for."""
+    from memfit.lengths import choose_sequence_length, truncation
 
     assert found.dataset is not None
-    cut = choose_sequence_length(found.dataset.lengths)
+    cut, positions = choose_sequence_length(found.dataset.lengths), found.architecture.max_positions
     by = ", by the estimate of its tokens" if found.dataset.estimate else ""
-    found.notes.append(
-        f"--sequence-length {cut.length} from the data: {said_share(cut.truncated)} of the samples are cut{by}"
-    )
+    why = " from the data"
+    if 0 < positions < cut.length:
+        cut, why = truncation(found.dataset.lengths, positions), ", all that the model has positions for"
+    found.notes.append(f"--sequence-length {cut.length}{why}: {said_share(cut.truncated)} of the samples are cut{by}")
     return cut.length
 
 

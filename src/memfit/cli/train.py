@@ -169,6 +169,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
+    from memfit.cautions import cautions
     from memfit.cli.train_checks import check, check_apart, check_cpu, check_data
     from memfit.run import embedded
     from memfit.run.folder import create, fresh
@@ -193,7 +194,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
                 found = create(folder, plan, settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
-    for line in notes:
+    for line in (*notes, *cautions(plan.job.architecture, plan.recipe, plan.job.gpu)):
         terminal.note(line)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import re
 import resource
@@ -34,6 +35,7 @@ from memfit.units import parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
+WARNED = 600  # characters of a library's warning that are shown
 LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
 BETWEEN_STEPS = ("forward and backward", "eval")  # stages in which weights and states are those of a whole step
 STATES = ("optimizer.pt", "optimizer.bin")  # a checkpoint's files of nothing else; the second is FSDP's
@@ -51,7 +53,7 @@ def attempt(
     Out of memory is an Outcome; other errors of the trainer are raised as they are.
     """
     settings, started = run.settings, time.monotonic()
-    with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run):
+    with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run), Heard(tell):
         ledger = Ledger(rank_file(run.path / SAMPLES_FILE))
         keeper = Keeper(meter, ledger, tell, run.plan.recipe.optimizer, settings)
         keeper.watcher = watcher(run, tell)
@@ -69,6 +71,26 @@ def attempt(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return outcome
+
+
+class Heard(logging.Handler):
+    """What TRL warns of, each once: it speaks of the data and of what is learned from them."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(logging.WARNING)
+        self.tell, self.said = tell, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        if text not in self.said:
+            self.said.add(text)
+            self.tell({"event": "warning", "text": text[:WARNED]})
+
+    def __enter__(self) -> None:
+        logging.getLogger("trl").addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("trl").removeHandler(self)
 
 
 def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outcome:
