@@ -20,6 +20,7 @@ from hypothesis import strategies as st  # noqa: E402
 from memfit import supported  # noqa: E402
 from memfit.alloc_conf import torch_version  # noqa: E402
 from memfit.errors import BadInput, Unsupported  # noqa: E402
+from memfit.explain import explain, read_text  # noqa: E402
 from memfit.launches import reduction  # noqa: E402
 from memfit.replay import replay  # noqa: E402
 from memfit.snapshot import read  # noqa: E402
@@ -475,6 +476,11 @@ print(asked == ["gone"] and threads == ["ReferenceType"], len(card.ledger.ops) =
 def test_a_capacity_may_be_written() -> None:
     with virtual_gpu("rtx-4090", capacity="2GiB") as card:
         assert card.ledger.allocator.capacity == 2 << 30
+        with pytest.raises(torch.OutOfMemoryError) as error:  # a smaller card, which no other process has a part of
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        free, total = torch.cuda.mem_get_info()
+        assert total == torch.cuda.get_device_properties(0).total_memory == free + card.gpu.context_bytes
+    assert [f.cause for f in explain(read_text(str(error.value)))] == ["capacity"]
     with pytest.raises(BadInput, match="is not a size"), virtual_gpu("rtx-4090", capacity="much"):
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
@@ -28,13 +29,16 @@ def virtual_gpu(
 ) -> Iterator[Card]:
     """While the context is open, `cuda` is the named card: its memory, its capability, no data.
 
-    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). world_size: cards of its kind
-    that torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
+    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). A card that is named has
+    no more than that; of one that is given as a noun others hold the rest. world_size: cards of its kind that
+    torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
     DeepSpeed asks for.
     """
-    noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
     guard.install()
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
+    noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    if isinstance(gpu, str) and size is not None and size >= 0:
+        noun = replace(noun, total_bytes=size + noun.context_bytes)
     limit = noun.usable_bytes() if size == -1 else size
     card = Card(noun, limit, alloc_conf, answers)
     layers = (
