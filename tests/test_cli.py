@@ -258,6 +258,24 @@ def test_what_does_not_fit_is_not_written_by_accident(ran: Ran, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("batch", "steps", "cards"), [(8, 2, 1), (8, 8, 1), (64, 4, 2)])
+def test_of_a_batch_and_its_steps_the_micro_batch_follows(ran: Ran, batch: int, steps: int, cards: int) -> None:
+    words = [
+        "plan",
+        "llama-3.2-1b",
+        "--gpu",
+        f"{cards}xh100",
+        "--effective-batch",
+        str(batch),
+        "--accumulation",
+        str(steps),
+    ]
+    code, out, _ = ran(*words, "--json")
+    recipe = json.loads(out)["recipe"]
+    assert code == 0 and recipe["micro_batch"] * steps * cards == batch and recipe["accumulation"] == steps
+    assert "evenly" not in out
+
+
 @pytest.mark.parametrize(("model", "length"), [("gpt2", 1024), ("tinyllama-1.1b", 2048), ("qwen2.5-0.5b", 3008)])
 def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
     ran: Ran, tmp_path: Path, model: str, length: int

@@ -21,7 +21,10 @@ from memfit.data.samples import (
     END,
     KNOWN_FIELDS,
     LAYOUTS,
+    NO_ROLE,
     NOT_TEXT,
+    TOOLS,
+    TOOLS_NOTE,
 )
 from memfit.errors import BadInput, MissingExtra
 
@@ -140,6 +143,43 @@ def test_layouts(tmp_path: Path, layout: str, record: dict[str, Any], expected: 
     chats = any(isinstance(v, list) for k, v in record.items() if k != "input_ids") or layout == "messages"
     assert (CHAT_NOTE in dataset.notes) == chats
     assert (ALPACA_NOTE in dataset.notes) == (layout == "instruction+input+output")
+
+
+def test_what_stands_in_other_columns_is_counted(tmp_path: Path) -> None:
+    """A chat template writes tools and a system prompt before the messages; Alpaca's history is turns before it."""
+    tools = [{"type": "function", "function": {"name": "f"}}, {"name": "g"}]
+    written = len(TOOLS.format("\n".join(map(json.dumps, tools))))
+    alpaca = {"instruction": "a", "output": "c"}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"messages": CHAT, "tools": tools}, 5 + 2 * CHAT_TOKENS + written),
+        ({"messages": CHAT, "tools": json.dumps(tools)}, 5 + 2 * CHAT_TOKENS + written),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:], "tools": tools}, 5 + 2 * CHAT_TOKENS + END + written),
+        ({"prompt": "abc", "completion": "de", "tools": tools}, 5 + END),
+        ({"conversations": CHAT, "system": "xyz"}, 5 + 3 + 3 * CHAT_TOKENS),
+        ({**alpaca, "system": "xyz", "history": [["q", "a"]]}, len(ALPACA) - 6 + 2 + END + 3 + 2 + 3 * CHAT_TOKENS),
+        ({"messages": CHAT, "tools": [], "system": "", "history": []}, 5 + 2 * CHAT_TOKENS),
+    ]
+    for record, expected in cases:
+        dataset = read_dataset(write(tmp_path / "a.jsonl", [record]), "bytes")
+        assert dataset.lengths.counts == ((expected, 1),), record
+        assert (TOOLS_NOTE in dataset.notes) is (expected > written)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": CHAT, "chosen": "a", "rejected": "b"}, "preferences"),
+        ({"messages": [{"content": "hi"}]}, NO_ROLE),
+    ],
+)
+def test_what_train_py_cannot_learn_is_no_sample(tmp_path: Path, record: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        read_dataset(write(tmp_path / "a.jsonl", [record]), "bytes")
+
+
+def test_numbers_are_texts(tmp_path: Path) -> None:
+    dataset = read_dataset(write(tmp_path / "a.jsonl", [{"prompt": 1234, "completion": False}]), "bytes")
+    assert dataset.lengths.counts == ((4 + 5 + END, 1),)
 
 
 def test_every_layout_is_tested() -> None:

@@ -559,7 +559,9 @@ KNOWN_CALLS = {
     "Path", "load_dataset", "arguments", "build", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main", "load_tokenizer",
     "chat", "sample", "message.get", "row.get", "part.get", "roles.get", "READERS.get", "json.loads", "found.append", "isinstance", "len",
     "set", "any", "next", "print", "SystemExit", "data.endswith", "rows.filter", "usable.map", "samples[0].values", "' and '.join",
-    "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained",
+    "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text", "read", "types",
+    "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate", "turns.append",
+    "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip", "text.lstrip().startswith", "text.splitlines", "x.strip",
 }  # fmt: skip
 
 
@@ -635,6 +637,14 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 _TURNS = [{"role": "user", "content": "is it 1?"}, {"role": "assistant", "content": "yes"}]
 _SHARED = [{"from": "human", "value": "is it 1?"}, {"from": "gpt", "value": "yes"}]
+_TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+def _parts(*parts: dict[str, Any]) -> dict[str, Any]:
+    asked = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    return {"messages": [asked, {"role": "assistant", "content": list(parts)}]}
+
+
 # one file per layout and file type that `memfit data` reads, each of twelve samples
 DATA = {
     "text.jsonl": _lines([{"text": f"the number {i}"} for i in range(12)]),
@@ -651,6 +661,18 @@ DATA = {
     "instructions.jsonl": _lines([{"instruction": "add", "input": f"{i} and 1", "output": f"{i + 1}"} for i in range(12)]),
     "instructions.tsv": "instruction\toutput\n" + "say it\tit\n" * 12,
     "ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256]}] * 12),
+    "keyed-parts.jsonl": _lines([_parts({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "it is 42"})] * 12),
+    "cached-parts.jsonl": _lines([_parts({"type": "text", "text": "it is 42", "cache_control": {"type": "x"}})] * 12),
+    "tool-chat-pairs.jsonl": _lines([{"prompt": _TURNS[:1], "completion": _TURNS[1:], "tools": _TOOLS}] * 12),
+    "tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": _TOOLS}] * 6 + [{"messages": _TURNS, "tools": None}] * 6),
+    "masked-ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 0, 1, 1]}] * 12),
+    "system-instructions.jsonl": _lines([{"system": "SYS", "instruction": "add", "output": "2", "history": [["q", "a"]]}] * 12),
+    "system-conversations.jsonl": _lines([{"system": "SYS", "conversations": _SHARED}] * 12),
+    "number-questions.csv": "question,answer\n" + "".join(f"{i} - {i}?,0\n" for i in range(12)),
+    "NA-QUESTIONS.CSV": "question,answer\n" + "is there?,NA\nis it?,None\nwill it?,False\n" * 4,
+    "number-questions.jsonl": _lines([{"question": "is it?", "answer": i % 2 == 0} for i in range(12)]),
+    "dated-pairs.jsonl": _lines([{"prompt": "when?", "completion": f"2026-11-{i + 10}"} for i in range(12)]),
+    "dated-pairs.json": json.dumps([{"prompt": "when?", "completion": f"2026-11-{i + 10}"} for i in range(12)]),
     "broken.jsonl": _lines([{"text": None}, {"other": 1}, *({"text": f"the number {i}"} for i in range(12))]),
 }  # fmt: skip
 
@@ -764,17 +786,35 @@ for script, data in json.loads(sys.argv[1]):
 print("HANDED", json.dumps(handed))
 """
 NO_SAMPLES, NO_FILE = "odd.jsonl", "gone.jsonl"
-QLORA = Recipe(method="qlora", quantization="nf4", sequence_length=48)
+REFUSED = {
+    NO_SAMPLES: _lines([{"body": "x"}]),
+    "preferences.jsonl": _lines([{"messages": _TURNS[:1], "chosen": "a", "rejected": "b"}] * 3),
+    "mixed-pairs.jsonl": _lines([{"prompt": "p", "completion": "c"}, {"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 3),
+    "roleless.jsonl": _lines([{"messages": [{"content": "hi"}, {"content": "ho"}]}] * 3),
+}  # fmt: skip
+HANDED_LENGTH = 160  # tokens: all of every sample
+QLORA = Recipe(method="qlora", quantization="nf4", sequence_length=HANDED_LENGTH)
+PLAIN = Recipe(sequence_length=HANDED_LENGTH, precision="fp32")
 HANDED = [
-    *(("trl", Recipe(sequence_length=48, precision="fp32"), name) for name in (*DATA, NO_SAMPLES, NO_FILE)),
-    *(("transformers", Recipe(sequence_length=48, precision="fp32"), name) for name in DATA),
+    *(("trl", PLAIN, name) for name in (*DATA, *REFUSED, NO_FILE)),
+    *(("transformers", PLAIN, name) for name in DATA),
     ("trl", QLORA, "text.jsonl"), ("trl", QLORA.but(precision="fp16-mixed"), "text.jsonl"),
 ]  # fmt: skip
 
 
+# file -> what its first sample is, learned and not; "" where only what is learned is looked at
+LEARNED = {
+    "keyed-parts.jsonl": "### assistant\nit is 42", "cached-parts.jsonl": "### assistant\nit is 42", "tool-chat-pairs.jsonl": '"name": "look_up"',
+    "tool-messages.jsonl": '"name": "look_up"', "system-instructions.jsonl": "### system\nSYS\n### user\nq\n### assistant\na",
+    "system-conversations.jsonl": "### system\nSYS\n", "number-questions.csv": "0 - 0?0", "NA-QUESTIONS.CSV": "is there?NA",
+    "number-questions.jsonl": "is it?True", "dated-pairs.jsonl": "when?2026-11-10", "dated-pairs.json": "when?2026-11-10",
+}  # fmt: skip
+
+
 def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    (tiny / NO_SAMPLES).write_text(_lines([{"body": "x"}]))
+    for name, text in REFUSED.items():
+        (tiny / name).write_text(text)
     work = []
     for key, recipe, name in HANDED:
         place = tmp_path / f"{key}-{recipe.method}-{recipe.precision}"
@@ -784,14 +824,22 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
     keys = [(key, recipe.precision, name) for key, recipe, name in HANDED]
     handed = dict(zip(keys, json.loads(answer), strict=True))
 
+    vocabulary = json.loads((tiny / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    letters = {token: letter for letter, token in vocabulary.items() if token < 256}
     for name in DATA:
         rows = handed["trl", "fp32", name]["rows"]
         assert rows == handed["transformers", "fp32", name]["rows"], name  # TRL tokenises by itself
         assert len(rows) == 12, name
         for row in rows:
-            assert row["input_ids"].count(257) == (name != "ids.jsonl"), name  # BOS, once
-            assert 0 < len(row["input_ids"]) == len(row["labels"]) <= 48, name
+            assert row["input_ids"].count(257) == ("ids.jsonl" not in name), name  # BOS, once
+            assert 0 < len(row["input_ids"]) == len(row["labels"]) <= HANDED_LENGTH, name
             assert row["labels"][-1] != -100, name  # the answer is learned
+        text = "".join(letters.get(token, "") for token in rows[0]["input_ids"]).replace("Ġ", " ").replace("Ċ", "\n")
+        assert LEARNED.get(name, "") in text, (name, text)
+    assert handed["trl", "fp32", "masked-ids.jsonl"]["rows"][0]["labels"] == [-100, -100, 3, 256]
+    assert "preferences (chosen, rejected)" in handed["trl", "fp32", "preferences.jsonl"]
+    assert "text in some rows and messages in others" in handed["trl", "fp32", "mixed-pairs.jsonl"]
+    assert "a message says neither its role" in handed["trl", "fp32", "roleless.jsonl"]
 
     chats = sum(word in name for name in DATA for word in ("messages", "parts", "conv", "chat", "instructions"))
     assert printed.count("has no chat template; CHAT_TEMPLATE is used") == 2 * chats

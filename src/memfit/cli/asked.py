@@ -236,6 +236,8 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     if found.dataset is not None and "sequence_length" not in {*wanted, *stated}:
         recipe = recipe.but(sequence_length=_length_for(found))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
+    if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
+        wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.num_gpus)}
     lengths = found.dataset.lengths if found.dataset else None
     job = Job(
         architecture=found.architecture, gpu=found.gpu, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,

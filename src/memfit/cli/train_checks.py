@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.cli import terminal
+from memfit.data.samples import NO_ROLE
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from memfit.run.nouns import Settings
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-# broken lines that memfit counts and datasets refuses
-UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode")
+# broken lines that memfit counts, and that datasets or train.py refuse
+UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE)
 
 
 def check_data(data: str) -> None:

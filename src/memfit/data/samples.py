@@ -14,10 +14,19 @@ ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
 )
+NO_ROLE = "a message says neither its role nor whom it is from"
 NOT_TEXT = "images, audio and other parts of messages that are not text were not counted"
 CHAT_NOTE = (
     f"chat markup counted as {CHAT_TOKENS} tokens a message; a system prompt that the template adds is not counted"
 )
+# what chat templates write around the definitions of tools; Qwen's, the longest of the usual ones
+TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
+    "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with "
+    'function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name": <function-name>, '
+    '"arguments": <args-json-object>}}\n</tool_call>'
+)
+TOOLS_NOTE = "tools counted as Qwen's chat template writes them"
 ALPACA_NOTE = "instructions counted in the Alpaca template; a chat template takes about 30 tokens less"
 
 
@@ -43,6 +52,8 @@ def sample_of(record: Record, text_field: str = "") -> Sample:
         raise UnusableError(f"a sample must be an object with fields, not {_kind(value)}")
     if text_field and not isinstance(record.value, str):
         return Sample(record.line, text_field, [_text(value, text_field)], END)
+    if value.get("chosen") is not None and value.get("rejected") is not None:
+        raise UnusableError("preferences (chosen, rejected), and memfit trains on examples alone")
     for layout, needed, read in LAYOUTS:
         if all(value.get(name) is not None for name in needed):
             return read(record.line, layout, value)._replace(empty=value[needed[-1]] in ("", []))
@@ -63,7 +74,24 @@ def _plain(line: int, layout: str, value: dict[str, Any]) -> Sample:
 
 def _chat(line: int, layout: str, value: dict[str, Any]) -> Sample:
     texts, notes = _messages(_parsed(value[layout]))
-    return Sample(line, layout, texts, CHAT_TOKENS * len(texts), notes)
+    return _beside(value, Sample(line, layout, texts, CHAT_TOKENS * len(texts), notes))
+
+
+def _beside(value: dict[str, Any], chat: Sample) -> Sample:
+    """The chat with what other columns add to it: a system prompt, turns before it, definitions of tools."""
+    texts, tokens, notes = list(chat.texts), chat.tokens, chat.notes
+    system, tools, history = value.get("system"), _parsed(value.get("tools")), value.get("history")
+    if isinstance(system, str) and system:
+        texts.append(_sound(system))
+        tokens += CHAT_TOKENS
+    if isinstance(history, list):
+        turns = [text for pair in history if isinstance(pair, list) for text in pair if isinstance(text, str)]
+        texts += map(_sound, turns)
+        tokens += CHAT_TOKENS * len(turns)
+    if isinstance(tools, list) and tools:
+        texts.append(_sound(TOOLS.format("\n".join(json.dumps(tool, default=str) for tool in tools))))
+        notes = (*notes, TOOLS_NOTE)
+    return chat._replace(texts=texts, tokens=tokens, notes=notes)
 
 
 def _pair(line: int, layout: str, value: dict[str, Any]) -> Sample:
@@ -77,13 +105,14 @@ def _pair(line: int, layout: str, value: dict[str, Any]) -> Sample:
             texts, tokens, notes = texts + said, tokens + CHAT_TOKENS * len(said), notes + more
         else:
             texts.append(_text(value, name))
-    return Sample(line, layout, texts, tokens, notes)
+    found = Sample(line, layout, texts, tokens, notes)
+    return _beside(value, found) if notes else found  # text is no chat, and takes nothing from other columns
 
 
 def _instruction(line: int, layout: str, value: dict[str, Any]) -> Sample:
     given = _text(value, "input") if value.get("input") is not None else ""
     text = ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))
-    return Sample(line, layout, [text], END, (ALPACA_NOTE,))
+    return _beside(value, Sample(line, layout, [text], END, (ALPACA_NOTE,)))
 
 
 LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], Sample]], ...] = (
@@ -96,11 +125,15 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], 
     ("question+answer", ("question", "answer"), _pair),
     ("instruction+input+output", ("instruction", "output"), _instruction),
 )
-KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | {"input"}
+KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | {
+    "input", "system", "tools", "history", "chosen", "rejected",
+}  # fmt: skip
 
 
 def _text(value: dict[str, Any], name: str) -> str:
     found = value.get(name)
+    if isinstance(found, bool | int | float):  # train.py writes it out, too
+        return str(found)
     if not isinstance(found, str):
         raise UnusableError(f"'{name}' is {'missing' if found is None else f'not text but {_kind(found)}'}")
     return _sound(found)
@@ -125,6 +158,8 @@ def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
     texts: list[str] = []
     notes: tuple[str, ...] = (CHAT_NOTE,)
     for message in value:
+        if message.get("role") is None and message.get("from") is None:
+            raise UnusableError(NO_ROLE)
         content = message.get("content", message.get("value"))
         parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
         said = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]

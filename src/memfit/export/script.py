@@ -57,7 +57,7 @@ def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]
 
 def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
     """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
-    lines = ["import argparse", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
+    lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
     lines += ["from pathlib import Path", ""]
     if not plan.recipe.alloc_conf:
         return [*lines, *others, ""]

@@ -7,7 +7,8 @@ DATA = '''\
 
 # used where the tokenizer brings no chat template, as those of base models; it is saved with the model
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '### ' + message['role'] + '\\n' + message['content'] }}"
+    "{{ bos_token }}{% if tools %}{{ '### tools\\n' + tools | tojson + '\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '### ' + message['role'] + '\\n' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
 )
@@ -22,55 +23,101 @@ LAYOUTS = (
     ("question", "answer"),
     ("instruction", "output"),
 )
+KEPT = ("tools",)  # columns that a chat template reads beside the messages
 READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}  # other files are read as JSON
 ENDINGS = (*READERS, ".json", ".jsonl", ".ndjson")
 
 
 def load(data: str) -> Dataset:
     """The samples: messages, text, a prompt with its completion, or input_ids. Rows without them are left out."""
-    if Path(data).exists():
-        separator = {"sep": "\\t"} if data.endswith(".tsv") else {}
-        rows = load_dataset(READERS.get(Path(data).suffix, "json"), data_files=data, split="train", **separator)
-    elif Path(data).suffix in ENDINGS:
-        raise SystemExit(f"there is no file {data}")
-    else:
-        rows = load_dataset(data, split="train")
+    rows = read(data)
     names = next((names for names in LAYOUTS if set(names) <= set(rows.column_names)), None)
     if names is None:
         raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of a line of LAYOUTS")
-    usable = rows.filter(lambda row: row[names[0]] is not None and row[names[-1]])
+    if {"chosen", "rejected"} <= set(rows.column_names):
+        raise SystemExit(f"{data} holds preferences (chosen, rejected), and this script learns from examples alone")
+    if any(type(rows.features[name]).__name__ == "Json" for name in names):
+        raise SystemExit(f"{data} holds text in some rows and messages in others: write them to files of their own")
+    usable = rows.filter(lambda row: row[names[0]] is not None and row[names[-1]] not in (None, "", []))
     if len(usable) < len(rows) and not data.endswith(".txt"):  # whose empty lines are no samples
         left = len(rows) - len(usable)
         print(f"warning: {data}: {left} of {len(rows)} rows without {' and '.join(names)} are left out")
-    return usable.map(lambda row: sample(row, names), remove_columns=rows.column_names)
+    kinds = types(rows, names)
+    return usable.map(lambda row: sample(row, names), remove_columns=rows.column_names, features=kinds)
+
+
+def read(data: str) -> Dataset:
+    """The rows of a file as they are written there, or of a dataset on the Hub."""
+    suffix = Path(data).suffix.lower()
+    if not Path(data).exists():
+        if suffix in ENDINGS:
+            raise SystemExit(f"there is no file {data}")
+        return load_dataset(data, split="train")
+    if suffix in (".csv", ".tsv"):
+        separator = "\\t" if suffix == ".tsv" else ","
+        with Path(data).open(encoding="utf-8-sig", newline="") as file:
+            columns = next(csv.reader(file, delimiter=separator), [])
+        # as they are written: pandas makes numbers of some, and takes "None" and "NA" for missing
+        cells = {"converters": dict.fromkeys(columns, cell), "keep_default_na": False}
+        return load_dataset("csv", data_files=data, split="train", sep=separator, **cells)
+    rows = load_dataset(READERS.get(suffix, "json"), data_files=data, split="train")
+    if suffix not in READERS and any("timestamp" in str(kind) for kind in rows.features.values()):
+        text = Path(data).read_text(encoding="utf-8-sig")  # a column of dates alone is no longer what was written
+        whole = text.lstrip().startswith("[")
+        rows = Dataset.from_list(json.loads(text) if whole else [json.loads(x) for x in text.splitlines() if x.strip()])
+    return rows
+
+
+def cell(text: str) -> str | None:
+    """A cell of a table; an empty one is missing."""
+    return text or None
+
+
+def types(rows: Dataset, names: tuple[str, ...]) -> Features | None:
+    """Those of the columns of messages once they hold a role and plain text; None: as the samples are."""
+    kinds = [rows.features[name] for name in names]
+    if names in (("input_ids",), ("instruction", "output")) or not all(isinstance(kind, List) for kind in kinds):
+        return None
+    text = {"role": Value("string"), "content": Value("string")}
+    plain = [List({**kind.feature, **text}) if isinstance(kind.feature, dict) else kind for kind in kinds]
+    found = dict(zip(("prompt", "completion") if len(names) == 2 else ("messages",), plain, strict=True))
+    return Features({**found, **{name: rows.features[name] for name in KEPT if name in rows.column_names}})
 
 
 def sample(row: dict, names: tuple[str, ...]) -> dict:
     """One row under the names of `load`; an instruction becomes a chat of one turn."""
+    first, last = chat(row[names[0]]), chat(row[names[-1]])
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if names == ("instruction", "output"):
-        asked = "\\n\\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        return {
-            "prompt": [{"role": "user", "content": asked}],
-            "completion": [{"role": "assistant", "content": row["output"]}],
-        }
-    if len(names) == 2:
-        return {"prompt": chat(row[names[0]]), "completion": chat(row[names[1]])}
-    value = row[names[0]]
+        history = row.get("history") if isinstance(row.get("history"), list) else []
+        turns = [text for pair in history for text in pair]
+        turns.append("\\n\\n".join(str(part) for part in (row["instruction"], row.get("input")) if part))
+        asked = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        return {"prompt": system + asked, "completion": [{"role": "assistant", "content": last}]}
     if names == ("text",):
-        return {"text": value}
-    value = json.loads(value) if isinstance(value, str) else value  # a cell of a table
-    kept = {name: row[name] for name in ("labels", "tools") if row.get(name)}
-    return {"input_ids" if names == ("input_ids",) else "messages": chat(value), **kept}
+        return {"text": first}
+    kept = {name: row[name] for name in KEPT if name in row}
+    if len(names) == 2:
+        return {"prompt": system + first if isinstance(first, list) else first, "completion": last, **kept}
+    value = chat(json.loads(first)) if isinstance(first, str) else first  # a cell of a table
+    if names == ("input_ids",):
+        mask = row.get("completion_mask") or row.get("assistant_masks")
+        labels = [token if learned else -100 for token, learned in zip(value, mask, strict=True)] if mask else None
+        labels = row.get("labels") or labels
+        return {"input_ids": value, **({"labels": labels} if labels else {})}
+    return {"messages": value if any(m["role"] == "system" for m in value) else system + value, **kept}
 
 
-def chat(value: list | str) -> list | str:
-    """Messages with a role and plain text, whatever their keys were called; anything else as it is."""
+def chat(value: object) -> object:
+    """Messages with a role and plain text, whatever their keys were called; numbers as text; anything else as it is."""
     if not (isinstance(value, list) and value and isinstance(value[0], dict)):
-        return value
+        return value if value is None or isinstance(value, str | list | dict) else str(value)
     roles = {"human": "user", "gpt": "assistant"}
     found = []
     for message in value:
-        role, content = message.get("role") or message["from"], message.get("content") or message.get("value") or ""
+        role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value") or ""
+        if role is None:
+            raise SystemExit(f"a message says neither its role nor whom it is from: {str(message)[:200]}")
         if not isinstance(content, str):
             content = "".join(part.get("text") or "" for part in content)
         found.append({**message, "role": roles.get(role, role), "content": content})

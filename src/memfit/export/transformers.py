@@ -29,8 +29,8 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     def encode(row: dict) -> dict:
         read = 0
         if "completion" in row:
-            read = len(ids_of(row["prompt"], prompt=True))
-            ids = ids_of(row["prompt"] + row["completion"])
+            read = len(ids_of(row["prompt"], prompt=True, tools=row.get("tools")))
+            ids = ids_of(row["prompt"] + row["completion"], tools=row.get("tools"))
         elif "input_ids" in row:
             ids = row["input_ids"]
         else:
@@ -86,7 +86,7 @@ def _imports(recipe: Recipe) -> list[str]:
     used += ["Trainer", "TrainingArguments"]
     used += ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
     return [
-        "from datasets import Dataset, load_dataset",
+        "from datasets import Dataset, Features, List, Value, load_dataset",
         *([f"from peft import {', '.join(peft)}"] if peft else []),
         "from transformers import (",
         *(f"    {name}," for name in sorted(used)),

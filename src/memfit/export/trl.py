@@ -67,7 +67,7 @@ def _scales_bf16(recipe: Recipe, kind: launch.Backend) -> bool:
 
 
 def _imports(recipe: Recipe) -> list[str]:
-    lines = ["from datasets import Dataset, load_dataset"]
+    lines = ["from datasets import Dataset, Features, List, Value, load_dataset"]
     lines += ["from peft import LoraConfig"] if recipe.method != "full" else []
     quantised = ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
     lines += [f"from transformers import {', '.join(['AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memfit.run.cause import cause
 from memfit.run.folder import Run, evidence, fallen
-from memfit.run.inputs import check_unchanged
+from memfit.run.inputs import check_unchanged, digests
 from memfit.run.nouns import Event, Fall, Outcome, Shortage
 from memfit.run.relief import Rung, changes, lower
 
@@ -20,7 +20,10 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
     Raises BadInput, and leaves all as it is, where what the run reads has changed.
     """
     while True:
-        check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
+        if run.last_good():
+            check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
+        else:  # nothing was learned from what was there before
+            run.keep(replace(run.settings, inputs=digests(run.plan)), run.falls)
         outcome = start(run, tell)
         run.write_outcome(outcome)
         if outcome.status != "oom" or outcome.shortage is None:
