@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import multiprocess  # of datasets: it sends closures
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file  # noqa: F401
 
 import memfit.run.attempt
 from memfit import recipe_file
@@ -120,26 +120,29 @@ def stopping_at(step: int) -> Start:
     return start
 
 
-def failing(stage: str, step: int, times: int = 1) -> Start:
-    """Its memory is gone in one stage of one step, at the first allocation that follows; `times` over."""
+def failing(stage: str, step: int, times: int = 1, after: int = 0) -> Start:
+    """Its memory is gone in one stage of one step, at the first allocation that follows, or `after` so many; `times` over."""
     left = [times]
 
     def start(run: folder.Run, tell: Any) -> Outcome:
         keepers: list[Keeper] = []
         left[0] -= 1
-        before = exhausting(keepers, stage, step) if left[0] >= 0 else None
+        before = exhausting(keepers, stage, step, after) if left[0] >= 0 else None
         return memfit.run.attempt.attempt(run, tell, keep=keepers.append, before=before)
 
     return start
 
 
-def exhausting(keepers: list[Keeper], stage: str, step: int) -> Before:
+def exhausting(keepers: list[Keeper], stage: str, step: int, after: int = 0) -> Before:
     """Leaves no memory in one stage of one step, once."""
     struck: list[int] = []
+    passed = [0]
 
     def before(meter: CountingMeter, size: int) -> None:
         state = keepers[0].trainer.state.global_step if keepers[0].trainer else 0
-        here = not struck and keepers[0].stage == stage and state == step
+        there = not struck and keepers[0].stage == stage and state == step
+        passed[0] += there
+        here = there and passed[0] > after
         meter.limit = max(meter.live, 1) if here else 0
         if here:
             struck.append(state)

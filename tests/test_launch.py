@@ -219,7 +219,12 @@ def told(key: str, files: dict[str, str], environment: dict[str, str], tmp_path:
         assert first == "train.py"
         return [*words, "--epochs", "3"]
     for name in ("torchrun", "srun", "scontrol"):
-        run = {"srun": '"$@"', "scontrol": "echo first", "torchrun": 'printf "%s\\0" "$@"'}[name]
+        # as since Slurm 22.05: the cores of a task are those that srun itself is told
+        run = {
+            "srun": '[[ $1 == --cpus-per-task=8 ]] || exit 9; shift; "$@"',
+            "scontrol": "echo first",
+            "torchrun": 'printf "%s\\0" "$@"',
+        }[name]
         (tmp_path / name).write_text(f"#!/bin/bash\n{run}\n")
         (tmp_path / name).chmod(0o755)
     script = yaml.safe_load(files["sky.yaml"])["run"] if key == "skypilot" else files[TARGETS[key].file]
@@ -229,6 +234,7 @@ def told(key: str, files: dict[str, str], environment: dict[str, str], tmp_path:
         "PATH": f"{tmp_path}:/bin:/usr/bin",
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": "1",
+        "SLURM_CPUS_PER_TASK": "8",
         "HEAD": "first",
     }
     variables |= {

@@ -72,6 +72,7 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--cpu", "--data", "../empty.jsonl"), "every sample of ../empty.jsonl is empty"),
         (("--cpu", "--eval-data", "../empty.jsonl"), "every sample of ../empty.jsonl is empty"),
         (("--cpu", "--data", "../mixed.jsonl"), "2 with text, 1 with messages"),
+        (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "of another kind (masked-lm)"),
         (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
         (("--cpu", "--compile"), "--no-compile"),
     ],
@@ -80,6 +81,7 @@ def test_bad_input_is_refused_with_a_hint(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     (tmp_path / "mixed.jsonl").write_text(
         '{"text": "a"}\n{"text": "b"}\n{"messages": [{"role": "user", "content": "c"}]}\n'
@@ -165,6 +167,29 @@ def test_a_run_of_files_that_it_would_replace_is_refused(ran: Ran, made: tuple[P
     data.write_text("a\nb\n")
     code, _, err = ran("train", made[0], "--data", data, "--out", run.path, "--cpu", "--force")
     assert code == 2 and "would start again" in err and data.exists()
+
+
+def test_half_a_checkpoint_makes_room_on_a_full_disk(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was being written when the disk was full goes first; no half-written file stays."""
+    run = runs.make_run(tmp_path / "run", made)
+    half = run.output / "checkpoint-2"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_text("half")
+    real = os.fsync
+
+    def full(number: int) -> None:
+        if half.exists():
+            raise OSError(28, "No space left on device")
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        run.keep(run.settings, ())
+    assert not list(run.path.glob(".run.json.*")) and run.settings.cpu
+    code, _, err = ran("train", "--out", run.path, "--resume")
+    assert code == 0 and not half.exists(), err
 
 
 def test_one_folder_is_trained_in_by_one_run_at_a_time(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:

@@ -200,3 +200,16 @@ def test_no_cause_is_told_that_cannot_be_one_in_its_stage() -> None:
     }
     assert "longer than the ones before it" in found["forward and backward"]
     assert "longer than the ones before it" not in found["rehearsal"]
+
+
+@pytest.mark.parametrize("after", [0, 60])
+def test_what_a_failed_step_drew_is_drawn_again(made: tuple[Path, Path], tmp_path: Path, after: int) -> None:
+    """Dropout of a step that ran out of memory on its way: the step is taken again as if for the first time."""
+    recipe = runs.RECIPE.but(method="lora", lora_rank=4, lora_dropout=0.5, micro_batch=2, accumulation=2)
+    whole = runs.make_run(tmp_path / "whole", made, recipe)
+    assert supervise(whole, attempt, silent).status == "done"
+    run = runs.make_run(tmp_path / "run", made, recipe)
+    assert supervise(run, failing("forward and backward", 3, after=after), silent).status == "done"
+    assert len(run.falls) == 1 and run.falls[0].resumed_at == 3 and lines(run) == lines(whole)
+    losses, undisturbed = ({log["step"]: log["loss"] for log in runs.history(r) if "loss" in log} for r in (run, whole))
+    assert {4, 5, 6} <= losses.keys() and losses == {step: undisturbed[step] for step in losses}

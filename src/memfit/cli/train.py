@@ -163,6 +163,8 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         settings = replace(settings, falls=len(found.falls) + flags["falls"])
     if flags["memory_limit"]:
         settings = replace(settings, memory_limit=parse_size(flags["memory_limit"]))
+    if found.output.is_dir():
+        found.drop_broken()  # first of all, in case that it is half a checkpoint that fills the disk
     found.keep(settings, found.falls)
     return found
 

@@ -52,6 +52,13 @@ def check(plan: Plan, force: bool) -> None:
     """Refuse what could not run, before anything is written."""
     from memfit.hub import check_there
 
+    if plan.job.architecture.task not in ("causal-lm", "multimodal"):
+        name = Path(plan.job.architecture.name).name
+        raise BadInput(
+            f"memfit trains language models that write their text on, and {name} is of another kind "
+            f"({plan.job.architecture.task})",
+            hint="memfit plan, estimate and trace are for it, too",
+        )
     check_data(plan.job.dataset)
     if plan.job.training.eval_data:
         check_data(plan.job.training.eval_data)

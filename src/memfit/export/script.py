@@ -200,9 +200,16 @@ def compiled(recipe: Recipe) -> list[Setting]:
     return [("torch_compile", "True", "")] if recipe.compile else []
 
 
-def ending() -> list[str]:
-    """main(), the functions that read the data, and the start."""
-    return ["", "", *_MAIN.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
+def rejoins(plan: Plan, kind: launch.Backend) -> bool:
+    """Saving takes trained experts apart, and resuming does not join them again (transformers 5.23, its issue 48805)."""
+    experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)
+    return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
+
+
+def ending(rejoin: bool = False) -> list[str]:
+    """main(), the functions that read the data, and the start. `rejoin`: see `rejoins`."""
+    main = _MAIN.replace("    trainer = ", f"{_REJOIN}    trainer = ") if rejoin else _MAIN
+    return ["", "", *main.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
 
 
 _MAIN = """\
@@ -212,3 +219,9 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model()
 """
+_REJOIN = """\
+    if args.resume:  # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
+        args.resume = get_last_checkpoint(args.output) if args.resume is True else args.resume
+        args.model = args.resume or args.model
+"""
+REJOINED = "from transformers.trainer_utils import get_last_checkpoint"

@@ -68,12 +68,14 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
     saved, recipe = savings(plan), plan.recipe
-    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
+    lines = script.opening(
+        plan, how, "transformers", VERSIONS, _imports(recipe, script.rejoins(plan, how.backend)), saved
+    )
     lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending()])
+    return "\n".join([*lines, *script.ending(script.rejoins(plan, how.backend))])
 
 
-def _imports(recipe: Recipe) -> list[str]:
+def _imports(recipe: Recipe, rejoin: bool) -> list[str]:
     peft = ["LoraConfig", "get_peft_model"] if recipe.method != "full" else []
     peft += ["prepare_model_for_kbit_training"] if _prepares(recipe) else []
     used = [
@@ -89,8 +91,9 @@ def _imports(recipe: Recipe) -> list[str]:
         "from datasets import Dataset, Features, List, Value, load_dataset",
         *([f"from peft import {', '.join(peft)}"] if peft else []),
         "from transformers import (",
-        *(f"    {name}," for name in sorted(used)),
+        *(f"    {name}," for name in [*sorted(used), *(["set_seed"] if recipe.method != "full" else [])]),
         ")",
+        *[script.REJOINED] * rejoin,
     ]
 
 
@@ -120,6 +123,10 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[s
         "    samples = load(args.data)",
         "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
+        *(
+            ["    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds"]
+            * (recipe.method != "full")
+        ),
         *script.call(
             "return Trainer(",
             [

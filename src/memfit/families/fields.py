@@ -21,6 +21,9 @@ _HEADS = (
     ("Model", "model"),
 )
 
+# canonical key -> what transformers 5 writes instead where it saves a model whose published config has the first
+SAVED_AS = {"num_experts": "num_local_experts"}
+
 
 class Fields:
     """Reads dimensions by their canonical name; a family's `aliases` say where its config keeps them instead.
@@ -41,7 +44,7 @@ class Fields:
 
     def raw(self, key: str) -> object:
         """The value as written; null stays None, for null in a file means "none", not "the default"."""
-        for written in (self.aliases.get(key, key), key):
+        for written in (self.aliases.get(key, key), key, SAVED_AS.get(key, key)):
             if written in self.values:
                 return self.values[written]
         return self.defaults.get(key)

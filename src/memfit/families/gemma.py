@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import memfit.families.windows as windows
@@ -24,6 +25,18 @@ def _reuses(f: Fields, index: int) -> bool:
     return shared > 0 and index >= f.layers() - shared
 
 
+def _of_layer(f: Fields, index: int) -> Fields:
+    """What transformers writes of a layer by its number ("05") when it saves the model: the sizes of full attention."""
+    layers = f.raw("per_layer_config")
+    named = {str(key).lstrip("0") or "0": value for key, value in layers.items()} if isinstance(layers, Mapping) else {}
+    found = named.get(str(index))
+    if not isinstance(found, Mapping):
+        return f
+    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    own = {keys[key]: value for key, value in found.items() if key in keys}
+    return Fields({**f.values, **own}, f.name, f.aliases, f.defaults)
+
+
 def _attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
     """Full layers may have wider heads and fewer of them for keys (Gemma 4), and may use their keys as values."""
     width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
@@ -32,8 +45,9 @@ def _attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
     if f.text("model_type", "").startswith("gemma4"):
         order = ("q", "qn", "kn", "k", "v", "o")
         if not _slides(f, d, index):
-            head, keys_are_values = f.size("global_head_dim"), f.flag("attention_k_eq_v")
-            kv = f.size("num_global_key_value_heads", kv) if keys_are_values else kv
+            own = _of_layer(f, index)
+            head, keys_are_values = own.size("global_head_dim"), f.flag("attention_k_eq_v")
+            kv = own.size("num_global_key_value_heads", kv) if keys_are_values else kv
     reuses = _reuses(f, index)
     made = {
         "q": linear("q_proj", heads * head, width, bias), "qn": norm("q_norm", head),

@@ -31,6 +31,7 @@ from memfit.run.nouns import Outcome, Settings, Shortage
 from memfit.run.relief import eval_batch
 from memfit.run.samples import Ledger, counted
 from memfit.run.watching import closed, watcher
+from memfit.run.weights import mend_loading
 from memfit.units import parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
@@ -161,6 +162,7 @@ def load(run: Run, settings: Settings) -> Any:
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
     trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)
+    mend_loading(trainer)
     return trainer
 
 
@@ -290,6 +292,7 @@ def _save_what_is_good(run: Run, trainer: Any, keeper: Keeper) -> None:
     if not untouched or trainer.args.world_size > 1 or step <= (last.step if last else 0):
         return
     failed_in = keeper.stage
+    keeper.rewind_randomness()
     trainer.model.zero_grad(set_to_none=True)
     gc.collect()
     try:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from memfit.run.folder import COMPLETE, Checkpoint, write_json
 from memfit.run.limit import Meter
 from memfit.run.nouns import Event, Settings, Stage
-from memfit.run.rehearsal import rehearse, rehearse_evaluation
+from memfit.run.rehearsal import randomness, rehearse, rehearse_evaluation, restore
 from memfit.run.samples import Ledger
 from memfit.watcher.transformers import MemfitCallback
 
@@ -38,6 +38,7 @@ class Keeper(TrainerCallback):
         self.stage: Stage = "load"
         self.held = 0  # bytes of tensors as the stage began
         self.stop = False
+        self.numbers: Any = None  # random ones, where they stood after the last whole step and its evaluation
         self.due = False  # an evaluation of the weights as they are was begun, and has not ended
 
     def enter(self, stage: Stage) -> None:
@@ -78,9 +79,15 @@ class Keeper(TrainerCallback):
             except Cut:
                 return {}
             self.due = False
+            self.numbers = randomness()
             return found
 
         return evaluating
+
+    def rewind_randomness(self) -> None:
+        """Forget what a step that failed drew: it is taken again. What an evaluation draws belongs to the step before."""
+        if self.stage == "forward and backward" and self.numbers is not None:
+            restore(self.numbers)
 
     # ---- what the Trainer calls
 
@@ -128,6 +135,7 @@ class Keeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self.enter("forward and backward")
+        self.numbers = randomness()
         self.ledger.step(state.global_step)
         if self._asked_to_stop():
             control.should_save = control.should_training_stop = True

@@ -92,26 +92,38 @@ def empty_step(optimizer: Any) -> Iterator[None]:
             group.update(before)
 
 
+def randomness() -> tuple[Any, ...]:
+    """Where all generators of random numbers stand."""
+    import numpy
+
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda
+
+
+def restore(numbers: tuple[Any, ...]) -> None:
+    """They stand where `randomness` found them."""
+    import numpy
+
+    python, of_numpy, host, cuda = numbers
+    random.setstate(python)
+    numpy.random.set_state(of_numpy)
+    torch.set_rng_state(host)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+
+
 @contextlib.contextmanager
 def untouched(trainer: Any, model: Any) -> Iterator[None]:
     """Gradients, random numbers and the trainer's counters are afterwards as they were before."""
     names = ("_metrics", "_total_train_tokens", "current_gradient_accumulation_steps")
     counters = {name: copy.deepcopy(getattr(trainer, name)) for name in names if hasattr(trainer, name)}
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    import numpy
-
-    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    training = model.training
+    numbers, training = randomness(), model.training
     try:
         yield
     finally:
         model.zero_grad(set_to_none=True)
         model.train(training)
-        random.setstate(kept[0])
-        numpy.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        restore(numbers)
         for name, value in counters.items():
             setattr(trainer, name, value)

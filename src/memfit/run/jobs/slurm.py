@@ -30,6 +30,8 @@ def write(spec: Spec) -> dict[str, str]:
         'cd "$SLURM_SUBMIT_DIR"',
         *spec.exports(),
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun " + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"', '"$@"'),
+        # by itself srun does not take over --cpus-per-task since Slurm 22.05, and a node's processes would share one core
+        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+        + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"', '"$@"'),
     ]
     return {FILE: "\n".join(lines) + "\n"}
