@@ -200,6 +200,17 @@ def test_the_cause_is_named(name: str) -> None:
     assert explain(read_text(text))[0].cause == cause
 
 
+PIECES = "Tried to allocate 900.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which 100.00 MiB is free. Of the allocated memory 22.00 GiB is allocated by PyTorch, and 960.00 MiB is reserved by PyTorch but unallocated."
+
+
+@pytest.mark.parametrize(
+    ("text", "confidence"), [(CASES["adam"][0], "likely"), (f"CUDA out of memory. {PIECES}", "possible")]
+)
+def test_who_asked_last_and_a_few_pieces_are_no_certainty(text: str, confidence: str) -> None:
+    """The step asks for a weight's bytes where the card is full; what filled it stands nowhere."""
+    assert explain(read_text(text))[0].confidence == confidence
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -114,7 +114,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-batch", 58, (r"(?:micro[_ ]?batch\w*|train_batch_size|\bbatch(?: size)?|\bm?bs)\W{0,3}1\b",), at=("eval",), never=GENERATION),
     Sign("eval-graph", 84, (EVALUATION, r"no_grad|inference_mode|set_grad_enabled|\.eval\(\)", WITHOUT)),
     # the optimizer
-    Sign("optimizer-step", SURE, (r"exp_avg_sq|_foreach_(?:sqrt|div|mul|add)|_multi_tensor_|_single_tensor_|zeropower|newton_?schulz|multi_tensor_appl|denom = |foreach|addcdiv|addcmul|exp_avg\.mul|fp32_partitioned_groups|" + CLIP,), never="load_state|zeros_like|_init_group|get_state_buffer"),
+    # never certain: it asked last, and what filled the card may be anything
+    Sign("optimizer-step", 84, (r"exp_avg_sq|_foreach_(?:sqrt|div|mul|add)|_multi_tensor_|_single_tensor_|zeropower|newton_?schulz|multi_tensor_appl|denom = |foreach|addcdiv|addcmul|exp_avg\.mul|fp32_partitioned_groups|" + CLIP,), never="load_state|zeros_like|_init_group|get_state_buffer"),
     Sign("optimizer-step", 78, (r"temporar|intermediate|copy of (?:the |all )?(?:param|weights)|cop(?:y|ies) of (?:the )?(?:param|weights|grad)|spike|peak",), at=("optimizer",)),
     Sign("optimizer-step", 80, (r"(?:init|materiali[sz]e)s? all states|lazy init",), at=("optimizer", "")),
     Sign("optimizer-states", SURE, (r"bit16_groups.{0,80}\.float\(\)|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|get_state_buffer|momentum_buffer|lazy_init|shadow step|batch probe",)),

@@ -88,7 +88,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
             "fragmentation", 84, proof
         )  # likely, not certain: of two later reports another cause had left the pieces
     if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
-        return Clue("fragmentation", 58, proof)
+        return Clue("fragmentation", 54, proof)
     return None if share < SHARE_PIECES and tried else Clue("fragmentation", FAINT, proof)
 
 
