@@ -562,6 +562,7 @@ KNOWN_CALLS = {
     "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text", "read", "types",
     "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate", "turns.append",
     "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip", "text.lstrip().startswith", "text.splitlines", "x.strip",
+    "kind.startswith",
 }  # fmt: skip
 
 
@@ -672,6 +673,7 @@ DATA = {
     "NA-QUESTIONS.CSV": "question,answer\n" + "is there?,NA\nis it?,None\nwill it?,False\n" * 4,
     "number-questions.jsonl": _lines([{"question": "is it?", "answer": i % 2 == 0} for i in range(12)]),
     "dated-pairs.jsonl": _lines([{"prompt": "when?", "completion": f"2026-11-{i + 10}"} for i in range(12)]),
+    "stamped-messages.jsonl": _lines([{"messages": [{**turn, "timestamp": "2026-11-20"} for turn in _TURNS]}] * 12),
     "dated-pairs.json": json.dumps([{"prompt": "when?", "completion": f"2026-11-{i + 10}"} for i in range(12)]),
     "broken.jsonl": _lines([{"text": None}, {"other": 1}, *({"text": f"the number {i}"} for i in range(12))]),
 }  # fmt: skip

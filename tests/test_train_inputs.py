@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.run import inputs  # noqa: E402
+from memfit.run import folder, inputs  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
 from memfit.run.nouns import Event  # noqa: E402
 from memfit.run.supervise import supervise  # noqa: E402
@@ -118,6 +119,9 @@ def test_a_run_that_is_done_reads_nothing_again(ran: Ran, own: tuple[Path, Path]
         "---\nlibrary_name: peft\n---\nof a library\n"
     )  # ended before ours was written
     assert ran("train", "--out", run.path, "--resume")[0] == 0 and (run.output / "README.md").read_text() == card
+    (run.path / "outcome.json").write_text("{")  # cut off: it says nothing
+    assert run.finished() is None
+    folder.write_json(run.path / "outcome.json", asdict(outcome))
     (run.output / "adapter_model.safetensors").unlink()
     code, _, err = ran("train", "--out", run.path, "--resume")
     assert code == 2 and "is gone" in err and run.outcome == outcome

@@ -86,20 +86,18 @@ def _run(found: Run, json: bool, merge: bool) -> int:
     from memfit.run.nouns import EXIT_OF
     from memfit.run.supervise import supervise
 
-    shown, outcome = Shown(found, json), found.finished()
-    if outcome:
-        merge |= not (found.path / MERGED).exists()
+    shown, finished = Shown(found, json), found.finished()
+    if finished:
         terminal.note("this run is done, and all that it made is there: nothing is trained")
-    else:
-        merge = True
     try:
         with shown:
-            outcome = outcome or supervise(found, in_child, shown.tell)
+            outcome = finished or supervise(found, in_child, shown.tell)
     except KeyboardInterrupt:
         shown.broken_off()
         return EXIT_INTERRUPTED
-    if outcome.status == "done" and not has_card(found):
+    if outcome.status == "done" and not (finished and has_card(found)):
         write_card(found, outcome)
+    merge |= not (finished and (found.path / MERGED).exists())
     shown.end(outcome)
     if outcome.status == "done" and found.settings.merge and merge:
         _merge(found)

@@ -61,7 +61,8 @@ def read(data: str) -> Dataset:
         cells = {"converters": dict.fromkeys(columns, cell), "keep_default_na": False}
         return load_dataset("csv", data_files=data, split="train", sep=separator, **cells)
     rows = load_dataset(READERS.get(suffix, "json"), data_files=data, split="train")
-    if suffix not in READERS and any("timestamp" in str(kind) for kind in rows.features.values()):
+    kinds = [kind.dtype for kind in rows.features.values() if isinstance(kind, Value)]
+    if suffix not in READERS and any(kind.startswith("timestamp") for kind in kinds):
         text = Path(data).read_text(encoding="utf-8-sig")  # a column of dates alone is no longer what was written
         whole = text.lstrip().startswith("[")
         rows = Dataset.from_list(json.loads(text) if whole else [json.loads(x) for x in text.splitlines() if x.strip()])

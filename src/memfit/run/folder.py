@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,8 +81,12 @@ class Run:
 
     def finished(self) -> Outcome | None:
         """The outcome of a run that is done, where the model it saved is still there."""
-        found = self.outcome
-        return found if found and found.status == "done" and all(map(_holds_a_model, found.saved)) else None
+        found = None
+        with suppress(BadInput):  # an outcome that cannot be read says nothing
+            found = self.outcome
+        if found is None or found.status != "done" or not found.saved:
+            return None
+        return found if all(map(_holds_a_model, found.saved)) else None
 
     @property
     def plan(self) -> Plan:
