@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right, insort
+from collections.abc import Mapping
 from typing import Any
 
 from memfit.alloc_conf import AllocSettings, Torch
@@ -27,9 +28,15 @@ def snapshot_pickle(tape: Tape, settings: AllocSettings, torch: Torch, capacity:
     return pickle.dumps(snapshot(tape, settings, torch, capacity), protocol=PROTOCOL)
 
 
-def snapshot(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> dict[str, Any]:
-    """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never)."""
-    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments)
+def snapshot(
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None,
+    stacks: Mapping[int, list[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never).
+
+    stacks: of allocations by id, from the first that was recorded; what came before is not in the history then.
+    """
+    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {})
     writer.play(tape)
     return {
         "segments": writer.segments(),
@@ -42,8 +49,9 @@ def snapshot(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | 
 class _Writer:
     """The trace being written while the allocator is played; one microsecond per event."""
 
-    def __init__(self, allocator: Allocator, expandable: bool) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: Allocator, expandable: bool, stacks: Mapping[int, list[dict[str, Any]]]) -> None:
+        self.allocator, self.stacks = allocator, stacks
+        self.first = min(stacks, default=-1)  # what the recording began with
         self.trace: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
         self.streams: list[tuple[int, int]] = []  # (address a segment began at, its stream), sorted
@@ -64,6 +72,8 @@ class _Writer:
         for event in tape.events:
             try:
                 if isinstance(event, Alloc):
+                    if event.id == self.first:
+                        self.trace.clear()
                     live[event.id] = block = allocator.malloc(event.size, event.stream)
                     self._segments(event.stream)
                     if block is not None:
@@ -117,7 +127,7 @@ class _Writer:
         segment["blocks"].append(
             {
                 "address": BASE + block.addr, "size": block.size, "requested_size": requested,
-                "state": STATES[block.state], "frames": _frames(owner),
+                "state": STATES[block.state], "frames": self._frames(owner),
             }
         )  # fmt: skip
         segment["total_size"] += block.size
@@ -144,7 +154,7 @@ class _Writer:
         self.trace.append(
             {
                 "action": action, "addr": BASE + address, "size": owner.size, "stream": owner.stream,
-                "time_us": len(self.trace), "frames": _frames(owner), "category": owner.role,
+                "time_us": len(self.trace), "frames": self._frames(owner), "category": owner.role,
             }
         )  # fmt: skip
 
@@ -166,6 +176,11 @@ class _Writer:
             )  # fmt: skip
         self.allocator.driver_calls.clear()
 
+    def _frames(self, owner: Alloc | None) -> list[dict[str, Any]]:
+        if self.stacks:
+            return self.stacks.get(owner.id, []) if owner else []
+        return [{"name": owner.label or owner.role, "filename": owner.role, "line": 0}] if owner else []
+
     def _mark(self, name: str) -> None:
         """An annotation lasts until the next one."""
         now = len(self.trace)
@@ -181,10 +196,6 @@ class _Writer:
                 "time_us": len(self.trace), "frames": [], "category": "unknown",
             }
         )  # fmt: skip
-
-
-def _frames(owner: Alloc | None) -> list[dict[str, Any]]:
-    return [{"name": owner.label or owner.role, "filename": owner.role, "line": 0}] if owner else []
 
 
 def _settings(settings: AllocSettings, text: str) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from memfit.alloc_conf import K_MIN_LARGE_ALLOC
 from memfit.errors import Unsupported
@@ -14,6 +18,7 @@ from memfit.tape import SegmentAlloc, Tape
 if TYPE_CHECKING:
     from memfit.virtual.card import Card
 
+_OWN = str(Path(__file__).parents[1])  # frames of this program are not the script's
 POOLS = ("all", "large_pool", "small_pool")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
@@ -129,18 +134,36 @@ class Statistics:
             self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
 
 
+def stack() -> list[dict[str, Any]]:
+    """Innermost first, as CUDA's allocator records one: of a backward its node and the engine, then the frames of Python."""
+    node = torch._C._current_autograd_node()
+    names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()") if node else ()
+    found: list[dict[str, Any]] = [{"name": name, "filename": "??", "line": 0} for name in names]
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OWN):
+            found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Names in torch._C -> answers."""
     statistics = Statistics(card)
     allocator = card.ledger.allocator
 
     def recorded(pool: Any = None) -> dict[str, Any]:
-        """The card's whole history; it is kept whether the script asked for it or not."""
+        """The card's history from where the script recorded it, with stacks; else, without them, all of it."""
         card.settle()
         ledger = card.ledger
         events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
-        found = snapshot(Tape(events, "traced"), allocator.settings, allocator.torch, allocator.capacity)
+        tape = Tape(events, "traced")
+        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, ledger.stacks)
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
+
+    def record(enabled: Any, *_: Any, **__: Any) -> None:
+        card.ledger.stack = stack if enabled else None
 
     def fraction(_: Any) -> float:
         asked = allocator.settings.per_process_memory_fraction
@@ -152,8 +175,8 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_resetAccumulatedMemoryStats": lambda _: statistics.reset_accumulated(),
         "_cuda_getMemoryFraction": fraction,
         "_cuda_setMemoryFraction": lambda share, _: allocator.set_memory_fraction(share),
-        "_cuda_record_memory_history": lambda *_, **__: None,
-        "_cuda_record_memory_history_legacy": lambda *_, **__: None,
+        "_cuda_record_memory_history": record,
+        "_cuda_record_memory_history_legacy": record,
         "_cuda_memorySnapshot": recorded,
         "_cuda_attach_out_of_memory_observer": lambda _: None,
     }
