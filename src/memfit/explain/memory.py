@@ -80,7 +80,7 @@ class Memory:
         size, most, line = 0, 0, ""
         for g in self.groups:
             sets = len([t for t in g.turns if t < self.turn])
-            if g.role == "optimizer_states":
+            if g.role == "optimizer_states" and " of " in g.module:  # a snapshot's stacks do not say of which weight
                 sets = g.count // (weights[g.module.partition(" of ")[2]] or g.count)
             if g.role in ("parameters", "optimizer_states") and sets >= SETS:
                 more = g.bytes - g.bytes // sets

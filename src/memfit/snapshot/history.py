@@ -7,8 +7,9 @@ from typing import Any
 from memfit.alloc_conf import AllocSettings, Torch, parse_alloc_conf
 from memfit.errors import BadInput
 from memfit.snapshot.forward import completed
+from memfit.snapshot.passes import Turn, loops, marks
 from memfit.snapshot.rewind import State, final_state, segments_of, start_state
-from memfit.snapshot.roles import INSTANTS, Births, Place
+from memfit.snapshot.roles import INSTANTS, Births
 from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, torch_of
 from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 
@@ -46,15 +47,15 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
     return completed(tape, reading.addresses, settings, torch)
 
 
-def _with_turns(events: list[Event], turns: list[tuple[int, Place]]) -> list[Event]:
+def _with_turns(events: list[Event], turns: list[Turn]) -> list[Event]:
     """The events with a mark where a step's forward, backward or optimizer step begins, as the stacks tell."""
-    if len({place for _, place in turns}) < 2:  # nothing to tell apart
+    if len({turn.place for turn in turns}) < 2 and not loops(turns):  # nothing to tell apart
         return events
     told: list[Event] = []
     done = 0
-    for index, place in turns:
+    for index, mark in marks(turns, events, INSTANTS):
         told += events[done:index]
-        told.append(Mark("step", INSTANTS[place]))
+        told.append(mark)
         done = index
     return told + events[done:]
 

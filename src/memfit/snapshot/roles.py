@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from memfit.snapshot.passes import Site, Turn, goes_back, site
 from memfit.tape import Alloc, Event, Free, Role
 
 Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", ""]
@@ -25,7 +26,7 @@ PLACES: tuple[tuple[Place, str, tuple[str, ...]], ...] = (
     ("backward", "name", ("torch::autograd::Engine", "_engine_run_backward", "run_backward")),
     ("move", "name", ("_apply", "convert", "load_state_dict", "from_pretrained", "_load_from_state_dict")),
 )
-INSTANTS: dict[Place, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
+INSTANTS: dict[str, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}
 # what an older tensor was, by where it died: saved for that backward, cleared, or replaced by the step's new one
 DEATHS: dict[Place, Role] = {"backward": "activations", "zero_grad": "gradients", "optimizer": "optimizer_states"}
@@ -42,9 +43,9 @@ class Births:
         self.old: set[int] = set()  # alive at the start
         self.told: dict[int, Role] = {}  # said by the recording itself
         self.ends: dict[int, Place] = {}  # where those of them died that did
-        self.turns: list[
-            tuple[int, Place]
-        ] = []  # where one part of a step goes over into the next; known after `named`
+        self.turns: list[Turn] = []  # the parts of the steps; known after `named`
+        self.sites: list[Site] = []  # of those born in a forward: where the program was
+        self._seen: dict[Site, Site] = {}  # many are born at one
         self._frames: dict[int, tuple[Place, str, object]] = {}  # what each frame says, by identity: stacks share them
 
     @property
@@ -63,6 +64,8 @@ class Births:
         if at_start:
             self.old.add(number)
         self.places.append(place)
+        here = site(frames) if place == "forward" and not at_start else ()
+        self.sites.append(self._seen.setdefault(here, here))
         self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
 
     def died(self, number: int, frames: object) -> None:
@@ -75,6 +78,7 @@ class Births:
         role: dict[int, Role] = {}
         alive: dict[int, Place] = {number: self.places[number] for number in self.old}
         before: Place = ""
+        last: Site = ()
         for index, event in enumerate(events):
             if type(event) is Free:
                 place = alive.pop(event.id)
@@ -82,10 +86,16 @@ class Births:
                     role[event.id] = "temporaries"
             elif type(event) is Alloc:
                 place = self.places[event.id]
-                if place in ("forward", "backward", "optimizer") and place != before:
+                here = self.sites[event.id]
+                if place in ("forward", "backward", "optimizer") and (
+                    place != before or (place == "forward" and goes_back(last, here))
+                ):
                     _turn(before, place, alive, role)
-                    self.turns.append((index, place))
-                    before = place
+                    self.turns.append(Turn(index, place))
+                    before, last = place, ()
+                if here:
+                    self.turns[-1].sites.add(here)
+                    last = here
                 alive[event.id] = place
         for number, place in alive.items():
             if place in LASTING:

@@ -32,7 +32,9 @@ class Ledger:
     labels: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
-    stack: Callable[[], list[dict[str, object]]] | None = None  # of an allocation, where a script records its history
+    stack: Callable[[str], list[dict[str, object]]] | None = (
+        None  # by its label, of an allocation, where a script records its history
+    )
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # those recorded, by number
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Ledger:
         self.labels.append(label)
         self.places.append(self.place())
         if self.stack:
-            self.stacks[number] = self.stack()
+            self.stacks[number] = self.stack(label)
         self.blocks.append(None)
         self.sizes.append(0)
         if self.stream:

@@ -134,10 +134,14 @@ class Statistics:
             self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
 
 
-def stack() -> list[dict[str, Any]]:
-    """Innermost first, as CUDA's allocator records one: of a backward its node and the engine, then the frames of Python."""
+def stack(label: str) -> list[dict[str, Any]]:
+    """Innermost first, as CUDA's allocator records one: the operator, of a backward its node and the engine, then Python's frames."""
     node = torch._C._current_autograd_node()
-    names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()") if node else ()
+    names = [f"at::_ops::{label}::call()"] if label.isidentifier() else []
+    names += ["at::cuda::getCurrentCUDABlasHandle()"] if label == "cuBLAS workspace" else []
+    names += (
+        [f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()"] if node else []
+    )
     found: list[dict[str, Any]] = [{"name": name, "filename": "??", "line": 0} for name in names]
     frame = sys._getframe(1)
     while frame is not None:

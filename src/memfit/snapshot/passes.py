@@ -1,0 +1,98 @@
+"""Where forward passes begin in a history, and which of them train: from the lines that the program was at, outside of any library.
+
+A stretch of forwards without a backward is one pass or many: a loop goes back to an earlier line of the same function. A
+pass that no backward follows, from lines that no trained pass was at, evaluates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from memfit.tape import Alloc, Event, Free, Mark, Oom
+
+Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
+INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called
+LIBRARY = ("site-packages/", "/torch/", "dist-packages/")
+MANY = 6  # allocations from which a pass shows whether it keeps what it makes
+KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients on; without, a layer's die with the next
+GRADIENTS_ON = "forward, gradients on"
+
+
+@dataclass(slots=True)
+class Turn:
+    """One part of a step: it begins at the `index`-th event. `sites`: where the program was; `trains`: a backward followed."""
+
+    index: int
+    place: str
+    sites: set[Site] = field(default_factory=set)
+    trains: bool = False
+    made: int = 0
+    kept: int = 0
+
+
+def site(frames: object) -> Site:
+    """The program's own lines of a stack, from the outermost to the first of a library, which INSIDE stands for."""
+    found: list[tuple[str, str, int]] = []
+    for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
+        path, line = (str(frame.get("filename", "")), frame.get("line")) if isinstance(frame, dict) else ("", 0)
+        if not path.endswith((".py", ">")) or not isinstance(
+            line, int
+        ):  # C++: of the interpreter, later of an operator
+            continue
+        if path.startswith("<frozen") or any(word in path for word in LIBRARY):
+            if found:
+                return (*found, INSIDE)
+            continue  # runpy, a launcher
+        found.append((path, str(frame.get("name", "")), line))
+    return tuple(found)
+
+
+def loops(turns: Sequence[Turn]) -> bool:
+    """Parts that only go forward are passes where modules are called in them; else they may be anything."""
+    return any(INSIDE in site for turn in turns for site in turn.sites)
+
+
+def goes_back(before: Site, now: Site) -> bool:
+    """A loop around both begins anew: at the first line that differs the function is the same and the line an earlier one."""
+    for one, other in zip(before, now, strict=False):
+        if one != other:
+            return one[:2] == other[:2] and other[2] < one[2]
+    return False
+
+
+def marks(turns: Sequence[Turn], events: Sequence[Event], names: dict[str, str]) -> list[tuple[int, Mark]]:
+    """(index, mark) of each part of a step; `names`: of places."""
+    for turn, after in pairwise(turns):
+        turn.trains = turn.place == "forward" and after.place == "backward"
+    trained = {s for turn in turns if turn.trains for s in turn.sites}
+    _count(turns, events)
+    found = []
+    for turn in turns:
+        evaluates = turn.place == "forward" and trained and turn.sites and not turn.sites & trained
+        graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
+        instant = GRADIENTS_ON if evaluates and graph else names[turn.place]
+        found.append((turn.index, Mark("eval" if evaluates else "step", instant)))
+    return found
+
+
+def _count(turns: Sequence[Turn], events: Sequence[Event]) -> None:
+    """How many allocations each part made, and how many of them were alive at its end."""
+    failed = max((i for i, event in enumerate(events) if type(event) is Oom), default=len(events))
+    ends = [turn.index for turn in turns[1:]] + [failed]  # what dies later died of the error
+    for turn, end in zip(turns, ends, strict=True):
+        if turn.place != "forward" or turn.trains:
+            continue
+        alive = set[int]()
+        for event in _between(events, turn.index, end):
+            if type(event) is Alloc:
+                turn.made += 1
+                alive.add(event.id)
+            elif type(event) is Free:
+                alive.discard(event.id)
+        turn.kept = len(alive)
+
+
+def _between(events: Sequence[Event], start: int, end: int) -> Iterable[Event]:
+    return (events[i] for i in range(start, end))
