@@ -47,7 +47,7 @@ CAUSES: dict[Cause, str] = {
     "save-gather": "saving gathers the whole model on one card",
     "merge": "merging or exporting writes the base out in 16 bits on the card",
     "two-copies": "the model lies on the card twice",
-    "wrong-dtype": "the weights were loaded in 32 bits",
+    "wrong-dtype": "the weights are in more bits than they need: loaded in 32, or made in 64",
     "kbit-upcast": "preparing for k-bit training casts everything that is not quantised to 32 bits",
     "fsdp-upcast": "FSDP keeps trained weights in 32 bits",
     "modules-to-save": "whole embeddings and heads are trained: fp32 copies, gradients and states of them",

@@ -91,6 +91,7 @@ class Root:
     bytes: int
     count: int = 1
     wide: int = 0  # of a model: bytes of it in 32 bits
+    double: int = 0  # of a model: bytes of it in 64 bits
 
 
 @dataclass(frozen=True, slots=True)

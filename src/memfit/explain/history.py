@@ -166,9 +166,16 @@ def _twice(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _wide(m: Memory, e: Evidence) -> Clue | None:
-    """Weights in 32 bits that would have had room in 16."""
+    """Weights in 32 bits that would have had room in 16, or in 64 where 32 would do."""
     model = _root(e, "model")
-    if model is None or not model.wide or m.capacity is None or m.phase != "load":
+    if model is None or m.capacity is None:
+        return None
+    if model.double > 0.5 * model.bytes and (m.requested + m.asked) // 2 <= m.capacity:
+        proof = Proof(
+            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is all that it computes", model.double
+        )
+        return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
+    if model.wide < TELLS * m.requested or m.phase != "load":
         return None
     if model.bytes - model.wide < model.wide or m.requested + m.asked - model.wide // 2 <= m.capacity:
         return Clue(
@@ -341,6 +348,10 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     if m.of("unknown") >= 0.5 * m.requested > 0:
         return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
+    model, rest = _root(e, "model"), max(m.groups, key=lambda g: g.bytes, default=None)
+    if m.turn < 0 and rest and rest.count > 2 and model is not None and model.bytes < TELLS * m.requested:
+        proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
+        return Clue("temporaries", STRONG, proof, rest.line)
     if m.phase == "load":
         return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)
     if lasting >= 0.7 * m.limit:

@@ -105,6 +105,7 @@ KEPT = {
     "hook": Remedy("handle.remove() when the hook has done its work", NONE),
     "models": Remedy("del the model and its optimizer, and what holds them, before the next is made; keep a state_dict() on the CPU", NONE),
 }  # fmt: skip
+FLOAT = Remedy(".float() for the model and for its data: numpy's numbers have 64 bits, and make others so", NONE)
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 # the words of a message that asks for something else than its cause usually does
 ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
@@ -148,6 +149,8 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
         found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
+    if cause == "wrong-dtype" and any(root.double for root in evidence.roots):
+        found = (FLOAT,)
     if cause == "leak":
         found = _of_a_leak(found, evidence)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:

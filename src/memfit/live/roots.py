@@ -123,8 +123,10 @@ class _Finder:
         weights = [p for p in module.parameters() if p.is_cuda]
         sizes = storages(weights)
         total = sum(sizes.values())
-        wide = sum(storages(p for p in weights if p.dtype == torch.float32).values())
-        return Root(name, line, "model", total, len(sizes), wide) if total >= SMALL else None
+        wide, double = (
+            sum(storages(p for p in weights if p.dtype == dtype).values()) for dtype in (torch.float32, torch.float64)
+        )
+        return Root(name, line, "model", total, len(sizes), wide, double) if total >= SMALL else None
 
     def _several(self, name: str, value: Any, line: str) -> Root | None:
         """A container of models, optimizers or schedulers: what those keep that nobody else has a name for."""
