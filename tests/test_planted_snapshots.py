@@ -27,7 +27,7 @@ LIVE: dict[str, Cause] = {
 }  # fmt: skip
 # the same of the file alone: who holds what, by which name, is known to the process only
 ALONE: dict[str, Cause] = {
-    **LIVE, "all_data_on_the_card": "activations", "another_process": "activations", "caches_of_every_token": "activations",
+    **LIVE, "all_data_on_the_card": "activations", "another_process": "activations",
     "checkpoint_kept": "temporaries", "doubles_from_numpy": "activations",
     "ema_copy": "temporaries", "embedding_in_fp32": "activations", "error_being_handled": "activations",
     "error_kept": "activations", "errors_in_a_list": "activations", "eval_keeps_logits": "logits", "kv_cache": "leak",

@@ -14,7 +14,14 @@ from memfit.tape import Alloc, Event, Free, Mark, Oom
 
 Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
 INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called
-LIBRARY = ("site-packages/", "/torch/", "dist-packages/")
+LIBRARY = (
+    "/lib/python",
+    "site-packages/",
+    "dist-packages/",
+    "/torch/",
+    "<frozen",
+)  # frames that are skipped: a launcher, a Trainer
+CALLED = "torch/nn/modules/module.py"  # from here on it is the model's own code, whose loops are within a pass
 MANY = 6  # allocations from which a pass shows whether it keeps what it makes
 KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients on; without, a layer's die with the next
 GRADIENTS_ON = "forward, gradients on"
@@ -33,7 +40,7 @@ class Turn:
 
 
 def site(frames: object) -> Site:
-    """The program's own lines of a stack, from the outermost to the first of a library, which INSIDE stands for."""
+    """The program's own lines of a stack, from the outermost to the first module that is called, which INSIDE stands for."""
     found: list[tuple[str, str, int]] = []
     for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
         path, line = (str(frame.get("filename", "")), frame.get("line")) if isinstance(frame, dict) else ("", 0)
@@ -41,10 +48,10 @@ def site(frames: object) -> Site:
             line, int
         ):  # C++: of the interpreter, later of an operator
             continue
-        if path.startswith("<frozen") or any(word in path for word in LIBRARY):
-            if found:
-                return (*found, INSIDE)
-            continue  # runpy, a launcher
+        if path.endswith(CALLED) and found:
+            return (*found, INSIDE)
+        if any(word in path for word in LIBRARY):
+            continue
         found.append((path, str(frame.get("name", "")), line))
     return tuple(found)
 
