@@ -666,6 +666,8 @@ DATA = {
     "cached-parts.jsonl": _lines([_parts({"type": "text", "text": "it is 42", "cache_control": {"type": "x"}})] * 12),
     "tool-chat-pairs.jsonl": _lines([{"prompt": _TURNS[:1], "completion": _TURNS[1:], "tools": _TOOLS}] * 12),
     "tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": _TOOLS}] * 6 + [{"messages": _TURNS, "tools": None}] * 6),
+    "tool-text-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS)}] * 12),
+    "template-messages.jsonl": _lines([{"messages": _TURNS, "chat_template_kwargs": {"tools": _TOOLS}}] * 12),
     "masked-ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 0, 1, 1]}] * 12),
     "system-instructions.jsonl": _lines([{"system": "SYS", "instruction": "add", "output": "2", "history": [["q", "a"]]}] * 12),
     "system-conversations.jsonl": _lines([{"system": "SYS", "conversations": _SHARED}] * 12),
@@ -807,7 +809,8 @@ HANDED = [
 # file -> what its first sample is, learned and not; "" where only what is learned is looked at
 LEARNED = {
     "keyed-parts.jsonl": "### assistant\nit is 42", "cached-parts.jsonl": "### assistant\nit is 42", "tool-chat-pairs.jsonl": '"name": "look_up"',
-    "tool-messages.jsonl": '"name": "look_up"', "system-instructions.jsonl": "### system\nSYS\n### user\nq\n### assistant\na",
+    "tool-messages.jsonl": '"name": "look_up"', "tool-text-messages.jsonl": '"name": "look_up"',
+    "template-messages.jsonl": '"name": "look_up"', "system-instructions.jsonl": "### system\nSYS\n### user\nq\n### assistant\na",
     "system-conversations.jsonl": "### system\nSYS\n", "number-questions.csv": "0 - 0?0", "NA-QUESTIONS.CSV": "is there?NA",
     "number-questions.jsonl": "is it?True", "dated-pairs.jsonl": "when?2026-11-10", "dated-pairs.json": "when?2026-11-10",
 }  # fmt: skip

@@ -22,7 +22,7 @@ import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
 from memfit.run import folder, lock  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
-from memfit.run.nouns import Settings  # noqa: E402
+from memfit.run.nouns import Outcome, Settings  # noqa: E402
 from runs import lines  # noqa: E402
 
 
@@ -115,6 +115,18 @@ def test_what_the_recipe_needs_is_looked_for_first(
     code, out, err = ran("train", written, "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run")
     assert (code, out) == (2, "") and f"not installed: {missing}" in err and f"pip install {missing}" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_cautions_are_told_with_what_is_trained(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: Outcome(status="stopped"))
+    positions = json.loads((made[0] / "config.json").read_text())["max_position_embeddings"]
+    written = runs.recipe_of(tmp_path / "recipe.toml", made, runs.RECIPE.but(sequence_length=length))
+    err = ran("train", written, "--gpu-memory", "24GiB", "--cpu", "--out", tmp_path / "run")[2]
+    said = f"sequence {length:,} is beyond the {positions:,} positions" in err
+    assert said is (length > positions) and 512 <= positions < 4096
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(ran: Ran, tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ class Mark:
     instant: str
 
 
+# a forward outside of training that keeps what a backward would need
+GRADIENTS_ON = "forward, gradients on"
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentAlloc:
     """The allocator took `size` bytes at `address` from the driver (or mapped them into an expandable segment)."""

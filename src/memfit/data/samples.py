@@ -19,7 +19,7 @@ NOT_TEXT = "images, audio and other parts of messages that are not text were not
 CHAT_NOTE = (
     f"chat markup counted as {CHAT_TOKENS} tokens a message; a system prompt that the template adds is not counted"
 )
-# what chat templates write around the definitions of tools; Qwen's, the longest of the usual ones
+# what a chat template writes around the definitions of tools: Qwen's
 TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
     "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with "
@@ -126,7 +126,7 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], 
     ("instruction+input+output", ("instruction", "output"), _instruction),
 )
 KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | {
-    "input", "system", "tools", "history", "chosen", "rejected",
+    "input", "system", "tools", "chat_template_kwargs", "history", "chosen", "rejected",
 }  # fmt: skip
 
 

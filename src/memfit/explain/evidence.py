@@ -93,6 +93,11 @@ class Root:
     wide: int = 0  # of a model: bytes of it in 32 bits
     double: int = 0  # of a model: bytes of it in 64 bits
 
+    @property
+    def is_double(self) -> bool:
+        """Most of a model is in 64 bits; a few numbers in a buffer are no mistake."""
+        return self.what == "model" and self.double > 0.5 * self.bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:

@@ -13,6 +13,7 @@ from memfit.explain.clue import SHOWN, STRONG, SURE, WEAK, Clue
 from memfit.explain.evidence import Evidence, Root
 from memfit.explain.memory import Group, Memory
 from memfit.finding import Cause, Proof
+from memfit.tape import GRADIENTS_ON
 from memfit.units import human
 
 TELLS = 0.10  # share of what is alive from which a holder explains anything
@@ -106,14 +107,14 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     )
     root = _root(e, "graph", "collection", "hook")
     grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
-    cause = "kv-cache" if grows and "gradients on" not in m.instant else _kept_by(root.name if root else "", m)
+    cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root.name if root else "", m)
     return Clue(cause, SURE + SHOWN, proof, root.line if root else most.line)
 
 
 def _kept_by(name: str, m: Memory) -> Cause:
     """What it is that a variable of that name collects."""
     if m.phase == "eval":
-        return "eval-graph" if "gradients on" in m.instant else "eval-logits"
+        return "eval-graph" if m.instant == GRADIENTS_ON else "eval-logits"
     return "kv-cache" if _CACHE.search(name) else "leak"
 
 
@@ -170,7 +171,7 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
     model = _root(e, "model")
     if model is None or m.capacity is None:
         return None
-    if model.double > 0.5 * model.bytes and (m.requested + m.asked) // 2 <= m.capacity:
+    if model.is_double and (m.requested + m.asked) // 2 <= m.capacity:
         proof = Proof(
             f"{human(model.double)} of '{model.name}' are in 64 bits, and so is all that it computes", model.double
         )
@@ -270,7 +271,7 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
 def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     if m.phase != "eval":
         return None
-    if "gradients on" in m.instant:
+    if m.instant == GRADIENTS_ON:
         return Clue("eval-graph", SURE, Proof("the evaluation runs with gradients on"), e.line)
     gradients = m.of("gradients")
     if gradients >= TELLS * m.requested and gradients >= m.asked:

@@ -149,7 +149,7 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
         found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
-    if cause == "wrong-dtype" and any(root.double for root in evidence.roots):
+    if cause == "wrong-dtype" and any(root.is_double for root in evidence.roots):
         found = (FLOAT,)
     if cause == "leak":
         found = _of_a_leak(found, evidence)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from memfit.explain.circumstances import smaller_batch, went_on
-from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, Clue
+from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import Evidence
 from memfit.explain.figures import ALIKE, FIGURES, SEVERAL, card_of
 from memfit.explain.oom_text import WSL, Message
@@ -88,7 +88,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
             "fragmentation", 84, proof
         )  # likely, not certain: of two later reports another cause had left the pieces
     if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
-        return Clue("fragmentation", 54, proof)
+        return Clue("fragmentation", WEAK, proof)
     return None if share < SHARE_PIECES and tried else Clue("fragmentation", FAINT, proof)
 
 

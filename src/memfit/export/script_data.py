@@ -23,7 +23,7 @@ LAYOUTS = (
     ("question", "answer"),
     ("instruction", "output"),
 )
-KEPT = ("tools",)  # columns that a chat template reads beside the messages
+KEPT = ("tools", "chat_template_kwargs")  # columns that a chat template reads beside the messages
 READERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}  # other files are read as JSON
 ENDINGS = (*READERS, ".json", ".jsonl", ".ndjson")
 

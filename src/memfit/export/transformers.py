@@ -19,22 +19,24 @@ _TOKENIZE = '''\
 def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Token ids and labels, cut to MAX_LENGTH; the prompt of a completion is read but not learned."""
 
-    def ids_of(text: list | str, prompt: bool = False, tools: list | None = None) -> list[int]:
+    def ids_of(text: list | str, row: dict, prompt: bool = False) -> list[int]:
         if isinstance(text, list):  # the template writes the special tokens itself
-            chat = tokenizer.apply_chat_template(text, tools=tools, add_generation_prompt=prompt, return_dict=True)
-            return chat["input_ids"]
+            tools = row.get("tools")
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            words = {"tools": tools, "return_dict": True, **(row.get("chat_template_kwargs") or {})}
+            return tokenizer.apply_chat_template(text, add_generation_prompt=prompt, **words)["input_ids"]
         ids = tokenizer(text).input_ids
         return ids if prompt else [*ids, tokenizer.eos_token_id]
 
     def encode(row: dict) -> dict:
         read = 0
         if "completion" in row:
-            read = len(ids_of(row["prompt"], prompt=True, tools=row.get("tools")))
-            ids = ids_of(row["prompt"] + row["completion"], tools=row.get("tools"))
+            read = len(ids_of(row["prompt"], row, prompt=True))
+            ids = ids_of(row["prompt"] + row["completion"], row)
         elif "input_ids" in row:
             ids = row["input_ids"]
         else:
-            ids = ids_of(row.get("text") or row["messages"], tools=row.get("tools"))
+            ids = ids_of(row.get("text") or row["messages"], row)
         labels = row.get("labels") or [-100] * read + ids[read:]
         return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
 
@@ -67,12 +69,10 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 
 def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
-    saved, recipe = savings(plan), plan.recipe
-    lines = script.opening(
-        plan, how, "transformers", VERSIONS, _imports(recipe, script.rejoins(plan, how.backend)), saved
-    )
+    saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
+    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe, rejoin), saved)
     lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending(script.rejoins(plan, how.backend))])
+    return "\n".join([*lines, *script.ending(rejoin)])
 
 
 def _imports(recipe: Recipe, rejoin: bool) -> list[str]:

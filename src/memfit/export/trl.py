@@ -43,15 +43,15 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 
 def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
-    saved, recipe = savings(plan), plan.recipe
-    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe, script.rejoins(plan, how.backend)), saved)
+    saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
+    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe, rejoin), saved)
     lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
     lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
     made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
     lines += ["    samples = load(args.data)", *script.call(made, _trainer(recipe))]
     lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
-    return "\n".join([*lines, *script.ending(script.rejoins(plan, how.backend))])
+    return "\n".join([*lines, *script.ending(rejoin)])
 
 
 _WIDEN = """\

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from memfit.tape import Alloc, Phase, Tape
+from memfit.tape import GRADIENTS_ON, Alloc, Phase, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.observer import Observer
 from memfit.virtual.values import base, tensors
 from memfit.watcher.roots import own
 
-GRADIENTS_ON = "forward, gradients on"
 NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
 
 

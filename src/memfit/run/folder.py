@@ -24,7 +24,6 @@ from memfit.gpu import Gpu
 from memfit.job import Training
 from memfit.plan import Plan
 from memfit.run import lock
-from memfit.run.inputs import digests
 from memfit.run.nouns import Fall, Outcome, Settings, Shortage
 from memfit.sample import Watched
 from memfit.trainers import script_of
@@ -167,7 +166,7 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
     gpu = plan.job.gpu
     run.write_plan(plan)
     short = "" if gpu.short == "custom" else gpu.short
-    run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes, inputs=digests(plan)), ())
+    run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes), ())
     return run
 
 

@@ -97,9 +97,8 @@ class Keeper(TrainerCallback):
             raise Ended
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             scheduler_of(self.resumed.path, self.trainer)
-        if (
-            self.rehearsed and not self.trainer.is_deepspeed_enabled
-        ):  # its backward takes the step: no rehearsal undoes that
+        # DeepSpeed's backward takes the step: no rehearsal undoes that
+        if self.rehearsed and not self.trainer.is_deepspeed_enabled:
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
         if self.resumed and self.resumed.evaluate:
@@ -120,6 +119,7 @@ class Keeper(TrainerCallback):
             if watch:
                 watch.enter("eval")
             rehearse_evaluation(self.trainer, model)
+            self.enter("rehearsal")
 
         then = evaluation if self.trainer.eval_dataset is not None else None
         longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer), then=then)

@@ -27,9 +27,7 @@ class Settings:
     merge: bool = False  # write the adapters merged into their base as well
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
     lean_save: bool = False  # give back gradients and cached blocks before anything is written
-    inputs: dict[str, str] = field(
-        default_factory=dict
-    )  # path -> digest of what it reads, as it was when the run began
+    inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of what was read as the run began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

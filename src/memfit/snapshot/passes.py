@@ -6,25 +6,18 @@ pass that no backward follows, from lines that no trained pass was at, evaluates
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from memfit.tape import Alloc, Event, Free, Mark, Oom
+from memfit.explain.evidence import library
+from memfit.tape import GRADIENTS_ON, Alloc, Event, Free, Mark, Oom
 
 Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
 INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called
-LIBRARY = (
-    "/lib/python",
-    "site-packages/",
-    "dist-packages/",
-    "/torch/",
-    "<frozen",
-)  # frames that are skipped: a launcher, a Trainer
 CALLED = "torch/nn/modules/module.py"  # from here on it is the model's own code, whose loops are within a pass
 MANY = 6  # allocations from which a pass shows whether it keeps what it makes
 KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients on; without, a layer's die with the next
-GRADIENTS_ON = "forward, gradients on"
 
 
 @dataclass(slots=True)
@@ -44,21 +37,19 @@ def site(frames: object) -> Site:
     found: list[tuple[str, str, int]] = []
     for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
         path, line = (str(frame.get("filename", "")), frame.get("line")) if isinstance(frame, dict) else ("", 0)
-        if not path.endswith((".py", ">")) or not isinstance(
-            line, int
-        ):  # C++: of the interpreter, later of an operator
-            continue
+        if not path.endswith((".py", ">")) or not isinstance(line, int):
+            continue  # C++: of the interpreter, later of an operator
         if path.endswith(CALLED) and found:
             return (*found, INSIDE)
-        if any(word in path for word in LIBRARY):
-            continue
+        if library(path) or "/torch/" in path:
+            continue  # a launcher, a Trainer
         found.append((path, str(frame.get("name", "")), line))
     return tuple(found)
 
 
 def loops(turns: Sequence[Turn]) -> bool:
     """Parts that only go forward are passes where modules are called in them; else they may be anything."""
-    return any(INSIDE in site for turn in turns for site in turn.sites)
+    return any(INSIDE in seen for turn in turns for seen in turn.sites)
 
 
 def goes_back(before: Site, now: Site) -> bool:
@@ -92,14 +83,10 @@ def _count(turns: Sequence[Turn], events: Sequence[Event]) -> None:
         if turn.place != "forward" or turn.trains:
             continue
         alive = set[int]()
-        for event in _between(events, turn.index, end):
+        for event in events[turn.index : end]:
             if type(event) is Alloc:
                 turn.made += 1
                 alive.add(event.id)
             elif type(event) is Free:
                 alive.discard(event.id)
         turn.kept = len(alive)
-
-
-def _between(events: Sequence[Event], start: int, end: int) -> Iterable[Event]:
-    return (events[i] for i in range(start, end))

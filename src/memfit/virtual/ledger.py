@@ -33,7 +33,7 @@ class Ledger:
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
     stack: Callable[[str], list[dict[str, object]]] | None = (
-        None  # by its label, of an allocation, where a script records its history
+        None  # of an allocation by its label, while a script records
     )
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # those recorded, by number
     streams: dict[int, int] = field(default_factory=dict)

@@ -16,6 +16,8 @@ from memfit.report.snapshot_pickle import snapshot
 from memfit.tape import SegmentAlloc, Tape
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from memfit.virtual.card import Card
 
 _OWN = str(Path(__file__).parents[1])  # frames of this program are not the script's
@@ -134,27 +136,38 @@ class Statistics:
             self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
 
 
-def stack(label: str) -> list[dict[str, Any]]:
-    """Innermost first, as CUDA's allocator records one: the operator, of a backward its node and the engine, then Python's frames."""
-    node = torch._C._current_autograd_node()
-    names = [f"at::_ops::{label}::call()"] if label.isidentifier() else []
-    names += ["at::cuda::getCurrentCUDABlasHandle()"] if label == "cuBLAS workspace" else []
-    names += (
-        [f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()"] if node else []
-    )
-    found: list[dict[str, Any]] = [{"name": name, "filename": "??", "line": 0} for name in names]
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OWN):
-            found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+class Stacks:
+    """Stacks as CUDA's allocator records them. One frame is one dict, however many stacks share it."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, str, int], dict[str, Any]] = {}
+
+    def __call__(self, label: str) -> list[dict[str, Any]]:
+        """Innermost first: the operator, of a backward its node and the engine, then Python's frames."""
+        node = torch._C._current_autograd_node()
+        names = [f"at::_ops::{label}::call()"] if label.isidentifier() else []
+        names += ["at::cuda::getCurrentCUDABlasHandle()"] if label == "cuBLAS workspace" else []
+        if node:
+            names += [f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()"]
+        found = [self._frame(name, "??", 0) for name in names]
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(_OWN):
+                found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return found
+
+    def _frame(self, name: str, path: str, line: int) -> dict[str, Any]:
+        made = self._frames.get((name, path, line))
+        if made is None:
+            made = self._frames[name, path, line] = {"name": name, "filename": path, "line": line}
+        return made
 
 
 def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Names in torch._C -> answers."""
-    statistics = Statistics(card)
+    statistics, stacks = Statistics(card), Stacks()
     allocator = card.ledger.allocator
 
     def recorded(pool: Any = None) -> dict[str, Any]:
@@ -167,7 +180,7 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
 
     def record(enabled: Any, *_: Any, **__: Any) -> None:
-        card.ledger.stack = stack if enabled else None
+        card.ledger.stack = stacks if enabled else None
 
     def fraction(_: Any) -> float:
         asked = allocator.settings.per_process_memory_fraction
