@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import BadInput
+from memfit.explain.reading import memory_of
 from memfit.replay import alive_at, replay
 from memfit.retrace import retrace
 from memfit.snapshot import pickles, read
+from memfit.snapshot.frames import Reader
 from memfit.snapshot.history import tape_of
 from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
@@ -259,6 +261,69 @@ def test_roles_follow_from_the_stack_and_from_what_a_tensor_outlives() -> None:
     assert roles == ["parameters", "activations", "temporaries", "gradients", "optimizer_states", "temporaries"]
     labels = [event.label for event in tape.events if type(event) is Alloc]
     assert labels[:2] == ["main (train.py:7)", "forward (model.py:7)"]
+
+
+# frames of C++ as cards have recorded them, innermost first -> the operator that a label tells
+STACKS = [
+    (("c10::cuda::malloc()", "at::_ops::empty_strided::call(c10::ArrayRef<c10::SymInt>)", "at::_ops::empty_like::call()",
+      "at::_ops::_to_copy::redispatch(c10::DispatchKeySet)", "at::_ops::to_dtype::call()"), "_to_copy"),
+    (("at::_ops::mul_Tensor::redispatch()", "at::_ops::mul_Tensor::call()"), "mul"),
+    (("at::_ops::sum_dim_IntList::call()", "at::_ops::sum::call()"), "sum_dim"),
+    (("at::_ops::_softmax::redispatch()", "at::_ops::softmax_int::call()"), "_softmax"),
+    (("at::_ops::resize_::call()", "at::_ops::where_self::call()"), "where_self"),
+    (("at::_ops::empty_memory_format::call()",), ""), (("torch::CapturedTraceback::gather(bool, bool, bool)",), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "operator"), STACKS)
+def test_a_label_tells_the_operator_beside_the_program_s_own_line(names: tuple[str, ...], operator: str) -> None:
+    lines = [
+        ("forward", "/x/torch/nn/modules/activation.py", 7),
+        ("block", "/home/me/model.py", 41),
+        ("main", "/home/me/a.py", 3),
+    ]
+    frames = [{"name": name, "filename": "??", "line": 0} for name in names]
+    frames += [{"name": name, "filename": file, "line": line} for name, file, line in lines]
+    assert Reader().read(frames) == (
+        "forward",
+        f"block: {operator} (model.py:41)" if operator else "block (model.py:41)",
+    )
+
+
+def test_without_frames_of_cpp_the_function_of_pytorch_stands_for_the_operator() -> None:
+    reader = Reader()
+    user = {"name": "step", "filename": "<ipython-input-3>", "line": 5}
+    for name, file, told in (
+        ("cross_entropy", "functional.py", ": cross_entropy"), ("forward", "modules/linear.py", ""), ("_call_impl", "modules/module.py", ""),
+    ):  # fmt: skip
+        frames = [{"name": name, "filename": f"/usr/lib/python3/dist-packages/torch/nn/{file}", "line": 9}, user]
+        assert reader.read(frames) == ("forward", f"step{told} (<ipython-input-3>:5)")
+    assert reader.without == "backward"  # whose thread has no frames of Python
+    reader.read([{"name": "at::_ops::mm::call()", "filename": "??", "line": 0}])
+    assert reader.without == ""
+
+
+def test_who_asked_in_vain_is_told_with_its_line_and_its_part_of_the_step() -> None:
+    adam = [
+        ("at::_ops::zeros_like::call()", "??", 0),
+        ("_init_group", "/x/torch/optim/adam.py", 9),
+        ("train", "/home/me/a.py", 8),
+    ]
+    moved = [("convert", "/x/torch/nn/modules/module.py", 1), ("main", "/home/me/a.py", 2)]
+    for stack, label, phase, instant in (
+        (adam, "train: zeros_like (a.py:8)", "step", "optimizer step"), (moved, "main (a.py:2)", "load", "load"),
+    ):  # fmt: skip
+        frames = [{"name": name, "filename": file, "line": line} for name, file, line in stack]
+        born = [{"name": "forward", "filename": "/home/me/model.py", "line": 1}]
+        trace = [
+            entry("segment_alloc", 0, 20 * MIB),
+            entry("alloc", 0, 20 * MIB, frames=born if stack is adam else frames),
+        ]
+        oom = {"action": "oom", "size": 50 * MIB, "device_free": 10 * MIB, "stream": 0, "frames": frames}
+        tape = tape_of(snapshot([*trace, oom], segment(0, (20 * MIB, "active_allocated"))))
+        memory = memory_of(tape)
+        assert tape.events[-1] == Oom(50 * MIB, 10 * MIB, label) and memory.asked_by == label
+        assert (memory.phase, memory.instant, memory.line) == (phase, instant, label.split("(")[1][:-1])
 
 
 def test_the_profiler_s_annotations_become_marks() -> None:

@@ -40,7 +40,7 @@ EVENTS = st.one_of(
     st.builds(Mark, st.sampled_from(PHASES), WORDS),
     st.builds(SegmentAlloc, SIZES, SIZES),
     st.builds(SegmentFree, SIZES, SIZES),
-    st.builds(Oom, SIZES, SIZES),
+    st.builds(Oom, SIZES, SIZES, WORDS),
     st.just(EmptyCache()),
     st.builds(RecordStream, IDS, st.integers(0, 2**62)),
 )
@@ -59,6 +59,12 @@ def test_a_tape_comes_back_equal(tape: Tape) -> None:
     content = tape_file.dumps(tape)
     assert tape_file.loads(content) == tape
     assert tape_file.dumps(tape_file.loads(content)) == content
+
+
+def test_a_file_from_before_requests_that_failed_had_a_label_is_read() -> None:
+    data = json.loads(document())
+    del data["ooms"]["label"]
+    assert Oom(5) in tape_file.loads(json.dumps(data).encode()).events
 
 
 def test_every_kind_of_event_has_a_letter() -> None:

@@ -67,6 +67,7 @@ class Oom:
 
     size: int
     free: int = 0  # bytes the driver still had
+    label: str = ""  # who asked for them
 
 
 @dataclass(frozen=True, slots=True)

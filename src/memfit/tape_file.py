@@ -67,6 +67,7 @@ class OomColumns(Struct, frozen=True):
 
     size: list[int] = []
     free: list[int] = []
+    label: list[int] | None = None  # places in `strings`; earlier files have none
 
 
 class UseColumns(Struct, frozen=True):
@@ -124,7 +125,7 @@ def dumps(tape: Tape) -> bytes:
         marks=MarkColumns([m.phase for m in marks], [place(m.instant) for m in marks]),
         segment_allocs=SizeColumns(*_columns(of["S"], "address", "size")),
         segment_frees=SizeColumns(*_columns(of["R"], "address", "size")),
-        ooms=OomColumns(*_columns(of["O"], "size", "free")),
+        ooms=OomColumns([oom.size for oom in of["O"]], [oom.free for oom in of["O"]], [place(oom.label) for oom in of["O"]]),
         uses=UseColumns(*_columns(of["U"], "id", "stream")),
         strings=list(strings),
         start=tape.start,
@@ -152,14 +153,15 @@ def _events(document: TapeDoc) -> list[Event]:
     lengths = {len(column) for column in columns}
     if len(lengths) > 1 or len(marks.phase) != len(marks.instant):
         raise IndexError
-    labels = [strings[at] for at in births.label]
+    labels, ooms = [strings[at] for at in births.label], document.ooms
+    asked = [strings[at] for at in ooms.label] if ooms.label is not None else [""] * len(ooms.size)
     made: dict[str, Iterator[Event]] = {
         "A": map(Alloc, accumulate(births.id), births.size, births.role, labels, births.stream),
         "F": map(Free, document.frees),
         "M": (Mark(phase, strings[at]) for phase, at in zip(marks.phase, marks.instant, strict=True)),
         "S": map(SegmentAlloc, document.segment_allocs.address, document.segment_allocs.size),
         "R": map(SegmentFree, document.segment_frees.address, document.segment_frees.size),
-        "O": map(Oom, document.ooms.size, document.ooms.free),
+        "O": map(Oom, ooms.size, ooms.free, asked),
         "U": map(RecordStream, document.uses.id, document.uses.stream),
         "E": (EmptyCache() for _ in count()),
     }

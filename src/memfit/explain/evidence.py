@@ -139,8 +139,9 @@ class Evidence:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's own code."""
-        return next((frame.short for frame in reversed(self.frames) if not frame.library), "")
+        """The innermost line of the user's own code; without a traceback, of the request that failed."""
+        asked = self.memory.line if self.memory is not None else ""
+        return next((frame.short for frame in reversed(self.frames) if not frame.library), asked)
 
 
 def frames_of(text: str) -> tuple[Frame, ...]:

@@ -27,9 +27,11 @@ LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
 ALONE = 0.5  # share of a card from which one request says more than all that is there
 GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
+COLLECTED = 5  # tensors of one line from which they are collected; without gradients a pass keeps two or three layers'
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
-_ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product|\bbmm\b|baddbmm", re.IGNORECASE)
+_ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product", re.IGNORECASE)
+_PRODUCTS = re.compile(r"\b(?:bmm|baddbmm)\b|Backward")  # of score matrices, where they are as large
 _STATES = re.compile(r"zeros|full|exp_avg|momentum|_init_group", re.IGNORECASE)
 _CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
 _OTHER_MODEL = re.compile(r"\bref|teacher|ema|old|best|frozen|backup|copy", re.IGNORECASE)
@@ -205,7 +207,7 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.label))
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
-    makes = bool(_STATES.search(inner + m.asked_by)) if inner else states >= passing
+    makes = bool(_STATES.search(inner + m.asked_by)) if inner or m.asked_by else states >= passing
     if not makes:
         proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
         return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
@@ -276,6 +278,12 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     gradients = m.of("gradients")
     if gradients >= TELLS * m.requested and gradients >= m.asked:
         return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
+    alike = max(m.groups, key=lambda g: g.now, default=None)
+    if alike and alike.count >= COLLECTED and alike.now > 0.5 * (m.requested + m.asked - m.floors[m.turn]):
+        proof = Proof(
+            f"{alike.count} tensors of {alike.line or alike.module} are kept, and no backward is to come", alike.now
+        )
+        return Clue("eval-logits", SURE - 5, proof, alike.line)
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
     if trained:
         return Clue(
@@ -289,7 +297,7 @@ def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
     found = [
         g
         for g in m.groups
-        if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.label)
+        if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.module)
     ]
     asked = m.asked if pattern.search(m.asked_by) else 0
     lines: dict[str, int] = {}
@@ -311,10 +319,10 @@ def _logits(m: Memory, e: Evidence) -> Clue | None:
 def _attention(m: Memory, e: Evidence) -> Clue | None:
     """Only score matrices make attention's own places hold most of what a pass keeps."""
     size, line = _share(m, _ATTENTION)
-    scores = {
-        g.largest for g in m.groups if "softmax" in g.label
-    }  # a backward's tensors have no line, but the same size
-    size += sum(g.now for g in m.groups if g.largest in scores and "Backward" in g.label)
+    wide = {g.largest for g in m.groups if "softmax" in g.module}
+    scores = wide | {2 * s for s in wide} | {s // 2 for s in wide}  # in 16 bits and in 32
+    like = (g for g in m.groups if g.largest in scores and _PRODUCTS.search(g.module))
+    size += sum(g.now if m.turn >= 0 else g.bytes for g in like if not _ATTENTION.search(g.module))
     passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
     if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
         return None

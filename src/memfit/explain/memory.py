@@ -35,8 +35,7 @@ class Group:
     @property
     def line(self) -> str:
         """train.py:41, where it is recorded."""
-        found = _LINE.search(self.label)
-        return found[1] if found else ""
+        return _line_in(self.label)
 
     @property
     def module(self) -> str:
@@ -89,6 +88,11 @@ class Memory:
         return size, line
 
     @property
+    def line(self) -> str:
+        """Of the request that failed: train.py:41, where it is recorded."""
+        return _line_in(self.asked_by)
+
+    @property
     def turn(self) -> int:
         """The number of the forward pass under way, -1 before the first."""
         return len(self.floors) - 1
@@ -97,6 +101,11 @@ class Memory:
     def limit(self) -> int:
         """What the allocator could have, or had."""
         return self.capacity if self.capacity is not None else self.reserved
+
+
+def _line_in(label: str) -> str:
+    found = _LINE.search(label)
+    return found[1] if found else ""
 
 
 def unnumbered(label: str) -> str:

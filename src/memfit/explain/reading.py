@@ -18,19 +18,20 @@ STEPPED = "after the step"  # the pass is over: what is made now is the next one
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
 
 
-def memory_of(tape: Tape, asked_by: str = "") -> Memory:
+def memory_of(tape: Tape) -> Memory:
     """What the card held when memory ran out, or when most was alive."""
     torch, settings = _made_with(tape)
     last = _instant(tape)
-    failed = isinstance(tape.events[last], Oom) if last >= 0 else False
+    event = tape.events[last] if last >= 0 else None
+    failure = event if isinstance(event, Oom) else None
     capacity = int(tape.about["capacity"]) if tape.about.get("capacity", "").isdecimal() else None
-    play = _Play(Allocator(capacity if failed else None, settings, torch), tape)
+    play = _Play(Allocator(capacity if failure else None, settings, torch), tape)
     asked = play.through(tape.events[: last + 1])
     allocator = play.allocator
     return Memory(
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
-        settings.expandable_segments, asked_by, play.batch,
+        settings.expandable_segments, failure.label if failure else "", play.batch,
     )  # fmt: skip
 
 

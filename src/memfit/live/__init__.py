@@ -96,7 +96,7 @@ def _watched(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
     if card is not None:
         observer = LineObserver(card)
         with observer.watching():
-            yield lambda: memory_of(observer.tape(about(card)), observer.asked_by())
+            yield lambda: memory_of(observer.tape(about(card)))
     elif torch.cuda.is_available() and torch._C._cuda_isHistoryEnabled():
         yield _of_real_card  # somebody records already, perhaps from the start: it goes on as it was
     elif torch.cuda.is_available():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from memfit.tape import GRADIENTS_ON, Alloc, Phase, Tape
+from memfit.tape import GRADIENTS_ON, Alloc, Event, Oom, Phase, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.observer import Observer
 from memfit.virtual.values import base, tensors
@@ -72,23 +73,16 @@ class LineObserver(Observer):
         place = number - self._first
         return self._lines[place] if 0 <= place < len(self._lines) else ""
 
-    def asked_by(self) -> str:
-        """The last request that failed."""
-        ledger = self.card.ledger
-        if not ledger.refused:
-            return ""
-        last = max(ledger.refused)
-        return f"{ledger.places[last]}: {ledger.labels[last]} ({self.line(last)})"
-
     def tape(self, about: dict[str, str]) -> Tape:
-        """What happened, every allocation with its line."""
-        tape = super().tape(about)
-        events = (self._with_line(event) if type(event) is Alloc else event for event in tape.events)
-        return replace(tape, events=tuple(events))
+        """What happened, every request with its line."""
+        tape, refused = super().tape(about), iter(sorted(self.card.ledger.refused))
+        return replace(tape, events=tuple(self._with_line(event, refused) for event in tape.events))
 
-    def _with_line(self, alloc: Alloc) -> Alloc:
-        line = self.line(alloc.id)
-        return replace(alloc, label=f"{alloc.label} ({line})") if line else alloc
+    def _with_line(self, event: Event, refused: Iterator[int]) -> Event:
+        if not isinstance(event, Alloc | Oom):
+            return event
+        line = self.line(event.id if isinstance(event, Alloc) else next(refused))
+        return replace(event, label=f"{event.label} ({line})") if line else event
 
 
 def user_line() -> str:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
 from memfit.replay import alive_at_start, begun
-from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, RecordStream, SegmentAlloc, Tape
+from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, SegmentAlloc, Tape
 
+Stack = list[dict[str, Any]]
 BASE = 0x7F00_0000_0000  # the model counts addresses from 0; the viewer takes 0 for none
 STATES = {ALLOCATED: "active_allocated", PENDING: "active_pending_free", FREE: "inactive"}
 PROTOCOL = 4  # what torch writes
@@ -30,13 +31,14 @@ def snapshot_pickle(tape: Tape, settings: AllocSettings, torch: Torch, capacity:
 
 def snapshot(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None,
-    stacks: Mapping[int, list[dict[str, Any]]] | None = None,
+    stacks: Mapping[int, Stack] | None = None, failed: Iterable[Stack] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never).
 
-    stacks: of allocations by id, from the first that was recorded; what came before is not in the history then.
+    stacks: of allocations by id, from the first that was recorded; what came before is not in the history then. failed:
+    of the requests that failed, in order.
     """
-    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {})
+    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
     writer.play(tape)
     return {
         "segments": writer.segments(),
@@ -49,8 +51,10 @@ def snapshot(
 class _Writer:
     """The trace being written while the allocator is played; one microsecond per event."""
 
-    def __init__(self, allocator: Allocator, expandable: bool, stacks: Mapping[int, list[dict[str, Any]]]) -> None:
-        self.allocator, self.stacks = allocator, stacks
+    def __init__(
+        self, allocator: Allocator, expandable: bool, stacks: Mapping[int, Stack], failed: Iterable[Stack]
+    ) -> None:
+        self.allocator, self.stacks, self.failed = allocator, stacks, iter(failed)
         self.first = min(stacks, default=-1)  # what the recording began with
         self.trace: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
@@ -93,7 +97,7 @@ class _Writer:
                 elif isinstance(event, Oom):
                     self._request(event.size)
             except OutOfMemory as error:
-                self._oom(error)
+                self._oom(error, event)
                 if not isinstance(event, Oom):  # a request that failed when it was recorded may have been caught
                     return
 
@@ -176,7 +180,7 @@ class _Writer:
             )  # fmt: skip
         self.allocator.driver_calls.clear()
 
-    def _frames(self, owner: Alloc | None) -> list[dict[str, Any]]:
+    def _frames(self, owner: Alloc | None) -> Stack:
         if self.stacks:
             return self.stacks.get(owner.id, []) if owner else []
         return [{"name": owner.label or owner.role, "filename": owner.role, "line": 0}] if owner else []
@@ -188,12 +192,14 @@ class _Writer:
             self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": now})
         self.annotations.append({"name": name, "stage": "START", "device": 0, "time_us": now})
 
-    def _oom(self, error: OutOfMemory) -> None:
+    def _oom(self, error: OutOfMemory, event: Event | None = None) -> None:
         self._segments()
+        label = event.label if isinstance(event, Oom | Alloc) else ""
+        frames: Stack = [{"name": label, "filename": "temporaries", "line": 0}] if label else []
         self.trace.append(
             {
                 "action": "oom", "device_free": error.device_free, "size": error.requested, "stream": 0,
-                "time_us": len(self.trace), "frames": [], "category": "unknown",
+                "time_us": len(self.trace), "frames": next(self.failed, []) if self.stacks else frames, "category": "unknown",
             }
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 from memfit.alloc_conf import AllocSettings, Torch, parse_alloc_conf
 from memfit.errors import BadInput
 from memfit.snapshot.forward import completed
-from memfit.snapshot.passes import Turn, loops, marks
+from memfit.snapshot.passes import LOAD, Turn, loops, marks
 from memfit.snapshot.rewind import State, final_state, segments_of, start_state
 from memfit.snapshot.roles import INSTANTS, Births
 from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, torch_of
@@ -49,7 +49,8 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
 
 def _with_turns(events: list[Event], turns: list[Turn]) -> list[Event]:
     """The events with a mark where a step's forward, backward or optimizer step begins, as the stacks tell."""
-    if len({turn.place for turn in turns}) < 2 and not loops(turns):  # nothing to tell apart
+    places = {turn.place for turn in turns}
+    if len(places) < 2 and LOAD not in places and not loops(turns):  # nothing to tell apart
         return events
     told: list[Event] = []
     done = 0
@@ -147,7 +148,7 @@ class _Reading:
             elif action in GIVES:
                 events.append(SegmentFree(address, size))
             elif action == "oom":
-                events.append(Oom(size, entry.device_free))
+                events.append(Oom(size, entry.device_free, self.births.failed(len(events), entry.frames)))
         return events
 
 

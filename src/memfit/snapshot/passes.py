@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from memfit.explain.evidence import library
-from memfit.tape import GRADIENTS_ON, Alloc, Event, Free, Mark, Oom
+from memfit.snapshot.frames import CALLED, of_library
+from memfit.tape import GRADIENTS_ON, Alloc, Event, Free, Mark, Oom, Phase
 
 Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
 INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called
-CALLED = "torch/nn/modules/module.py"  # from here on it is the model's own code, whose loops are within a pass
+LOAD = "move"  # the place of a part in which weights come to the card, and for which there was no room
 MANY = 6  # allocations from which a pass shows whether it keeps what it makes
 KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients on; without, a layer's die with the next
 
@@ -40,8 +40,8 @@ def site(frames: object) -> Site:
         if not path.endswith((".py", ">")) or not isinstance(line, int):
             continue  # C++: of the interpreter, later of an operator
         if path.endswith(CALLED) and found:
-            return (*found, INSIDE)
-        if library(path) or "/torch/" in path:
+            return (*found, INSIDE)  # from here on it is the model's own code, whose loops are within a pass
+        if of_library(path):
             continue  # a launcher, a Trainer
         found.append((path, str(frame.get("name", "")), line))
     return tuple(found)
@@ -66,12 +66,14 @@ def marks(turns: Sequence[Turn], events: Sequence[Event], names: dict[str, str])
         turn.trains = turn.place == "forward" and after.place == "backward"
     trained = {s for turn in turns if turn.trains for s in turn.sites}
     _count(turns, events)
-    found = []
+    modules, found = loops(turns), []
     for turn in turns:
-        evaluates = turn.place == "forward" and trained and turn.sites and not turn.sites & trained
+        called = loops([turn]) if modules else bool(turn.sites)  # where there are modules, to copy weights is no pass
+        evaluates = turn.place == "forward" and trained and called and not turn.sites & trained
         graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
         instant = GRADIENTS_ON if evaluates and graph else names[turn.place]
-        found.append((turn.index, Mark("eval" if evaluates else "step", instant)))
+        phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"
+        found.append((turn.index, Mark(phase, instant)))
     return found
 
 

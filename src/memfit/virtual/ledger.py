@@ -32,9 +32,7 @@ class Ledger:
     labels: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
-    stack: Callable[[str], list[dict[str, object]]] | None = (
-        None  # of an allocation by its label, while a script records
-    )
+    stack: Callable[[], list[dict[str, object]]] | None = None  # where an allocation happens; while a script records
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # those recorded, by number
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
@@ -51,7 +49,7 @@ class Ledger:
         self.labels.append(label)
         self.places.append(self.place())
         if self.stack:
-            self.stacks[number] = self.stack(label)
+            self.stacks[number] = self.stack()
         self.blocks.append(None)
         self.sizes.append(0)
         if self.stream:
@@ -122,7 +120,7 @@ class Ledger:
             yield from marks.get(position, ())
             if op >= 0:
                 if number in self.refused:
-                    yield Oom(op)
+                    yield Oom(op, label=f"{self.places[number]}: {self.labels[number]}")
                 else:
                     yield Alloc(number, op, *named(number), self.streams.get(number, 0))
                 number += 1

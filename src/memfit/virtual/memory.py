@@ -11,6 +11,7 @@ import torch
 
 from memfit.alloc_conf import K_MIN_LARGE_ALLOC
 from memfit.errors import Unsupported
+from memfit.formula.recording import WORKSPACE
 from memfit.replay import EMPTY_CACHE
 from memfit.report.snapshot_pickle import snapshot
 from memfit.tape import SegmentAlloc, Tape
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from memfit.virtual.card import Card
 
 _OWN = str(Path(__file__).parents[1])  # frames of this program are not the script's
+_ENGINE = "_engine_run_backward"  # in torch/autograd/graph.py
 POOLS = ("all", "large_pool", "small_pool")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
@@ -137,26 +139,34 @@ class Statistics:
 
 
 class Stacks:
-    """Stacks as CUDA's allocator records them. One frame is one dict, however many stacks share it."""
+    """Stacks as CUDA's allocator records them; `cpp`: with frames of C++. One frame is one dict, however many stacks share it."""
 
     def __init__(self) -> None:
+        self.cpp = True
         self._frames: dict[tuple[str, str, int], dict[str, Any]] = {}
 
-    def __call__(self, label: str) -> list[dict[str, Any]]:
-        """Innermost first: the operator, of a backward its node and the engine, then Python's frames."""
-        node = torch._C._current_autograd_node()
-        names = [f"at::_ops::{label}::call()"] if label.isidentifier() else []
-        names += ["at::cuda::getCurrentCUDABlasHandle()"] if label == "cuBLAS workspace" else []
-        if node:
-            names += [f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()"]
-        found = [self._frame(name, "??", 0) for name in names]
+    def __call__(self) -> list[dict[str, Any]]:
+        """Innermost first, without the operator: of a backward its node and the engine, then Python's frames."""
+        node, found = torch._C._current_autograd_node(), []
+        if node and self.cpp:
+            names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()")
+            found = [self._frame(name, "??", 0) for name in names]
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
+            if node and code.co_name == _ENGINE:  # a thread of its own runs the backward
+                break
             if not code.co_filename.startswith(_OWN):
                 found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
             frame = frame.f_back
         return found
+
+    def whole(self, label: str, frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the operator, which is known once it has run: `label`."""
+        if not self.cpp or not (label == WORKSPACE[1] or label.isidentifier()):
+            return frames
+        name = "at::cuda::getCurrentCUDABlasHandle()" if label == WORKSPACE[1] else f"at::_ops::{label}::call()"
+        return [self._frame(name, "??", 0), *frames]
 
     def _frame(self, name: str, path: str, line: int) -> dict[str, Any]:
         made = self._frames.get((name, path, line))
@@ -176,10 +186,13 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         ledger = card.ledger
         events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
         tape = Tape(events, "traced")
-        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, ledger.stacks)
+        born = {number: stacks.whole(ledger.labels[number], frames) for number, frames in ledger.stacks.items()}
+        failed = [born.get(number, []) for number in sorted(ledger.refused)]
+        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, born, failed)
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
 
-    def record(enabled: Any, *_: Any, **__: Any) -> None:
+    def record(enabled: Any, context: Any = "all", kind: str = "python", *_: Any) -> None:
+        stacks.cpp = kind == "all"
         card.ledger.stack = stacks if enabled else None
 
     def fraction(_: Any) -> float:
@@ -193,7 +206,7 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_getMemoryFraction": fraction,
         "_cuda_setMemoryFraction": lambda share, _: allocator.set_memory_fraction(share),
         "_cuda_record_memory_history": record,
-        "_cuda_record_memory_history_legacy": record,
+        "_cuda_record_memory_history_legacy": lambda enabled, *_: record(enabled),
         "_cuda_memorySnapshot": recorded,
         "_cuda_attach_out_of_memory_observer": lambda _: None,
     }
