@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
@@ -18,6 +21,7 @@ from memfit.run.keeper import Keeper  # noqa: E402
 from memfit.run.nouns import Event, Outcome, Shortage  # noqa: E402
 from memfit.run.relief import lower  # noqa: E402
 from memfit.run.supervise import supervise  # noqa: E402
+from memfit.run.worker import stop_on_signal  # noqa: E402
 from runs import failing, forked, history, lines, silent, weights  # noqa: E402
 
 
@@ -105,6 +109,31 @@ def test_a_stop_before_the_first_step_trains_nothing(made: tuple[Path, Path], tm
     stopped = supervise(run, broken_off("on_train_begin", 1), told.append)
     assert (stopped.status, stopped.step, stopped.steps) == ("stopped", 0, runs.STEPS)
     assert not lines(run) and not any(event["event"] == "begin" for event in told)
+    assert supervise(run, attempt, silent).status == "done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_data_are_read_ends_the_attempt_at_once(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run = runs.make_run(tmp_path / "run", made)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    tokenised: list[int] = []
+    real = datasets.Dataset.map
+
+    def slow(self: datasets.Dataset, *args: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), number)
+        tokenised.append(len(self))
+        return real(self, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(datasets.Dataset, "map", slow)
+        try:
+            stopped = supervise(run, lambda run, tell: attempt(run, tell, keep=stop_on_signal), silent)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    assert (stopped.status, stopped.step, tokenised) == ("stopped", 0, []) and not lines(run)
     assert supervise(run, attempt, silent).status == "done"
 
 

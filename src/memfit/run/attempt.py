@@ -25,7 +25,7 @@ from memfit.errors import BadInput
 from memfit.launch import backend
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
 from memfit.run.gloo import sharding
-from memfit.run.keeper import Ended, Keeper, Tell
+from memfit.run.keeper import Ended, Keeper, Stopped, Tell
 from memfit.run.limit import CountingMeter, Meter, metered
 from memfit.run.nouns import Outcome, Settings, Shortage
 from memfit.run.relief import eval_batch
@@ -97,11 +97,16 @@ class Heard(logging.Handler):
 def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outcome:
     trainer = None
     try:
+        keeper.reading = os.environ.get("WORLD_SIZE", "1") == "1"
         trainer = load(run, settings)
+        keeper.reading = False
         if run.last_good() is None and not run.falls:
             _tell_cut(trainer, run, tell=keeper.tell)
         keeper.attach(trainer)
         return _trained(run, trainer, keeper)
+    except Stopped:
+        keeper.reading = False
+        return _result("stopped", keeper, None, run)
     except Exception as error:
         if not exhausted(error):
             raise

@@ -22,6 +22,10 @@ class Ended(Exception):
     """There is nothing to train: the checkpoint that was loaded holds the last step, or a stop was asked for before the first."""
 
 
+class Stopped(BaseException):
+    """A stop was asked for while model and data were read: no library takes it for an error of its own."""
+
+
 class Cut(Exception):
     """An evaluation is left where it is: a stop was asked for."""
 
@@ -38,6 +42,7 @@ class Keeper(TrainerCallback):
         self.stage: Stage = "load"
         self.held = 0  # bytes of tensors as the stage began
         self.stop = False
+        self.reading = False  # nothing was trained in this attempt, and no other process waits: it may be left at once
         self.numbers: Any = None  # random ones, where they stood after the last whole step and its evaluation
         self.due = False  # an evaluation of the weights as they are was begun, and has not ended
 

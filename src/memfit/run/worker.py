@@ -46,7 +46,7 @@ def main(folder: str) -> int:
 
     def keep(keeper: Keeper) -> None:
         keepers.append(keeper)
-        _stop_on_signal(keeper)
+        stop_on_signal(keeper)
 
     try:
         outcome = attempt(run, tell, keep=keep)
@@ -79,11 +79,18 @@ def _words(error: BaseException) -> str:
     return f"{kind}{str(error)[:1800]}{f' (hint: {hint})' if hint else ''}"
 
 
-def _stop_on_signal(keeper: Keeper) -> None:
-    """A signal lets the step finish and be saved, however often it comes; who cannot wait uses SIGKILL."""
+def stop_on_signal(keeper: Keeper) -> None:
+    """A signal lets the step finish and be saved, however often it comes; who cannot wait uses SIGKILL.
+
+    Before there is a step to finish it ends the attempt.
+    """
+
+    from memfit.run.keeper import Stopped
 
     def stop(number: int, frame: FrameType | None) -> None:
         keeper.stop = True
+        if keeper.reading:
+            raise Stopped
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
