@@ -210,3 +210,21 @@ def test_a_list_of_a_model_s_own_layers_is_nothing_to_let_go_of() -> None:
     assert found.evidence is not None and "models" in [root.what for root in found.evidence.roots]
     assert found.findings[0].cause == "leak"
     assert not any("del the model" in remedy.text for remedy in found.findings[0].remedies)
+
+
+def test_transforms_of_functions_run_as_without_the_hook() -> None:
+    """vmap and grad hand modules wrappers that have no storage."""
+
+    def program() -> None:
+        model = torch.nn.Linear(512, 512).cuda()
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (x[None],)).pow(2).mean()
+
+        rows = torch.randn(512, 512, device="cuda")
+        torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)  # a gradient of 1 MiB for each
+
+    found, _ = failed(300, program)
+    assert found.evidence is not None and found.evidence.memory is not None
+    assert found.evidence.memory.asked == 512 * MIB

@@ -33,7 +33,7 @@ LIVE_PYTHON: dict[str, Cause] = {"caches_of_every_token": "leak", "eager_attenti
 ALONE_PYTHON: dict[str, Cause] = {
     **ALONE, **LIVE_PYTHON, "eval_keeps_logits": "eval-leftovers", "scores_in_the_first_step": "fragmentation",
 }  # fmt: skip
-CERTAIN = {"caches_of_every_token", "eval_keeps_logits", "kv_cache"}  # of these, certain of it
+CERTAIN = {"caches_of_every_token", "eval_keeps_logits"}  # of these, certain of it
 
 
 @pytest.fixture(autouse=True)

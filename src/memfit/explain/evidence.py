@@ -83,11 +83,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A variable of a failing program that keeps memory of the card: `what` says how."""
+    """A variable of a failing program that keeps memory of the card: `what` says how.
+
+    A "graph" is that of a single number, as losses are; a "state" has one, too, and more numbers.
+    """
 
     name: str
     line: str  # "train.py:12": the line that puts the tensors there
-    what: Literal["collection", "graph", "model", "models", "tensor", "exception", "hook"]
+    what: Literal["collection", "graph", "state", "model", "models", "tensor", "exception", "hook"]
     bytes: int
     count: int = 1
     wide: int = 0  # of a model: bytes of it in 32 bits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from memfit.explain.clue import SHOWN, STRONG, SURE, WEAK, Clue
+from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import Evidence, Root
 from memfit.explain.memory import Group, Memory
 from memfit.finding import Cause, Proof
@@ -23,6 +23,7 @@ ORDINARY = 0.05  # share of a full card that lies in pieces in any run
 SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
 # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
 CACHED = 0.25
+KEEPERS = ("collection", "graph", "state", "hook")  # variables that keep what passes made
 LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
 ALONE = 0.5  # share of a card from which one request says more than all that is there
@@ -30,7 +31,8 @@ GROWS = 1.5  # how much larger the largest of many is than their mean where each
 COLLECTED = 5  # tensors of one line from which they are collected; without gradients a pass keeps two or three layers'
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
-_ATTENTION = re.compile(r"att(?:entio)?n|softmax|scaled_dot_product", re.IGNORECASE)
+_ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)softmax|scaled_dot_product", re.IGNORECASE)
+_SOFTMAX = re.compile(r"(?<!log_)softmax", re.IGNORECASE)  # not a loss's
 _PRODUCTS = re.compile(r"\b(?:bmm|baddbmm)\b|Backward")  # of score matrices, where they are as large
 _STATES = re.compile(r"zeros|full|exp_avg|momentum|_init_group", re.IGNORECASE)
 _CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
@@ -99,25 +101,42 @@ def _again(m: Memory, e: Evidence) -> Clue | None:
 
 def _leaking(m: Memory, e: Evidence) -> Clue | None:
     kept = _kept(m)
-    held = sum(map(_old, kept))
-    if not kept or held < TELLS * m.requested or (m.asked and held < m.asked and held < MOST_OF_IT * m.requested):
+    held, grown = sum(map(_old, kept)), _swollen(m)
+    explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
+    if not kept or held < TELLS * m.requested or not explains:
         return None
     most = max(kept, key=_old)
     passes = len([t for t in most.turns if 0 <= t < m.turn])
     proof = Proof(
         f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
     )
-    root = _root(e, "graph", "collection", "hook")
+    root = _root(e, *KEEPERS)
     grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
-    cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root.name if root else "", m)
-    return Clue(cause, SURE + SHOWN, proof, root.line if root else most.line)
+    cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
+    # before the backward that all of them may wait for, only who keeps them tells
+    sure = root is not None or m.phase == "eval" or _outlived(kept, m)
+    return Clue(cause, SURE + SHOWN if sure else TOLD, proof, root.line if root else most.line)
 
 
-def _kept_by(name: str, m: Memory) -> Cause:
-    """What it is that a variable of that name collects."""
+def _swollen(m: Memory) -> int:
+    """How much more the pass under way needs than the least of those like it: what is kept may be read again in every pass."""
+    needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
+    return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
+
+
+def _outlived(kept: Sequence[Group], m: Memory) -> bool:
+    """A backward came, and what was made before it is still there."""
+    oldest = min((t for g in kept for t in g.turns if t >= 0), default=m.turn)
+    return any(m.trained[oldest + 1 : m.turn])  # the batch of the first was made after the backward before it
+
+
+def _kept_by(root: Root | None, m: Memory) -> Cause:
+    """What it is that a variable keeps."""
     if m.phase == "eval":
         return "eval-graph" if m.instant == GRADIENTS_ON else "eval-logits"
-    return "kv-cache" if _CACHE.search(name) else "leak"
+    if root is not None and root.what == "state" and not _outlived(_kept(m), m):
+        return "activations"  # unrolled: all calls of a step wait for its backward
+    return "kv-cache" if root is not None and _CACHE.search(root.name) else "leak"
 
 
 def _root(e: Evidence, *whats: str) -> Root | None:
@@ -127,7 +146,7 @@ def _root(e: Evidence, *whats: str) -> Root | None:
 
 def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     """A variable of the program that holds much: a container of tensors, or a tensor with its whole graph."""
-    root = _root(e, "collection", "hook", "graph")
+    root = _root(e, *KEEPERS)
     if root is None or root.bytes < TELLS * m.requested:
         return None
     proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
@@ -135,11 +154,11 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
         return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
     earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
     # a graph of the pass under way alone: a recurrent net reaches a weight often
-    if root.what == "graph" and m.floors and not earlier:
+    if root.what in ("graph", "state") and m.floors and not earlier:
         return None
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None
-    return Clue(_kept_by(root.name, m), SURE, proof, root.line)
+    return Clue(_kept_by(root, m), SURE, proof, root.line)
 
 
 def _exception(m: Memory, e: Evidence) -> Clue | None:
@@ -259,12 +278,13 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
         return None
     demand = m.requested + m.asked - m.floors[m.turn]
     before = max((m.peaks[t] - m.floors[t] for t in _passed(m)), default=demand)
-    floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in alike)
+    stepped = sum(m.trained[: m.turn]) > 1  # the states are no news: a step had room beside them
+    floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in (alike[1:] if stepped else ()) or alike)
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
     states = m.of("optimizer_states")
-    if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2:
+    if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2 and not stepped:
         proof = Proof(f"the first step had room; since it ended, {human(states)} of optimizer states are there", states)
         return Clue("optimizer-states", SURE + 3, proof, e.line)
     return None
@@ -319,14 +339,16 @@ def _logits(m: Memory, e: Evidence) -> Clue | None:
 def _attention(m: Memory, e: Evidence) -> Clue | None:
     """Only score matrices make attention's own places hold most of what a pass keeps."""
     size, line = _share(m, _ATTENTION)
-    wide = {g.largest for g in m.groups if "softmax" in g.module}
+    wide = {g.largest for g in m.groups if _SOFTMAX.search(g.module)}
     scores = wide | {2 * s for s in wide} | {s // 2 for s in wide}  # in 16 bits and in 32
     like = (g for g in m.groups if g.largest in scores and _PRODUCTS.search(g.module))
     size += sum(g.now if m.turn >= 0 else g.bytes for g in like if not _ATTENTION.search(g.module))
     passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
     if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
         return None
-    if not any("softmax" in text for text in (*(g.label for g in m.groups), m.asked_by)) or _LOSS.search(m.asked_by):
+    if not any(_SOFTMAX.search(text) for text in (*(g.module for g in m.groups), m.asked_by)) or _LOSS.search(
+        m.asked_by
+    ):
         return None
     return Clue("attention", SURE - 3, Proof("score matrices and what is computed from them", size), line or e.line)
 
@@ -361,7 +383,7 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     if m.turn < 0 and rest and rest.count > 2 and model is not None and model.bytes < TELLS * m.requested:
         proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
         return Clue("temporaries", STRONG, proof, rest.line)
-    if m.phase == "load":
+    if m.phase == "load" and (m.of("parameters") or e.when == "load"):
         return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)

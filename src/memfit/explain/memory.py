@@ -64,6 +64,7 @@ class Memory:
     evals: tuple[bool, ...] = ()
     expandable: bool = False
     asked_by: str = ""  # the operator and line of the request that failed
+    trained: tuple[bool, ...] = ()  # of each forward pass: a backward came before the next
     batch: int = 0  # of the last floor, what was made since the step before it: the batch
 
     def of(self, *roles: Part) -> int:

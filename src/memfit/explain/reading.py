@@ -31,7 +31,8 @@ def memory_of(tape: Tape) -> Memory:
     return Memory(
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
-        settings.expandable_segments, failure.label if failure else "", play.batch,
+        settings.expandable_segments, failure.label if failure else "",
+        tuple(play.trained), play.batch,
     )  # fmt: skip
 
 
@@ -93,6 +94,7 @@ class _Play:
         self.floors: list[int] = []
         self.peaks: list[int] = []
         self.evals: list[bool] = []
+        self.trained: list[bool] = []
         self.batch = 0  # bytes made for the pass under way before it began
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
@@ -137,6 +139,9 @@ class _Play:
             self.floors.append(self.allocator.requested)
             self.peaks.append(self.allocator.requested)
             self.evals.append(mark.phase == "eval")
+            self.trained.append(False)
+        if mark.instant == "backward" and self.trained:
+            self.trained[-1] = True
 
     def groups(self) -> tuple[Group, ...]:
         """Who is alive, the largest first."""

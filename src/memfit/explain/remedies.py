@@ -102,6 +102,7 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
 # what to do beside the above by what it is that a variable keeps; of models it is all there is to do
 KEPT = {
     "graph": Remedy("backward() of each loss instead of their sum: it frees the graph at once", NONE),
+    "state": Remedy("state.detach() between steps, or every few calls: what it was made from stays until its backward", QUALITY),
     "hook": Remedy("handle.remove() when the hook has done its work", NONE),
     "models": Remedy("del the model and its optimizer, and what holds them, before the next is made; keep a state_dict() on the CPU", NONE),
 }  # fmt: skip
@@ -153,6 +154,8 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         found = (FLOAT,)
     if cause == "leak":
         found = _of_a_leak(found, evidence)
+    if cause == "activations" and _keeper(evidence) == "state":
+        found = (KEPT["state"], *found)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
@@ -164,9 +167,15 @@ def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, .
     """By what it is that is kept: models of earlier runs, or what the variable that keeps most of the rest holds."""
     if evidence.memory is not None and evidence.memory.repeated[0]:
         return (KEPT["models"],)
-    roots = [root for root in evidence.roots if root.what in ("collection", "graph", "hook")]
+    kind = _keeper(evidence)
+    return (*found, KEPT[kind]) if kind in KEPT else found
+
+
+def _keeper(evidence: Evidence) -> str:
+    """What the variable that keeps most is, models aside."""
+    roots = [root for root in evidence.roots if root.what in ("collection", "graph", "state", "hook")]
     most = max(roots, key=lambda root: root.bytes, default=None)
-    return (*found, KEPT[most.what]) if most is not None and most.what in KEPT else found
+    return most.what if most is not None else ""
 
 
 def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:

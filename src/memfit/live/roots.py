@@ -100,7 +100,10 @@ class _Finder:
         if isinstance(value, Tensor):
             saved, passes = self._graph([value])
             total = sum(saved.values())
-            return Root(name, line, "graph", total, passes) if passes > 1 and total >= SMALL else None
+            one = value.numel() == 1
+            return (
+                Root(name, line, "graph" if one else "state", total, passes) if passes > 1 and total >= SMALL else None
+            )
         if not isinstance(value, CONTAINERS):
             return None
         errors = [part for part in _parts(value) if isinstance(part, BaseException)]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, empty  # by value: DeepSpeed puts its own in torch's place
+from torch import _C, Tensor, empty  # by value: DeepSpeed puts its own in torch's place
 
+_functorch = _C._functorch
 LARGEST = 1 << 22  # elements of an integer or boolean tensor whose values are kept
 SMALL = 64  # elements of a floating-point tensor whose values are kept
 
@@ -32,6 +33,8 @@ def base(t: Tensor) -> int:
     Not by `untyped_storage()`: a storage that Python has seen counts one more reference, and the autograd engine then
     no longer adds gradients in place.
     """
+    while _functorch.is_functorch_wrapped_tensor(t):  # vmap and grad pass wrappers, which have no storage
+        t = _functorch.get_unwrapped(t)
     return int(t.data_ptr() - t.storage_offset() * t.element_size()) if t.numel() else 0
 
 
