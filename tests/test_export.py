@@ -668,6 +668,12 @@ DATA = {
     "tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": _TOOLS}] * 6 + [{"messages": _TURNS, "tools": None}] * 6),
     "tool-text-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS)}] * 12),
     "template-messages.jsonl": _lines([{"messages": _TURNS, "chat_template_kwargs": {"tools": _TOOLS}}] * 12),
+    "empty-tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS) if i % 2 == 0 else ""} for i in range(12)]),
+    "some-template-messages.jsonl": _lines([{"messages": _TURNS, **({"chat_template_kwargs": {"tools": _TOOLS}} if i % 2 == 0 else {})} for i in range(12)]),
+    "number-pairs.jsonl": _lines([{"prompt": i, "completion": i * 2} for i in range(12)]),
+    "number-text.jsonl": _lines([{"text": i} for i in range(12)]),
+    "ended-text.jsonl": _lines([{"text": f"the number {i}<eos>"} for i in range(12)]),
+    "ended-pairs.jsonl": _lines([{"prompt": "is it?", "completion": " it is<eos>"}] * 12),
     "masked-ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 0, 1, 1]}] * 12),
     "system-instructions.jsonl": _lines([{"system": "SYS", "instruction": "add", "output": "2", "history": [["q", "a"]]}] * 12),
     "system-conversations.jsonl": _lines([{"system": "SYS", "conversations": _SHARED}] * 12),
@@ -839,6 +845,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
             assert row["input_ids"].count(257) == ("ids.jsonl" not in name), name  # BOS, once
             assert 0 < len(row["input_ids"]) == len(row["labels"]) <= HANDED_LENGTH, name
             assert row["labels"][-1] != -100, name  # the answer is learned
+            assert row["input_ids"].count(256) == 1 or not name.startswith("ended"), name  # EOS, once
         text = "".join(letters.get(token, "") for token in rows[0]["input_ids"]).replace("Ġ", " ").replace("Ċ", "\n")
         assert LEARNED.get(name, "") in text, (name, text)
     assert handed["trl", "fp32", "masked-ids.jsonl"]["rows"][0]["labels"] == [-100, -100, 3, 256]

@@ -13,11 +13,13 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
+from memfit.export.requirements import packages  # noqa: E402
 from memfit.job import Recipe  # noqa: E402
+from memfit.launch import backend  # noqa: E402
 from memfit.planner.descend import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
 from memfit.run.cause import cause  # noqa: E402
-from memfit.run.folder import Run, fallen  # noqa: E402
+from memfit.run.folder import Run, fallen, target_of  # noqa: E402
 from memfit.run.nouns import Event, Outcome, Shortage, Stage  # noqa: E402
 from memfit.run.relief import changes, lower  # noqa: E402
 from memfit.run.supervise import fall_of, supervise  # noqa: E402
@@ -118,7 +120,7 @@ def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
 ) -> None:
     """On a card, down to where nothing needs less: LoRA stays LoRA, and what is stored stays once there is a checkpoint."""
     monkeypatch.setattr(Run, "last_good", lambda run: object() if trained else None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # DeepSpeed and bitsandbytes are installed
+    monkeypatch.setattr("memfit.run.installed.installed", lambda name: True)  # DeepSpeed, bitsandbytes and torchao
     run = runs.make_run(tmp_path / "run", made, recipe, cpu=False)
     fixed = (*LEARNED, *(STORED if trained else ()), *(("optimizer",) if trained and recipe.zero else ()))
     for falls in range(20):
@@ -130,6 +132,45 @@ def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
         assert {name: getattr(now, name) for name in fixed} == {name: getattr(recipe, name) for name in fixed}
         run.write_plan(below.plan)
     assert 0 < falls < 20
+
+
+@pytest.mark.parametrize(
+    ("recipe", "package"),
+    [
+        (Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512), "bitsandbytes"),
+        (Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512, num_gpus=2, shard="parameters"), "torchao"),
+        (Recipe(precision="bf16-master", micro_batch=4, sequence_length=512, num_gpus=2), "deepspeed"),
+        (Recipe(precision="bf16-mixed", micro_batch=4, sequence_length=512, trainer="transformers"), "liger-kernel"),
+    ],
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_no_fall_needs_what_is_not_installed(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, package: str, there: bool
+) -> None:
+    monkeypatch.setattr("memfit.run.installed.installed", lambda name: there or name != package)
+    run, needed = runs.make_run(tmp_path / "run", made, recipe, cpu=False), set[str]()
+    for step in range(20):
+        below = lower(run, Shortage(stage="forward and backward", step=step, text="", asked=1 << 20))
+        if below is None:
+            break
+        now = below.plan.recipe
+        needed |= set(packages(now, target_of(below.plan), backend(now)))
+        run.write_plan(below.plan)
+    assert step and (package in needed) is there
+
+
+def test_a_cpu_gets_no_kernels_of_a_card(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.run.installed.installed", lambda name: True)
+    run = runs.make_run(tmp_path / "run", made, runs.RECIPE.but(trainer="transformers", loss="full"))
+    for step in range(20):
+        below = lower(run, Shortage(stage="forward and backward", step=step, text="", asked=1 << 10))
+        if below is None:
+            break
+        assert below.plan.recipe.loss == "full"
+        run.write_plan(below.plan)
+    assert step
 
 
 def test_saving_that_ran_out_is_tried_again_with_the_same_recipe(

@@ -139,6 +139,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """The run in the folder; falls and the limit may be said anew, the rest is as it was."""
     from dataclasses import replace
 
+    from memfit.cli.train_checks import check_packages
     from memfit.run.folder import opened
     from memfit.units import parse_size
 
@@ -161,6 +162,8 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         settings = replace(settings, falls=len(found.falls) + flags["falls"])
     if flags["memory_limit"]:
         settings = replace(settings, memory_limit=parse_size(flags["memory_limit"]))
+    if not found.finished():
+        check_packages(found.plan)
     if found.output.is_dir():
         found.drop_broken()  # first of all, in case that it is half a checkpoint that fills the disk
     found.keep(settings, found.falls)

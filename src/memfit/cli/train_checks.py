@@ -62,7 +62,7 @@ def check(plan: Plan, force: bool) -> None:
     check_data(plan.job.dataset)
     if plan.job.training.eval_data:
         check_data(plan.job.training.eval_data)
-    _check_packages(plan)
+    check_packages(plan)
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",
@@ -72,25 +72,17 @@ def check(plan: Plan, force: bool) -> None:
         check_there(plan.job.architecture.name, "model")
 
 
-def _check_packages(plan: Plan) -> None:
+def check_packages(plan: Plan) -> None:
     """Raises BadInput where train.py could not import what its recipe needs."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    from memfit import launch
-    from memfit.export.requirements import packages
     from memfit.run.folder import target_of
+    from memfit.run.installed import missing
 
-    missing = []
-    for name in packages(plan.recipe, target_of(plan), launch.backend(plan.recipe)):
-        try:
-            distribution(name)
-        except PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        other = ", or --loss full" if "liger-kernel" in missing else ""
+    names = missing(plan.recipe, target_of(plan))
+    if names:
+        other = ", or --loss full" if "liger-kernel" in names else ""
         raise BadInput(
-            f"this recipe needs packages that are not installed: {', '.join(missing)}",
-            hint=f"pip install {' '.join(missing)}{other}",
+            f"this recipe needs packages that are not installed: {', '.join(names)}",
+            hint=f"pip install {' '.join(names)}{other}",
         )
 
 

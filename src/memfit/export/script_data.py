@@ -75,14 +75,20 @@ def cell(text: str) -> str | None:
 
 
 def types(rows: Dataset, names: tuple[str, ...]) -> Features | None:
-    """Those of the columns of messages once they hold a role and plain text; None: as the samples are."""
-    kinds = [rows.features[name] for name in names]
-    if names in (("input_ids",), ("instruction", "output")) or not all(isinstance(kind, List) for kind in kinds):
+    """Those of the columns once messages hold a role and plain text, and numbers are text; None: as the samples are."""
+    if names in (("input_ids",), ("instruction", "output")):
         return None
-    text = {"role": Value("string"), "content": Value("string")}
-    plain = [List({**kind.feature, **text}) if isinstance(kind.feature, dict) else kind for kind in kinds]
-    found = dict(zip(("prompt", "completion") if len(names) == 2 else ("messages",), plain, strict=True))
-    return Features({**found, **{name: rows.features[name] for name in KEPT if name in rows.column_names}})
+    kinds = [rows.features[name] for name in names]
+    made = ("prompt", "completion") if len(names) == 2 else ("text",) if names == ("text",) else ("messages",)
+    if all(isinstance(kind, List) for kind in kinds):
+        text = {"role": Value("string"), "content": Value("string")}
+        kinds = [List({**kind.feature, **text}) if isinstance(kind.feature, dict) else kind for kind in kinds]
+    elif made == ("messages",) or any(isinstance(kind, List) for kind in kinds):
+        return None
+    else:  # numbers among them
+        kinds = [Value("string")] * len(kinds)
+    kept = [name for name in KEPT if name in rows.column_names and made != ("text",)]
+    return Features({**dict(zip(made, kinds, strict=True)), **{name: rows.features[name] for name in kept}})
 
 
 def sample(row: dict, names: tuple[str, ...]) -> dict:
@@ -97,7 +103,7 @@ def sample(row: dict, names: tuple[str, ...]) -> dict:
         return {"prompt": system + asked, "completion": [{"role": "assistant", "content": last}]}
     if names == ("text",):
         return {"text": first}
-    kept = {name: row[name] for name in KEPT if name in row}
+    kept = {name: row[name] or (None if name == "tools" else {}) for name in KEPT if name in row}
     if len(names) == 2:
         return {"prompt": system + first if isinstance(first, list) else first, "completion": last, **kept}
     value = chat(json.loads(first)) if isinstance(first, str) else first  # a cell of a table

@@ -25,14 +25,15 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
             tools = json.loads(tools) if isinstance(tools, str) else tools
             words = {"tools": tools, "return_dict": True, **(row.get("chat_template_kwargs") or {})}
             return tokenizer.apply_chat_template(text, add_generation_prompt=prompt, **words)["input_ids"]
-        ids = tokenizer(text).input_ids
-        return ids if prompt else [*ids, tokenizer.eos_token_id]
+        end = "" if prompt or text.endswith(tokenizer.eos_token) else tokenizer.eos_token
+        return tokenizer(text + end).input_ids
 
     def encode(row: dict) -> dict:
         read = 0
         if "completion" in row:
-            read = len(ids_of(row["prompt"], row, prompt=True))
-            ids = ids_of(row["prompt"] + row["completion"], row)
+            asked, ids = ids_of(row["prompt"], row, prompt=True), ids_of(row["prompt"] + row["completion"], row)
+            same = [one == other for one, other in zip(asked, ids, strict=False)]
+            read = same.index(False) if False in same else len(same)  # tokens may merge where the completion begins
         elif "input_ids" in row:
             ids = row["input_ids"]
         else:

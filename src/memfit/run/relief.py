@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import util
 
 from memfit.job import Recipe
 from memfit.launch import backend
 from memfit.plan import Plan
 from memfit.planner.descend import STORED, down
-from memfit.run.folder import Run
+from memfit.run.folder import Run, target_of
+from memfit.run.installed import missing
 from memfit.run.nouns import Settings, Shortage, Stage
 
 
@@ -50,7 +50,7 @@ def lean_save(run: Run, shortage: Shortage) -> Rung | None:
 def smaller_recipe(run: Run, shortage: Shortage) -> Rung | None:
     """The plan one rung down: first what keeps the optimizer's states, then what starts them again."""
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
-    runs = _on_cpu(plan.recipe) if cpu else _anywhere
+    runs = _can_run(plan, cpu)
     for fixed in _tiers(plan.recipe, trained, cpu):
         found = down(plan, shortage.short << _in_vain(run, shortage), fixed, runs)
         if found is not None:
@@ -80,14 +80,16 @@ def _in_vain(run: Run, shortage: Shortage) -> int:
     return sum(1 for fall in run.falls if fall.shortage.step == shortage.step)
 
 
-def _anywhere(recipe: Recipe) -> bool:
-    """ZeRO and offloading are DeepSpeed's."""
-    return backend(recipe) != "deepspeed" or util.find_spec("deepspeed") is not None
+def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
+    """What is installed. Pinned memory needs a card; so do a place to offload from, and Liger's kernels."""
+    now, target = plan.recipe, target_of(plan)
 
+    def runs(recipe: Recipe) -> bool:
+        if recipe.checkpointing == "offload" or recipe.offload not in ("none", now.offload):
+            return False
+        return not (target == "transformers" and recipe.loss == "fused" != now.loss)
 
-def _on_cpu(now: Recipe) -> Callable[[Recipe], bool]:
-    """Pinned memory needs a device; so does a place to offload from."""
-    return lambda r: _anywhere(r) and r.checkpointing != "offload" and r.offload in ("none", now.offload)
+    return lambda recipe: not missing(recipe, target) and (not cpu or runs(recipe))
 
 
 def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
@@ -98,7 +100,7 @@ def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
     """
     tiers: list[tuple[str, ...]] = [("optimizer", *STORED)]
     restarts = not trained or backend(recipe) != "deepspeed"
-    if restarts and recipe.optimizer.startswith("adamw") and util.find_spec("bitsandbytes"):
+    if restarts and recipe.optimizer.startswith("adamw"):
         tiers.append(STORED)
     return tiers if trained or cpu else [*tiers, ()]  # a CPU gains nothing by them
 

@@ -1,0 +1,23 @@
+"""Which of the packages that a recipe's train.py imports are not there."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+
+from memfit.export.requirements import packages
+from memfit.job import Recipe
+from memfit.launch import backend
+
+
+def missing(recipe: Recipe, target: str) -> tuple[str, ...]:
+    """Names of distributions; `target`: "trl" or "transformers"."""
+    return tuple(name for name in packages(recipe, target, backend(recipe)) if not installed(name))
+
+
+def installed(name: str) -> bool:
+    """A distribution of that name is there; nothing is imported."""
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
