@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import memfit
 from memfit import watch_file
@@ -158,9 +162,63 @@ def test_steps_said_by_hand_are_not_counted_twice(card: Card) -> None:
 
 def test_hooks_are_gone_when_the_watch_is_closed(card: Card) -> None:
     model = model_of().cuda()
-    watch = trained(watched(model), 1)
-    watch.close()
-    assert not model._forward_pre_hooks and not watch.optimizer._optimizer_step_post_hooks
+    watch = watched(model)
+    optimizer = weakref.ref(watch.optimizer)
+    trained(watch, 1)
+    assert not model._forward_pre_hooks and not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
+    assert watch.model is watch.optimizer is optimizer() is None  # nor does it keep what it watched
+
+
+def test_a_copy_of_a_watched_model_is_a_model_alone(tmp_path: Path) -> None:
+    """A best model so far, an average, a file: none of them writes into the log, or keeps the optimizer."""
+    model = model_of()
+    with watched(model, log=tmp_path / "run.jsonl") as watch:
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(copied))
+        x, said = torch.randn(4, 256), len(watch.recorder.samples)
+        for other in (copied.eval(), loaded.eval()):
+            assert other(x).shape == (4, 256)
+        assert len(watch.recorder.samples) == said
+        model.eval()(x)
+        assert len(watch.recorder.samples) > said  # evaluation begins
+    (hook,) = copied._forward_pre_hooks.values()
+    assert b"memfit" not in pickle.dumps(hook) and hook(copied, (x,)) == (x,)
+
+
+def test_the_optimizer_that_takes_the_place_of_the_first_is_counted(card: Card) -> None:
+    model = model_of().cuda()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    first, foreign = weakref.ref(optimizer), torch.optim.SGD(model_of().cuda().parameters())
+    with watched(model, optimizer=optimizer) as watch:
+        for step in range(6):
+            if step == 3:
+                optimizer = torch.optim.SGD(model[0].parameters())
+            model(torch.randn(4, 256, device="cuda")).mean().backward()
+            optimizer.step()
+            foreign.step()
+            assert (first() is None) is (step >= 3)
+    assert watch.done == 6
+
+
+def test_a_second_optimizer_beside_the_first_is_not_counted(card: Card) -> None:
+    model = model_of().cuda()
+    one, other = torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters())
+    with watched(model, optimizer=one) as watch:
+        for _ in range(4):
+            model(torch.randn(4, 256, device="cuda")).mean().backward()
+            other.step()
+            other.step()
+            one.step()
+    assert watch.done == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [([nn.Linear(2, 2)], None), (None, [torch.optim.SGD([torch.zeros(1)])])]
+)
+def test_lists_are_refused_in_words(model: Any, optimizer: Any) -> None:
+    with pytest.raises(BadInput, match="takes one") as refused:
+        memfit.watch(model, optimizer, log=None, quiet=True)
+    assert refused.value.hint
 
 
 def test_an_unknown_phase_is_refused(card: Card) -> None:
@@ -319,9 +377,8 @@ def test_the_three_classics_on_the_cpu(
 
 def test_experiments_that_leave_memory_to_the_next(card: Card) -> None:
     def experiment(number: int) -> Watch:
-        watch = trained(watched(model_of().cuda()), 2)
-        CACHE[number] = watch.model  # experiments
-        return watch
+        CACHE[number] = model = model_of().cuda()  # experiments
+        return trained(watched(model), 2)
 
     CACHE["old"] = torch.nn.Linear(4096, 4096)  # larger than all of them, and no leak: it was there before
     found = [experiment(number).leaks for number in range(4)]
@@ -335,9 +392,10 @@ def test_what_an_optimizer_keeps_belongs_to_who_keeps_the_optimizer(card: Card) 
     """Its states are keyed by parameters, so that these lead to it sooner than the states themselves."""
 
     def experiment(number: int) -> Watch:
-        watch = trained(watched(model_of().cuda()), 2)
-        CACHE[number] = (watch.model, watch.optimizer)  # results
-        return watch
+        model = model_of().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        CACHE[number] = (model, optimizer)  # results
+        return trained(watched(model, optimizer=optimizer), 2)
 
     (leak,) = [leak for number in range(3) for leak in experiment(number).leaks]
     check(leak, "results", "CACHE[...]")

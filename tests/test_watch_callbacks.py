@@ -51,6 +51,28 @@ def test_a_transformers_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert callback.leaks == ()
 
 
+def test_a_training_that_raised_is_no_longer_watched_once_the_next_begins(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Boom(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise RuntimeError("mine")
+
+    rows = [{"x": torch.ones(8), "labels": torch.ones(8)} for _ in range(4)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    model, first, second = Tiny(), memfit.MemfitCallback(**QUIET), memfit.MemfitCallback(**QUIET)
+    with pytest.raises(RuntimeError, match="mine"):
+        Trainer(model, args, train_dataset=rows, callbacks=[first, Boom()]).train()  # type: ignore[arg-type]
+    assert first.watch is not None
+    said = len(first.watch.recorder.samples)
+    Trainer(model, args, train_dataset=rows, callbacks=[second]).train()  # type: ignore[arg-type]
+    assert not model._forward_pre_hooks and len(first.watch.recorder.samples) == said + 1  # its last look
+    assert second.watch is not None and second.watch.done == 2
+
+
 def test_the_callback_costs_no_import_of_torch() -> None:
     import subprocess
     import sys

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit import measured
 from memfit.doubt import doubt, stopped
@@ -30,12 +33,28 @@ SAME = 0.5  # of a growth: a leak that was told and grows by as much explains it
 EXPLAINED = 0.2  # of a growth: names that keep less than this of it do not explain it
 
 
+class Following:
+    """A model's hook. Copies of the model, and those that are saved, follow nothing and need no memfit."""
+
+    def __init__(self, call: Callable[[Any, Any], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: Any, args: Any) -> None:
+        self._call(module, args)
+
+    def __deepcopy__(self, _: Any) -> Callable[[Any, Any], Any]:
+        return partial(dict.get, {})  # of Python alone, and gives the arguments back as they are
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (dict.get, {})
+
+
 class Watch:
     """A watched training loop. Use it as a context manager, or call `close()`.
 
-    With an optimizer its steps are counted by themselves; without, call `step()` at the end of each. `phase("eval")`
-    names a part of the loop; evaluation is also seen by itself where the model is given. `leaks`, `footprint()` and
-    `timeline()` say what was found so far.
+    With an optimizer its steps are counted by themselves, and those of the one that takes its place; without, call
+    `step()` at the end of each. `phase("eval")` names a part of the loop; evaluation is also seen by itself where the
+    model is given. `leaks`, `footprint()` and `timeline()` say what was found so far.
     """
 
     def __init__(
@@ -43,7 +62,8 @@ class Watch:
         find_leaks: bool = True, paced: bool = True, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.recorder, self.meter, self.model, self.clock = recorder, meter, model, clock
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self._optimizer: Callable[[], Any] = lambda: None
+        self.optimizer = optimizer
         self.done = 0  # optimizer steps
         self._phase: Phase = "load"
         self._pace = Pace(clock)
@@ -61,6 +81,17 @@ class Watch:
         self._hook()
 
     # --- what a loop calls ---
+
+    @property
+    def optimizer(self) -> Any:
+        """The one that steps."""
+        return self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, given: Any) -> None:
+        given = getattr(given, "optimizer", given)  # accelerate wraps it
+        self._optimizer = weakref.ref(given) if given is not None else lambda: None
+        self._kept = given  # until another one steps
 
     def step(self) -> None:
         """An optimizer step is done. With an optimizer given this is called by itself; calling it once takes over."""
@@ -104,6 +135,7 @@ class Watch:
             self._doubt()
             THIS_PROCESS.end()
         self.recorder.close()
+        self.model = self.optimizer = None  # a watch that is kept for what it found keeps no model
 
     def __enter__(self) -> Watch:
         return self
@@ -130,14 +162,32 @@ class Watch:
 
     def _hook(self) -> None:
         if hasattr(self.model, "register_forward_pre_hook"):
-            self._hooks.append(self.model.register_forward_pre_hook(self._before_forward))
-        if hasattr(self.optimizer, "register_step_post_hook"):
+            self._hooks.append(self.model.register_forward_pre_hook(Following(self._before_forward)))
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+            self._hooks.append(register_optimizer_step_post_hook(self._after_step))
+            self._counts_itself = True
+        elif hasattr(self.optimizer, "register_step_post_hook"):
             self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._stepped()))
             self._counts_itself = True
 
     def _unhook_optimizer(self) -> None:
-        self._hooks.pop().remove()
+        self._hooks.pop().remove()  # the last that was made
         self._counts_itself = False
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        """The loop may have put another optimizer of its weights in the place of the first, whose states then go."""
+        if optimizer is self.optimizer:
+            return
+        mine = {id(weight) for weight in self._parameters()}
+        if any(id(weight) in mine for group in optimizer.param_groups for weight in group["params"]):
+            self._kept = None  # alive from here on only where the loop has it, too
+            if self.optimizer is None:
+                self.optimizer = optimizer
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is self.optimizer:
+            self._stepped()
 
     def _before_forward(self, module: Any, _: Any) -> None:
         trains = module.training and torch.is_grad_enabled()

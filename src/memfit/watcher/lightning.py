@@ -36,7 +36,7 @@ class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = getattr(trainer, "optimizers", None) or [None]
         self.watch = watch(pl_module, **self.options)
-        self.watch.optimizer = getattr(optimizers[0], "optimizer", optimizers[0])
+        self.watch.optimizer = optimizers[0]
         self._step = int(trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import MissingExtra
+from memfit.errors import BadInput, MissingExtra
 
 try:
     import torch
@@ -52,6 +52,16 @@ def watch(
     card, count live tensors every so many steps instead of when there is time; every step is looked at, however short.
     screen: shows the run instead. Raises MemfitError for bad arguments.
     """
+    if model is not None and not callable(getattr(model, "parameters", None)):
+        raise BadInput(
+            f"memfit.watch takes one model, not a {type(model).__name__}",
+            hint="torch.nn.ModuleList(models), or a watch with a log of its own for each",
+        )
+    if isinstance(optimizer, list | tuple | dict):
+        raise BadInput(
+            f"memfit.watch takes one optimizer, not a {type(optimizer).__name__}",
+            hint="the one whose steps are to be counted, or none and watch.step()",
+        )
     meter = meter_for(model, reset_peaks, count_every)
     header = Header(
         name=name or Path(sys.argv[0] or "python").name, meter=meter.name, card=meter.card, total=meter.total,

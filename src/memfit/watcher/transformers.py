@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from memfit.errors import MissingExtra
 from memfit.sample import Leak
@@ -13,6 +14,9 @@ try:
     from transformers import TrainerCallback
 except ImportError:
     raise MissingExtra("MemfitCallback", "trace") from None
+
+
+_UNDER_WAY: WeakKeyDictionary[Any, Watch] = WeakKeyDictionary()  # by the model that is trained
 
 
 class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -32,7 +36,12 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self.watch.leaks if self.watch else ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for earlier in (self.watch, _UNDER_WAY.pop(model, None) if model is not None else None):
+            if earlier:
+                earlier.close()  # an error may have ended its training: nobody tells a callback
         self.watch = watch(model, **self.options)
+        if model is not None:
+            _UNDER_WAY[model] = self.watch
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch:
@@ -40,7 +49,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if self.watch:
-            self.watch.optimizer = getattr(optimizer, "optimizer", optimizer)
+            self.watch.optimizer = optimizer
             self.watch.step()
             if control.should_save and not control.should_evaluate:
                 self.watch.enter("save")
