@@ -15,7 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import cards
-from memfit.cards import Seen, custom_gpu, find_gpu, list_gpus, local_gpu, parse_gpu, reading, recognise
+from memfit.cards import (
+    CUSTOM,
+    Seen,
+    custom_gpu,
+    find_gpu,
+    list_gpus,
+    local_gpu,
+    memory_to_say,
+    parse_gpu,
+    planned,
+    reading,
+    recognise,
+)
 from memfit.errors import BadInput, MemfitError, UnknownName
 from memfit.gpu import Gpu
 from memfit.units import GB, GIB, MIB
@@ -230,6 +242,14 @@ def test_custom_card_like_another(gpu: Gpu) -> None:
     )
     assert half.price_per_hour is None
     assert gpu.name in half.name
+
+
+@pytest.mark.parametrize("card", [custom_gpu(40 * GIB), custom_gpu(20 * GIB, find_gpu("rtx-4090")), find_gpu("h100")])
+def test_a_recipe_names_its_card_whatever_it_is(card: Gpu) -> None:
+    memory = memory_to_say(card)
+    assert planned(card.short, memory) == card
+    assert planned("" if card.short == CUSTOM else card.short, memory) == card
+    assert planned("", 0) is planned(CUSTOM, 0) is None  # of recipes from before
 
 
 @pytest.mark.parametrize("memory", [-1, 0, 24, 100 * MIB])

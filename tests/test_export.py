@@ -800,6 +800,8 @@ REFUSED = {
     NO_SAMPLES: _lines([{"body": "x"}]),
     "preferences.jsonl": _lines([{"messages": _TURNS[:1], "chosen": "a", "rejected": "b"}] * 3),
     "mixed-pairs.jsonl": _lines([{"prompt": "p", "completion": "c"}, {"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 3),
+    "uneven-labels.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "labels": [1, 2]}] * 3),
+    "uneven-mask.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 1]}] * 3),
     "roleless.jsonl": _lines([{"messages": [{"content": "hi"}, {"content": "ho"}]}] * 3),
 }  # fmt: skip
 HANDED_LENGTH = 160  # tokens: all of every sample
@@ -851,6 +853,8 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
     assert handed["trl", "fp32", "masked-ids.jsonl"]["rows"][0]["labels"] == [-100, -100, 3, 256]
     assert "preferences (chosen, rejected)" in handed["trl", "fp32", "preferences.jsonl"]
     assert "text in some rows and messages in others" in handed["trl", "fp32", "mixed-pairs.jsonl"]
+    assert "4 input_ids have 2 labels" in handed["trl", "fp32", "uneven-labels.jsonl"]
+    assert "4 input_ids have 2 labels" in handed["trl", "fp32", "uneven-mask.jsonl"]
     assert "a message says neither its role" in handed["trl", "fp32", "roleless.jsonl"]
 
     chats = sum(word in name for name in DATA for word in ("messages", "parts", "conv", "chat", "instructions"))

@@ -40,11 +40,12 @@ def recipes() -> st.SearchStrategy[Recipe]:
     return st.builds(Recipe, **drawn)
 
 
-RATES = {name: st.floats(*TRAINING_RANGES[name]) for name in ("learning_rate", "epochs", "save_steps")}
+RATES = {name: st.floats(*TRAINING_RANGES[name]) for name in ("learning_rate", "epochs")}
+RATES["save_steps"] = st.floats(1e-6, 1) | st.integers(1, 10**9).map(float)
 TRAININGS = st.just(Training()) | st.builds(Training, max_steps=st.integers(1, 10**9), eval_data=WORDS, **RATES)
 FILES = st.builds(
     RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS, training=TRAININGS,
-    effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
+    gpu_memory=st.integers(0, 1 << 40), effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
         (HEAD + "[training]\nmax_steps = true", "training.max_steps", "numbers bare"),
         (HEAD + '[training]\nlearning_rate = "2e-5"', "training.learning_rate", "numbers bare"),
         (HEAD + "[training]\nmax_steps = -3", "--max-steps must be from 1", "memfit train --help"),
+        (HEAD + "[training]\nsave_steps = 1.5", "a share of all, not 1.5", "--save-steps 0.1"),
         (HEAD + "[training]\nlearning_rate = nan", "--learning-rate must be", "memfit train --help"),
         (HEAD + "[training]\nepochs = 0", "--epochs must be", "memfit train --help"),
         ("schema = 1\ntraining = 3", "must be a table", "[training]"),

@@ -18,6 +18,7 @@ TABLE = Path(__file__).parent / "catalogue" / "gpus.toml"
 SEE_ALL = "'memfit gpus' lists all; for another card give its memory: --gpu-memory 40GiB"
 MAX_COUNT = 1 << 16
 UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards about which nothing is published
+CUSTOM = "custom"  # the short name of a card of which only the memory is known
 SAME_CARD = 0.08  # a measured total further than this from the row's is another card with the same name
 SMI_TIMEOUT = 10  # seconds; a hung driver must not hang the plan
 
@@ -89,6 +90,17 @@ def parse_gpu(text: str) -> tuple[Gpu, int]:
     return find_gpu(stripped), 1
 
 
+def planned(name: str, memory: int) -> Gpu | None:
+    """The card of a recipe.toml: its `gpu` and `gpu_memory`; None where it names none. Raises UnknownName."""
+    row = parse_gpu(name)[0] if name not in ("", CUSTOM) else None
+    return custom_gpu(memory, row) if memory else row
+
+
+def memory_to_say(gpu: Gpu) -> int:
+    """Bytes of a card that its name does not tell; 0 for one that is as the table has it."""
+    return gpu.total_bytes if gpu.short == CUSTOM or find_gpu(gpu.short).total_bytes != gpu.total_bytes else 0
+
+
 def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
     """A card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
 
@@ -103,7 +115,7 @@ def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
     if base is None:
         return Gpu(
             name=f"GPU with {human(memory)}",
-            short="custom",
+            short=CUSTOM,
             vendor="",
             sold_bytes=memory,
             total_bytes=memory,

@@ -75,9 +75,9 @@ def of_tape(tape: Tape) -> Footprint:
 
 def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
     """What the formulas say of a recipe.toml."""
-    if gpu is None and not file.gpu:
+    card = gpu or cards.planned(file.gpu, file.gpu_memory)
+    if card is None:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
-    card = gpu or cards.parse_gpu(file.gpu)[0]
     return estimate(hub.resolve_model(file.model), file.recipe, card)
 
 

@@ -21,11 +21,15 @@ SIZE_LIMIT = 1 << 20  # bytes of a file that is read; a real recipe.toml has und
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFile:
-    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest` is in tokens."""
+    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest_sample` is in tokens.
+
+    `gpu_memory`: bytes of a card that has others than the table says, or that is known by them alone; 0: as in the table.
+    """
 
     model: str
     recipe: Recipe
     gpu: str = ""
+    gpu_memory: int = 0
     data: str = ""
     effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
@@ -76,9 +80,10 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
     converted = check_values(_typed(recipe, Recipe, "recipe"))
     trained = check_training(_typed(training, Training, "training"))
     file = _typed({**job, "recipe": converted, "training": trained}, RecipeFile, "job")
-    if file.effective_batch < 0 or file.longest_sample < 0:
+    if min(file.effective_batch, file.longest_sample, file.gpu_memory) < 0:
         raise BadInput(
-            "effective_batch and longest_sample cannot be negative", hint="leave the key out when it is unknown"
+            "effective_batch, longest_sample and gpu_memory cannot be negative",
+            hint="leave the key out when it is unknown",
         )
     return file
 

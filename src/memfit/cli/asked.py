@@ -97,7 +97,8 @@ def _adopted(path: str | None) -> Adopted | None:
 def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int | None, tuple[str, ...], list[str]]:
     """(card, how many where it was said, the flags that say it, notes)."""
     named, memory = flags.get("gpu"), flags.get("gpu_memory")
-    named = named or _gpu_of(adopted, flags.get("from_"))
+    if not named and not memory:
+        named, memory = _planned_for(adopted, flags.get("from_"))
     words = ("--gpu", named) if named else ()
     notes: list[str] = []
     if memory:
@@ -138,13 +139,14 @@ def _adapted(found: Asked, recipe: Recipe, given: set[str]) -> Recipe:
     return recipe.but(lora_targets=("attention",))
 
 
-def _gpu_of(adopted: Adopted | None, path: str | None) -> str:
-    """The card a recipe.toml was planned for."""
+def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
+    """The card a recipe.toml was planned for, as --gpu and --gpu-memory say it."""
     if adopted is None or adopted.format != "recipe" or not path:
-        return ""
+        return "", ""
     from memfit import recipe_file
 
-    return recipe_file.read(Path(path)).gpu
+    file = recipe_file.read(Path(path))
+    return "" if file.gpu == cards.CUSTOM else file.gpu, f"{file.gpu_memory}B" if file.gpu_memory else ""
 
 
 def _check_names(recipe: Recipe) -> None:

@@ -30,6 +30,7 @@ from memfit.errors import BadInput, MemfitError, MissingExtra
 from memfit.job import TRAINING_RANGES, Training
 
 if TYPE_CHECKING:
+    from memfit.gpu import Gpu
     from memfit.plan import Plan
     from memfit.run.folder import Run
     from memfit.run.nouns import Settings
@@ -301,7 +302,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from dataclasses import replace
 
     from memfit import recipe_file
-    from memfit.cards import custom_gpu, local_gpu, parse_gpu
+    from memfit.cards import custom_gpu, local_gpu, parse_gpu, planned
     from memfit.export.again import plan_of
     from memfit.units import parse_size
 
@@ -311,8 +312,11 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
             f"{given[0]} is settled by {path}", hint="change it there, or give the model: memfit train MODEL"
         )
     file = recipe_file.read(path)
-    name = flags["gpu"] or (file.gpu if file.gpu != "custom" else "")
-    card = (local_gpu() if name == "local" else parse_gpu(name)[0]) if name else None
+    name = flags["gpu"]
+    if name:
+        card: Gpu | None = local_gpu() if name == "local" else parse_gpu(name)[0]
+    else:
+        card = planned(file.gpu, 0 if flags["gpu_memory"] else file.gpu_memory)
     if flags["gpu_memory"]:
         card = custom_gpu(parse_size(flags["gpu_memory"]), card)
     if card is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.cli import terminal
-from memfit.data.samples import NO_ROLE
+from memfit.data.samples import BAD_TOOLS, NO_ROLE, UNEVEN
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 # broken lines that memfit counts, and that datasets or train.py refuse
-UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE)
+UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, UNEVEN, BAD_TOOLS)
 
 
 def check_data(data: str) -> None:

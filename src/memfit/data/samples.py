@@ -14,6 +14,8 @@ ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
 )
+UNEVEN = "labels or masks are not as many as the tokens"
+BAD_TOOLS = "'tools' is text, and no JSON"
 NO_ROLE = "a message says neither its role nor whom it is from"
 NOT_TEXT = "images, audio and other parts of messages that are not text were not counted"
 CHAT_NOTE = (
@@ -65,6 +67,10 @@ def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Sample:
     ids = _parsed(value["input_ids"])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise UnusableError("'input_ids' is not a list of whole numbers")
+    for name in ("labels", "completion_mask", "assistant_masks"):
+        other = _parsed(value.get(name))
+        if isinstance(other, list) and len(other) != len(ids):
+            raise UnusableError(f"{UNEVEN}: {len(ids)} input_ids, {len(other)} {name}")
     return Sample(line, layout, [], len(ids))
 
 
@@ -81,6 +87,8 @@ def _beside(value: dict[str, Any], chat: Sample) -> Sample:
     """The chat with what other columns add to it: a system prompt, turns before it, definitions of tools."""
     texts, tokens, notes = list(chat.texts), chat.tokens, chat.notes
     system, tools, history = value.get("system"), _parsed(value.get("tools")), value.get("history")
+    if isinstance(tools, str) and tools:
+        raise UnusableError(BAD_TOOLS)
     if isinstance(system, str) and system:
         texts.append(_sound(system))
         tokens += CHAT_TOKENS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from memfit import launch, recipe_file
+from memfit import cards, launch, recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.export import axolotl, llamafactory, templates, transformers, trl
 from memfit.export.dataset import layout_of
@@ -109,7 +109,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     """The plan's chosen recipe with what is needed to trace or train it again."""
     job = plan.job
     return recipe_file.RecipeFile(
-        model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, data=job.dataset,
+        model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu), data=job.dataset,
         effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
         training=job.training,
     )  # fmt: skip

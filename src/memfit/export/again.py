@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memfit import recipe_file
-from memfit.cards import parse_gpu
+from memfit.cards import parse_gpu, planned
 from memfit.errors import BadInput
 from memfit.formula.estimate import estimate
 from memfit.gpu import Gpu
@@ -18,9 +18,9 @@ from memfit.verdicts import judge
 def plan_of_file(path: Path, gpu: str) -> Plan:
     """The plan of a file, without a ladder, on the card it names or on another. Raises BadInput where there is none."""
     file = recipe_file.read(path)
-    if not gpu and file.gpu in ("", "custom"):  # custom: planned for so much memory, or for a CPU
+    card = parse_gpu(gpu)[0] if gpu else planned(file.gpu, file.gpu_memory)
+    if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
-    card, _ = parse_gpu(gpu or file.gpu)
     return plan_of(file, card)
 
 

@@ -108,9 +108,12 @@ def sample(row: dict, names: tuple[str, ...]) -> dict:
         return {"prompt": system + first if isinstance(first, list) else first, "completion": last, **kept}
     value = chat(json.loads(first)) if isinstance(first, str) else first  # a cell of a table
     if names == ("input_ids",):
-        mask = row.get("completion_mask") or row.get("assistant_masks")
-        labels = [token if learned else -100 for token, learned in zip(value, mask, strict=True)] if mask else None
-        labels = row.get("labels") or labels
+        mask = row.get("completion_mask") or row.get("assistant_masks") or []
+        for part in (row.get("labels"), mask):
+            if part and len(part) != len(value):
+                raise SystemExit(f"{len(value)} input_ids have {len(part)} labels or values of a mask: {str(row)[:99]}")
+        masked = [token if learned else -100 for token, learned in zip(value, mask, strict=False)]
+        labels = row.get("labels") or masked
         return {"input_ids": value, **({"labels": labels} if labels else {})}
     return {"messages": value if any(m["role"] == "system" for m in value) else system + value, **kept}
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit import launch, recipe_file, watch_file
-from memfit.cards import custom_gpu, find_gpu
+from memfit.cards import CUSTOM, custom_gpu, find_gpu
 from memfit.errors import BadInput, Refused
 from memfit.export import export
 from memfit.export import write as write_files
@@ -165,7 +165,7 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
     run = Run(folder)
     gpu = plan.job.gpu
     run.write_plan(plan)
-    short = "" if gpu.short == "custom" else gpu.short
+    short = "" if gpu.short == CUSTOM else gpu.short
     run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes), ())
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib import metadata
 
 from memfit.export.requirements import packages
 from memfit.job import Recipe
@@ -17,7 +17,7 @@ def missing(recipe: Recipe, target: str) -> tuple[str, ...]:
 def installed(name: str) -> bool:
     """A distribution of that name is there; nothing is imported."""
     try:
-        distribution(name)
-    except PackageNotFoundError:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
         return False
     return True
