@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -136,8 +138,8 @@ def test_deepspeed_stops_resumes_and_saves_whole(
     assert {n: t.shape for n, t in weights(run).items()} == {n: t.shape for n, t in weights(whole[0]).items()}
 
 
-def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, tmp_path: Path) -> None:
-    """SIGTERM to `memfit train` alone: every process finishes the step, it is saved once, and the run goes on from there."""
+def started(made: Made, tmp_path: Path) -> tuple[subprocess.Popen[str], list[str]]:
+    """`memfit train` on two processes, after its first step; what it said so far."""
     recipe = runs.recipe_of(tmp_path / "recipe.toml", made, SHARDED)
     words = [
         "train",
@@ -151,22 +153,43 @@ def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, t
         "--cpu",
         "--json",
     ]
-    started = subprocess.Popen(
+    found = subprocess.Popen(
         [sys.executable, "-m", "memfit", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert started.stderr is not None and started.stdout is not None
+    assert found.stderr is not None
     told = []
-    for line in started.stderr:
+    for line in found.stderr:
         told.append(line)
         if ": loss" in line:
-            started.send_signal(signal.SIGTERM)
             break
-    told += started.stderr.readlines()
-    said, code, run = json.loads(started.stdout.read()), started.wait(), Run(tmp_path / "run")
+    return found, told
+
+
+def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, tmp_path: Path) -> None:
+    """SIGTERM to `memfit train` alone: every process finishes the step, it is saved once, and the run goes on from there."""
+    running, told = started(made, tmp_path)
+    running.send_signal(signal.SIGTERM)
+    assert running.stderr is not None and running.stdout is not None
+    told += running.stderr.readlines()
+    said, code, run = json.loads(running.stdout.read()), running.wait(), Run(tmp_path / "run")
     assert code == 75 and said["status"] == "stopped", "".join(told)
     assert said["step"] >= 1 and [c.step for c in run.checkpoints()] == [said["step"]]
     assert len(dealt(run)) == said["step"] and sum(samples for samples, _ in dealt(run)) == said["samples"]
     assert dealt(run)[: min(said["step"], EPOCH)] == dealt(sharded[0])[: min(said["step"], EPOCH)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process by /proc")
+def test_the_host_that_killed_one_process_is_named(made: Made, tmp_path: Path) -> None:
+    """Those that are left see a connection that was closed."""
+    running, _ = started(made, tmp_path)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or of another user
+            words = (entry / "environ").read_bytes().split(b"\0")
+            if b"RANK=1" in words and str(tmp_path).encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+    out, _ = running.communicate()
+    said = json.loads(out)
+    assert (running.returncode, said["status"]) == (1, "failed") and "signal 9" in said["error"]
 
 
 @pytest.mark.parametrize(

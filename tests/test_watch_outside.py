@@ -199,6 +199,7 @@ def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatc
 
 MISTAKES = {
     "there is no command 'no-such-program'": ("--measure", "rss", "--", "no-such-program"),
+    "./job.py cannot be run as it is": ("--measure", "rss", "--", "./job.py"),
     "--every must be from 0.01 to 3600": ("--every", "0", "--", "true"),
     "--measure cannot be 'magic'": ("--measure", "magic", "--", "true"),
     "unknown sink 'carrier-pigeon'": ("--measure", "rss", "--to", "carrier-pigeon", "--", "true"),
@@ -213,6 +214,7 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_a_hint(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
+    (tmp_path / "job.py").write_text("print()")
     monkeypatch.chdir(tmp_path)
     code, out, err = ran("watch", *MISTAKES[message])
     error, hint = err.splitlines()[-2:]

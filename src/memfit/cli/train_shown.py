@@ -28,8 +28,9 @@ class Shown:
         plan = run.plan
         r = plan.recipe
         where = "this CPU" if run.settings.cpu else plan.job.gpu.name
+        processes = f" on {r.num_gpus} processes" if r.num_gpus > 1 else ""
         terminal.note(
-            f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, micro-batch {r.micro_batch} x {r.accumulation}, in {run.path}"
+            f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, micro-batch {r.micro_batch} x {r.accumulation}{processes}, in {run.path}"
         )
 
     def __enter__(self) -> Shown:

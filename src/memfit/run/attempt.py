@@ -129,7 +129,7 @@ def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
     if left and not len(rows):
         raise BadInput(
             f"no sample has any of its completion within {recipe.sequence_length:,} tokens",
-            hint="a longer --sequence-length",
+            hint="a longer --sequence-length; where the data bring labels or masks, some that are learned",
         )
     if not trainer.is_world_process_zero():
         return

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -24,6 +26,8 @@ from memfit.run.nouns import EVENT, WARNING, Event, Outcome
 # threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long.
 # DeepSpeed takes a card where it finds one
 ON_CPU = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+KILLED = " (signal 9: the host may have run out of memory)"
+_SIGKILL = re.compile(rb"exitcode\s*: -9\b")
 
 
 def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
@@ -37,6 +41,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
         before = run.outcome
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
+        began = os.fstat(log.fileno()).st_size
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
             env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path)}, start_new_session=True,
@@ -46,6 +51,8 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
         with _stopping(child, tell) as asked:
             _listen(child, child.stdout, log, tell)
     outcome = run.outcome or _without_word(child.returncode, bool(asked), run)
+    if outcome.status == "failed" and _one_was_killed(run.path / LOG_FILE, began):
+        outcome = replace(outcome, error=f"one of the training processes was killed{KILLED}, and the others lost it")
     outcome = with_earlier(outcome, before)
     return replace(outcome, status="stopped") if asked and outcome.status == "oom" else outcome  # no other attempt now
 
@@ -118,9 +125,16 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
         raise
 
 
+def _one_was_killed(log: Path, began: int) -> bool:
+    """torchrun says so, of a process that could not; those that are left speak of a connection that was closed."""
+    with log.open("rb") as file:
+        file.seek(began)
+        return _SIGKILL.search(file.read()) is not None
+
+
 def _without_word(code: int, stopped: bool, run: Run) -> Outcome:
     """A child that ended without saying how."""
     if stopped:
         return saved_so_far(run, Outcome(status="stopped"))
-    killed = " (signal 9: the host may have run out of memory)" if code in (-9, 137) else ""
+    killed = KILLED if code in (-9, 137) else ""
     return saved_so_far(run, Outcome(status="failed", error=f"the training process ended with code {code}{killed}"))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
@@ -52,7 +53,13 @@ def program_of(command: Sequence[str]) -> str:
     """The path of what is started. Raises BadInput where there is none."""
     program = shutil.which(command[0])
     if program is None:
-        raise BadInput(f"there is no command '{command[0]}'", hint="memfit watch -- python train.py")
+        said = (
+            f"{command[0]} cannot be run as it is"
+            if Path(command[0]).is_file()
+            else f"there is no command '{command[0]}'"
+        )
+        script = command[0] if command[0].endswith(".py") else "train.py"
+        raise BadInput(said, hint=f"memfit watch -- python {script}")
     return program
 
 
