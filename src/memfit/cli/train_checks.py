@@ -19,8 +19,9 @@ ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, UNEVEN, BAD_TOOLS)
 
 
-def check_data(data: str) -> None:
-    """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines."""
+def check_data(data: str, vocabulary: int | None = None) -> None:
+    """Raises BadInput where train.py could not read it: a file that is not there or that has broken lines; with the model's
+    `vocabulary` also for token ids that it has not."""
     from memfit.data import read_dataset
     from memfit.data.files import READERS
     from memfit.hub import check_there
@@ -41,6 +42,12 @@ def check_data(data: str) -> None:
             f"the samples of {data} are laid out in different ways: {mixed}",
             hint="train.py reads one layout and would leave the others out: write them to files of their own",
         )
+    highest, line = found.highest
+    if vocabulary is not None and highest >= vocabulary:
+        raise BadInput(
+            f"{data}, line {line}: token {highest:,} is none of the {vocabulary:,} that the model knows",
+            hint="tokenise the data with the model's own tokenizer, or give the text",
+        )
     for broken in found.examples:
         if broken.reason.startswith(UNREADABLE):
             raise BadInput(
@@ -59,9 +66,9 @@ def check(plan: Plan, force: bool) -> None:
             f"({plan.job.architecture.task})",
             hint="memfit plan, estimate and trace are for it, too",
         )
-    check_data(plan.job.dataset)
+    check_data(plan.job.dataset, plan.job.architecture.vocabulary)
     if plan.job.training.eval_data:
-        check_data(plan.job.training.eval_data)
+        check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
     check_packages(plan)
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused(

@@ -42,6 +42,7 @@ class Dataset:
     examples: tuple[Broken, ...]  # of the broken lines, the first few
     complete: bool  # False when reading stopped at the limit
     notes: tuple[str, ...]
+    highest: tuple[int, int] = (-1, 0)  # (the largest of ready token ids, its line); -1: there are none
     empty: int = 0  # samples without anything to learn from; they are counted, and training leaves them out
 
     def summary(self) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class _Tally:
     notes: set[str] = field(default_factory=set)
     complete: bool = True
     empty: int = 0
+    highest: tuple[int, int] = (-1, 0)
 
     def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Sample]:
         """The samples among the records, at most `limit`; the rest is counted as broken."""
@@ -147,6 +149,7 @@ class _Tally:
             self.counts[total] += 1
             self.layouts[sample.layout] += 1
             self.empty += sample.empty
+            self.highest = max(self.highest, (sample.highest, sample.line))
             heapq.heappush(self.longest, (total, -sample.line))
             if len(self.longest) > KEPT:
                 heapq.heappop(self.longest)
@@ -174,5 +177,6 @@ class _Tally:
             examples=tuple(self.examples),
             complete=self.complete,
             notes=tuple(sorted(self.notes)),
+            highest=self.highest,
             empty=self.empty,
         )

@@ -41,6 +41,7 @@ class Sample(NamedTuple):
     tokens: int  # besides the texts: ready token ids, chat markup, the end of the sequence
     notes: tuple[str, ...] = ()  # what the count takes for granted
     empty: bool = False  # nothing to learn from: train.py leaves it out
+    highest: int = -1  # of ready token ids; -1: there are none
 
 
 class UnusableError(Exception):
@@ -71,7 +72,7 @@ def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Sample:
         other = _parsed(value.get(name))
         if isinstance(other, list) and len(other) != len(ids):
             raise UnusableError(f"{UNEVEN}: {len(ids)} input_ids, {len(other)} {name}")
-    return Sample(line, layout, [], len(ids))
+    return Sample(line, layout, [], len(ids), highest=max(ids, default=-1))
 
 
 def _plain(line: int, layout: str, value: dict[str, Any]) -> Sample:
@@ -134,7 +135,8 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], 
     ("instruction+input+output", ("instruction", "output"), _instruction),
 )
 KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | {
-    "input", "system", "tools", "chat_template_kwargs", "history", "chosen", "rejected",
+    "input", "system", "tools", "chat_template_kwargs", "history",
+    "labels", "completion_mask", "assistant_masks", "chosen", "rejected",
 }  # fmt: skip
 
 
