@@ -82,6 +82,24 @@ def test_without_a_backward_pass_nothing_is_kept_for_one() -> None:
     assert (found.cause, found.confidence) == ("activations", "possible")
 
 
+@pytest.mark.parametrize("file", ["logits.py", "attention_softmax.py", "zeros.py"])
+def test_the_name_of_a_file_tells_nothing_of_its_tensors(file: str) -> None:
+    events = (
+        Mark("step", "forward"),
+        Alloc(1, 60 * MIB, label=f"f: mm ({file}:3)"),
+        Oom(MIB, label=f"f: mm ({file}:4)"),
+    )
+    memory = history(0, *events)
+    found = explain(Evidence(memory=memory))
+    assert (memory.asker, memory.line) == ("f: mm", f"{file}:4") and [f.cause for f in found] == ["activations"]
+    step = (
+        Mark("step", "optimizer step"),
+        Alloc(2, 20 * MIB, label="f: sqrt (x.py:5)"),
+        Oom(MIB, label=f"f: sqrt ({file}:5)"),
+    )
+    assert explain(Evidence(memory=history(0, *events[:2], *step)))[0].cause == "optimizer-step"
+
+
 def test_a_tensor_for_each_parameter_is_a_second_list_of_them() -> None:
     weights = [Alloc(n, MIB, "parameters", "w (x.py:1)") for n in range(4)]
     twins = [Alloc(n, MIB, label="<listcomp> (x.py:9)") for n in range(4, 8)]

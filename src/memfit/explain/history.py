@@ -226,7 +226,7 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.label))
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
-    makes = bool(_STATES.search(inner + m.asked_by)) if inner or m.asked_by else states >= passing
+    makes = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing
     if not makes:
         proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
         return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
@@ -319,7 +319,7 @@ def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
         for g in m.groups
         if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.module)
     ]
-    asked = m.asked if pattern.search(m.asked_by) else 0
+    asked = m.asked if pattern.search(m.asker) else 0
     lines: dict[str, int] = {}
     for g in [g for g in found if g.role == "activations"] or found:
         lines[g.line] = lines.get(g.line, 0) + g.bytes
@@ -346,9 +346,7 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
     passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
     if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
         return None
-    if not any(_SOFTMAX.search(text) for text in (*(g.module for g in m.groups), m.asked_by)) or _LOSS.search(
-        m.asked_by
-    ):
+    if not any(_SOFTMAX.search(text) for text in (*(g.module for g in m.groups), m.asker)) or _LOSS.search(m.asker):
         return None
     return Clue("attention", SURE - 3, Proof("score matrices and what is computed from them", size), line or e.line)
 

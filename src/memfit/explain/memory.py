@@ -40,7 +40,7 @@ class Group:
     @property
     def module(self) -> str:
         """What the label says besides the line."""
-        return _LINE.sub("", self.label).strip(" ,:")
+        return _without_line(self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Memory:
         return _line_in(self.asked_by)
 
     @property
+    def asker(self) -> str:
+        """What `asked_by` says besides the line."""
+        return _without_line(self.asked_by)
+
+    @property
     def turn(self) -> int:
         """The number of the forward pass under way, -1 before the first."""
         return len(self.floors) - 1
@@ -107,6 +112,10 @@ class Memory:
 def _line_in(label: str) -> str:
     found = _LINE.search(label)
     return found[1] if found else ""
+
+
+def _without_line(label: str) -> str:
+    return _LINE.sub("", label).strip(" ,:")
 
 
 def unnumbered(label: str) -> str:
