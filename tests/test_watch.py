@@ -169,6 +169,23 @@ def test_hooks_are_gone_when_the_watch_is_closed(card: Card) -> None:
     assert watch.model is watch.optimizer is optimizer() is None  # nor does it keep what it watched
 
 
+def test_a_watch_that_nobody_closes_keeps_nothing(card: Card) -> None:
+    """As in a notebook whose cell is run again."""
+
+    def cell() -> tuple[Any, Any]:
+        model = model_of().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        watched(model, optimizer=optimizer)
+        model(torch.randn(4, 256, device="cuda")).mean().backward()
+        optimizer.step()
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    gone = cell()
+    gc.collect()
+    assert gone[0]() is gone[1]() is None
+    assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
+
+
 def test_a_copy_of_a_watched_model_is_a_model_alone(tmp_path: Path) -> None:
     """A best model so far, an average, a file: none of them writes into the log, or keeps the optimizer."""
     model = model_of()

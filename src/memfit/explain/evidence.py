@@ -81,6 +81,9 @@ class Frame:
         return f"{name}:{self.line}" if self.line else name
 
 
+KEEPERS = ("collection", "graph", "state", "hook")  # `what` of variables that keep what passes made
+
+
 @dataclass(frozen=True, slots=True)
 class Root:
     """A variable of a failing program that keeps memory of the card: `what` says how.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import Evidence, Root
+from memfit.explain.evidence import KEEPERS, Evidence, Root
 from memfit.explain.memory import Group, Memory
 from memfit.finding import Cause, Proof
 from memfit.tape import GRADIENTS_ON
@@ -23,7 +23,6 @@ ORDINARY = 0.05  # share of a full card that lies in pieces in any run
 SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
 # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
 CACHED = 0.25
-KEEPERS = ("collection", "graph", "state", "hook")  # variables that keep what passes made
 LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
 ALONE = 0.5  # share of a card from which one request says more than all that is there
@@ -165,12 +164,8 @@ def _exception(m: Memory, e: Evidence) -> Clue | None:
     root = _root(e, "exception")
     if root is None or root.bytes < TELLS * m.requested:
         return None
-    return Clue(
-        "exception",
-        SURE + SHOWN + 5,
-        Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes),
-        root.line,
-    )
+    proof = Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes)
+    return Clue("exception", SURE + SHOWN + 5, proof, root.line)
 
 
 def _twice(m: Memory, e: Evidence) -> Clue | None:
@@ -180,11 +175,8 @@ def _twice(m: Memory, e: Evidence) -> Clue | None:
         return None
     second = next((root for root in models if _OTHER_MODEL.search(root.name)), models[1])
     names = " and ".join(f"'{root.name}'" for root in models[:2])
-    if _REFERENCE.search(second.name):
-        return Clue(
-            "reference-model", SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line
-        )
-    return Clue("two-copies", SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
+    cause: Cause = "reference-model" if _REFERENCE.search(second.name) else "two-copies"
+    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
 
 
 def _wide(m: Memory, e: Evidence) -> Clue | None:
@@ -223,7 +215,7 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     if not m.instant.startswith("optimizer step"):
         return None
     fresh = [g for g in m.groups if g.fresh]
-    states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.label))
+    states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.module))
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
     makes = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing

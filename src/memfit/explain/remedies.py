@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from memfit.explain.evidence import Evidence
+from memfit.explain.evidence import KEEPERS, Evidence
 from memfit.finding import Cause, Remedy
 
 NONE, SLOWER, QUALITY = "no cost", "slower", "changes what is learned"
@@ -173,7 +173,7 @@ def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, .
 
 def _keeper(evidence: Evidence) -> str:
     """What the variable that keeps most is, models aside."""
-    roots = [root for root in evidence.roots if root.what in ("collection", "graph", "state", "hook")]
+    roots = [root for root in evidence.roots if root.what in KEEPERS]
     most = max(roots, key=lambda root: root.bytes, default=None)
     return most.what if most is not None else ""
 

@@ -49,6 +49,18 @@ class Following:
         return partial, (dict.get, {})
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """For PyTorch's own list of hooks, which would keep a watch that nobody closes, and its model."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = found()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
 class Watch:
     """A watched training loop. Use it as a context manager, or call `close()`.
 
@@ -164,8 +176,10 @@ class Watch:
         if hasattr(self.model, "register_forward_pre_hook"):
             self._hooks.append(self.model.register_forward_pre_hook(Following(self._before_forward)))
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
-            self._hooks.append(register_optimizer_step_post_hook(self._after_step))
+            self._hooks.append(register_optimizer_step_pre_hook(_weakly(self._before_step)))
+            self._hooks.append(register_optimizer_step_post_hook(_weakly(self._after_step)))
+            for hook in self._hooks[-2:]:
+                weakref.finalize(self, hook.remove)
             self._counts_itself = True
         elif hasattr(self.optimizer, "register_step_post_hook"):
             self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._stepped()))

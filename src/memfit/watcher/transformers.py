@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from memfit.errors import MissingExtra
 from memfit.sample import Leak
@@ -16,7 +17,7 @@ except ImportError:
     raise MissingExtra("MemfitCallback", "trace") from None
 
 
-_UNDER_WAY: WeakKeyDictionary[Any, Watch] = WeakKeyDictionary()  # by the model that is trained
+_UNDER_WAY: WeakKeyDictionary[Any, Callable[[], Watch | None]] = WeakKeyDictionary()  # by the model that is trained
 
 
 class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -36,12 +37,12 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self.watch.leaks if self.watch else ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        for earlier in (self.watch, _UNDER_WAY.pop(model, None) if model is not None else None):
+        for earlier in (self.watch, _UNDER_WAY[model]() if model in _UNDER_WAY else None):
             if earlier:
                 earlier.close()  # an error may have ended its training: nobody tells a callback
         self.watch = watch(model, **self.options)
         if model is not None:
-            _UNDER_WAY[model] = self.watch
+            _UNDER_WAY[model] = ref(self.watch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch:
