@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -108,8 +109,17 @@ class _Finder:
             return None
         errors = [part for part in _parts(value) if isinstance(part, BaseException)]
         kept = [self.exception(name, error, frames, line) for error in errors]
-        kept += [self._several(name, value, line), self._collection(name, value, line)]
+        kept += [self._several(name, value, line), self._collection(name, value, line_of(self._most_of(found, value)))]
         return max((root for root in kept if root is not None), key=lambda root: root.bytes, default=None)
+
+    def _most_of(self, found: Found, value: Any) -> Found:
+        """The path to the key under which most of a dictionary lies, where one has more than half."""
+        if not isinstance(value, dict) or len(value) > MOST_ITEMS:
+            return found
+        sizes = {key: sum(storages(_tensors(part)).values()) for key, part in value.items() if isinstance(key, str)}
+        key = max(sizes, key=sizes.__getitem__, default="")
+        most = "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values())
+        return replace(found, path=f"{found.path}['{key}']") if most else found
 
     def _collection(self, name: str, value: Any, line: str) -> Root | None:
         tensors = list(_tensors(value))

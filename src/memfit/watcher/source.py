@@ -28,7 +28,7 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     """
     stores, names = _stores(found.file), [] if found.path.startswith(CACHE_OF) else _identifiers(found.path)
     found_there = next((stores[name] for name in names if name in stores), ())
-    keys = set(re.findall(r"\['([^']*)'\]", found.path))
+    keys = _keys(found.path)
     kept = [store for store in found_there if store.key is None or store.key in keys] or found_there
     lines = [store.line for store in sorted(kept, key=lambda store: (store.key is None, not store.looped, store.line))]
     places = [(found.file, found.first, found.function)] if found.function else []
@@ -44,12 +44,16 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
 def line_of(found: Found) -> str:
     """ "train.py:12": the last line that adds to the name (or `self.name`), else that binds it; "" where the source is silent.
 
-    Looked at is the function that owns it, and the whole file where that has none.
+    Looked at is the function that owns it, and the whole file where that has none. Lines that store under the path's key
+    go before those that name no key, and those before lines that store under another.
     """
-    name = _identifiers(found.path)[0]
+    name, keys = _identifiers(found.path)[0], _keys(found.path)
     inside = _extent(found.file, found.first, found.function)
+    stores = _stores(found.file).get(name, ())
+    under = [store for store in stores if store.key in keys] or [store for store in stores if store.key is None]
+    stored = [store.line for store in (under if keys and under else stores)]
     for span in (inside, None) if inside else (None,):
-        for lines in ([store.line for store in _stores(found.file).get(name, ())], _bound(found.file).get(name, ())):
+        for lines in (stored, _bound(found.file).get(name, ())):
             inside_span = [line for line in lines if span is None or line in span]
             if inside_span:
                 return f"{Path(found.file).name}:{max(inside_span)}"
@@ -68,6 +72,11 @@ def shown(file: str) -> str:
 def _identifiers(path: str) -> list[str]:
     """The names in a path, innermost first: self.cache['a'][...] -> cache, self."""
     return re.findall(r"[A-Za-z_]\w*", re.sub(r"\[('[^']*'|\.\.\.)\]", "", path))[::-1]
+
+
+def _keys(path: str) -> set[str]:
+    """cache['a'][...] -> a."""
+    return set(re.findall(r"\['([^']*)'\]", path))
 
 
 @lru_cache(maxsize=64)
