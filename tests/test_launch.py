@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,12 @@ def told(key: str, files: dict[str, str], environment: dict[str, str], tmp_path:
         first, *words = yaml.safe_load(files["trainjob.yaml"])["spec"]["trainer"]["args"]
         assert first == "train.py"
         return [*words, "--epochs", "3"]
+    said = started(key, files, tmp_path)
+    return said[said.index("train.py") + 1 :]
+
+
+def started(key: str, files: dict[str, str], tmp_path: Path, **more: str) -> list[str]:
+    """What torchrun is given by the shell itself, in the environment of the cluster."""
     for name in ("torchrun", "srun", "scontrol"):
         # as since Slurm 22.05: the cores of a task are those that srun itself is told
         run = {
@@ -242,11 +250,60 @@ def told(key: str, files: dict[str, str], environment: dict[str, str], tmp_path:
         "SLURM_JOB_NODELIST": "a",
         "SKYPILOT_NODE_IPS": "10.0.0.1",
         "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_TASK_ID": "sky-2026-01-02-03-04-05-678901_mine_1",
     }
     words = ["bash", str(tmp_path / "script"), *([] if ours else ["--epochs", "3"])]
-    done = subprocess.run(words, env=variables | ours, capture_output=True, text=True, check=True)
-    said = done.stdout.split("\0")[:-1]
-    return said[said.index("train.py") + 1 :]
+    done = subprocess.run(words, env=variables | ours | more, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+# the numbers by which clusters tell one job from another
+JOBS = {
+    "slurm": [{"SLURM_JOB_ID": "101"}, {"SLURM_JOB_ID": "102"}],
+    "skypilot": [{"SKYPILOT_TASK_ID": f"sky-2026-01-02-03-04-05-678901_mine_{number}"} for number in (1, 2)],
+    "torchrun": [{}, {"PORT": "29501"}],
+}
+
+
+@pytest.mark.parametrize("key", JOBS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_jobs_on_one_machine_do_not_meet(key: str, nodes: int, tmp_path: Path) -> None:
+    files = TARGETS[key].write(spec_of(planned(), nodes))
+    jobs = [started(key, files, tmp_path, **job) for job in JOBS[key]]
+    where = [words[words.index("--rdzv-endpoint") + 1] for words in jobs]
+    if nodes == 1:
+        assert where == ["localhost:0"] * 2  # each takes a port that is free
+        return
+    ports = [int(place.rpartition(":")[2]) for place in where]
+    assert len(set(ports)) == 2 and all(1024 < port < 32768 for port in ports)
+    assert started(key, files, tmp_path, **JOBS[key][0]) == jobs[0]  # as every node of it says
+    names = {words[words.index("--rdzv-id") + 1] for words in jobs}
+    assert len(names) == (1 if key == "torchrun" else 2)  # nobody numbers what is started by hand
+
+
+def test_a_job_does_not_end_with_another_of_its_machine(tmp_path: Path) -> None:
+    """Two launch.sh by torchrun itself: the second goes on when the first, which began before it, has ended."""
+    pytest.importorskip("torch")
+    script = TARGETS["torchrun"].write(spec_of(planned(BACKENDS["plain"])))["launch.sh"]
+    trains = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
+    trains += "for _ in range(1200):\n    if other.exists():\n        break\n    time.sleep(0.05)\n"  # an end, where none comes
+    env = {"PATH": f"{Path(sys.executable).parent}:/bin:/usr/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    jobs = []
+    for mine, other in (("a", "b"), ("b", "ended")):
+        folder = tmp_path / f"job {mine}"
+        folder.mkdir()
+        (folder / "launch.sh").write_text(script)
+        (folder / "train.py").write_text(trains)
+        words = ["bash", str(folder / "launch.sh"), str(tmp_path / mine), str(tmp_path / other)]
+        jobs.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+        for _ in range(1200):
+            if (tmp_path / mine).exists() or jobs[-1].poll() is not None:
+                break
+            time.sleep(0.05)
+    first = jobs[0].communicate(timeout=120)[1]
+    (tmp_path / "ended").touch()
+    second = jobs[1].communicate(timeout=120)[1]
+    assert [job.returncode for job in jobs] == [0, 0], first + second
 
 
 @pytest.mark.parametrize("key", TARGETS)

@@ -8,7 +8,7 @@ from typing import Any
 from memfit.errors import UnknownName
 from memfit.export.text import one_line, yaml_text
 from memfit.run.jobs.images import image_of
-from memfit.run.jobs.spec import TOKEN, Spec
+from memfit.run.jobs.spec import OWN_PORT, TOKEN, Spec
 from memfit.units import GIB
 
 FILE = "sky.yaml"
@@ -48,9 +48,7 @@ def write(spec: Spec) -> dict[str, str]:
         ),
         **({"envs": spec.environment} if spec.environment else {}),
         "setup": "".join(f"{line}\n" for line in (*image_of(spec).before, "pip install -r requirements.txt", COMPILER)),
-        "run": 'head_node=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-        + spec.torchrun('"$SKYPILOT_NUM_NODES"', "$head_node", spec.name, "${ARGS:-}", INPUTS)
-        + "\n",
+        "run": "".join(f"{line}\n" for line in _run(spec)),
     }
     head = [spec.head, f"sky launch {FILE}", *notes(spec)]
     return {FILE: yaml_text(task, head=[f"# {line}" for line in head])}
@@ -77,6 +75,17 @@ def notes(spec: Spec) -> tuple[str, ...]:
     if spec.nodes > 1:
         lines.append("nodes share no disk: to resume from a checkpoint its output must be in a bucket")
     return tuple(one_line(line) for line in lines)
+
+
+def _run(spec: Spec) -> list[str]:
+    """What every node runs. The id of a task is the same on all of them, and no other's."""
+    rendezvous = [
+        'head_node=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        'number=$(echo "$SKYPILOT_TASK_ID" | cksum | cut -d " " -f 1)',
+    ]
+    where = "$head_node:" + OWN_PORT.format(number="number")
+    line = spec.torchrun('"$SKYPILOT_NUM_NODES"', where, '"$SKYPILOT_TASK_ID"', "${ARGS:-}", INPUTS)
+    return [*(rendezvous if spec.nodes > 1 else []), line]
 
 
 def _resources(spec: Spec) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.run.jobs.spec import Spec
+from memfit.run.jobs.spec import OWN_PORT, Spec
 
 FILE = "job.sbatch"
 CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
@@ -29,9 +29,11 @@ def write(spec: Spec) -> dict[str, str]:
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         *spec.exports(),
-        'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        *(['head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'] if spec.nodes > 1 else []),
         # by itself srun does not take over --cpus-per-task since Slurm 22.05, and a node's processes would share one core
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-        + spec.torchrun('"$SLURM_NNODES"', "$head_node", '"$SLURM_JOB_ID"', '"$@"'),
+        + spec.torchrun(
+            '"$SLURM_NNODES"', "$head_node:" + OWN_PORT.format(number="SLURM_JOB_ID"), '"$SLURM_JOB_ID"', '"$@"'
+        ),
     ]
     return {FILE: "\n".join(lines) + "\n"}

@@ -21,6 +21,8 @@ from memfit.run.environment import environment
 from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default
+# a port of its own for every number that a cluster gives a job: below those that systems hand out to connections (32768, ip(7))
+OWN_PORT = "$((10000 + {number} % 20000))"
 # bytes that are resident in a process once torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets are imported. Measured
 IMPORTED = 834 * MIB
 # bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
@@ -103,10 +105,15 @@ class Spec:
         return [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
 
     def torchrun(self, nodes: str, rendezvous: str, identity: str, more: str, root: str = "") -> str:
-        """The line every node runs. The arguments are shell text; `more` stands for what the user tells train.py."""
+        """The line every node runs. The arguments are shell text; `more` stands for what the user tells train.py.
+
+        On one machine the processes meet at a port that is free (0): a second job there would join the first one's at any
+        that is fixed, and end with it. `rendezvous` is where those of several machines meet.
+        """
+        where = "localhost:0" if self.nodes == 1 else rendezvous
         return (
             f"torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-id {identity} --rdzv-backend c10d "
-            f'--rdzv-endpoint "{rendezvous}:{PORT}" {shlex.join(["train.py", *self.arguments(root)])} {more}'
+            f'--rdzv-endpoint "{where}" {shlex.join(["train.py", *self.arguments(root)])} {more}'
         )
 
     def needs(self, apart: bool) -> tuple[str, ...]:

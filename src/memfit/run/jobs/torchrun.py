@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from memfit.run.jobs.spec import Spec
+from memfit.run.jobs.spec import PORT, Spec
 
 FILE = "launch.sh"
 
 
 def notes(spec: Spec) -> tuple[str, ...]:
     """What must be so where it runs."""
-    return spec.needs(apart=False)
+    beside = f"a second job on these nodes at the same time: PORT={PORT + 1} on each of them"
+    return (*spec.needs(apart=False), *([beside] if spec.nodes > 1 else []))
 
 
 def write(spec: Spec) -> dict[str, str]:
     """The script. HEAD names the first node; with one node nothing need be said."""
-    where = "localhost" if spec.nodes == 1 else "${HEAD:?set HEAD to the name of the first node}"
+    where = f"${{HEAD:?set HEAD to the name of the first node}}:${{PORT:-{PORT}}}"
     lines = [
         "#!/bin/bash",
         f"# {spec.head}",
