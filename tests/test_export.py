@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -562,7 +563,7 @@ KNOWN_CALLS = {
     "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text", "read", "types",
     "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate", "turns.append",
     "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip", "text.lstrip().startswith", "text.splitlines", "x.strip",
-    "kind.startswith",
+    "kind.startswith", "last_checkpoint", "Path(output).glob", "max", "int", "path.rpartition", "trainer.is_world_process_zero",
 }  # fmt: skip
 
 
@@ -721,7 +722,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _TWICE = """\
 import runpy, sys
 script, *arguments = sys.argv[1:]
-for extra in (["--max-steps", "2"], ["--max-steps", "3", "--resume"]):
+for extra in (["--max-steps", "2", "--resume"], ["--max-steps", "3", "--resume"]):  # as clusters start it, both times
     sys.argv = [script, *arguments, *extra]
     runpy.run_path(script, run_name="__main__")
 """
@@ -773,7 +774,9 @@ def test_train_py_trains_and_resumes(tiny: Path, tmp_path: Path, key: str, recip
     recipe = recipe.but(micro_batch=2, accumulation=2, sequence_length=64)
     plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / data))
     export.write(export.export(plan, key), tmp_path)
-    check_run(tmp_path / "output", run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path), recipe.method)
+    printed = run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path)
+    check_run(tmp_path / "output", printed, recipe.method)
+    assert printed.count("output holds no checkpoint: training starts at the beginning") == 1
 
 
 # what scripts hand to their trainer, without the training: one interpreter for all, to pay for the imports once
@@ -875,6 +878,8 @@ def test_train_py_as_a_user_types_it(tiny: Path, tmp_path: Path) -> None:
     first = run([*command, "2"], tmp_path)
     state = tmp_path / "elsewhere" / "checkpoint-2" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"total_flos": 1e15}))
+    (tmp_path / "elsewhere" / "checkpoint-9").mkdir()  # stopped while it saved: the Trainer's state comes last
+    os.utime(tmp_path / "elsewhere" / "checkpoint-9", (0, 0))  # the first to make way
     check_run(tmp_path / "elsewhere", first + run([*command, "3", "--resume"], tmp_path), "full")
     resumed = json.loads((tmp_path / "elsewhere" / "checkpoint-3" / "trainer_state.json").read_text())
     assert resumed["global_step"] == 3 and resumed["total_flos"] > 1e15  # counted on from the checkpoint, not from zero

@@ -100,6 +100,7 @@ def test_a_trainjob_has_the_shape_of_kubeflow() -> None:
     assert {"name": "PYTORCH_ALLOC_CONF", "value": CONF} in trainer["env"]
     secret = {"secretKeyRef": {"name": "huggingface", "key": "HF_TOKEN", "optional": True}}
     assert trainer["env"].pop() == {"name": "HF_TOKEN", "valueFrom": secret}
+    assert trainer["env"].pop(0)["name"] == "JOBSET_UID"
     assert all(isinstance(pair["value"], str) for pair in trainer["env"])  # Kubernetes refuses anything else
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -279,6 +280,52 @@ def test_two_jobs_on_one_machine_do_not_meet(key: str, nodes: int, tmp_path: Pat
     assert started(key, files, tmp_path, **JOBS[key][0]) == jobs[0]  # as every node of it says
     names = {words[words.index("--rdzv-id") + 1] for words in jobs}
     assert len(names) == (1 if key == "torchrun" else 2)  # nobody numbers what is started by hand
+
+
+MANAGED = "sky-managed-2026-01-02-03-04-05-678901_mine_7-0"  # docs.skypilot.co, environment-variables
+# what a cluster says of a job when it is started again: with the first start's variables it is submitted
+AGAIN = {
+    "slurm": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
+    "skypilot": ({"SKYPILOT_TASK_ID": MANAGED}, {"SKYPILOT_TASK_ID": MANAGED}),
+}
+
+
+@pytest.mark.parametrize("key", AGAIN)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_that_is_started_again_goes_on_where_it_was(key: str, backend: str, tmp_path: Path) -> None:
+    plan = planned(BACKENDS[backend])
+    files = export.export(plan) | TARGETS[key].write(spec_of(plan))
+    first, again = (trained(key, files, tmp_path, **told) for told in AGAIN[key])
+    assert first.output == again.output and again.resume is True and first.epochs == 3
+    other = trained(key, files, tmp_path, **{name: value.replace("7", "8") for name, value in AGAIN[key][0].items()})
+    assert other.output != first.output  # nothing of the first is taken for its own
+    if key == "slurm":
+        assert not first.resume and not other.resume
+        assert not trained(key, files, tmp_path, SLURM_RESTART_COUNT="0").resume
+    else:
+        mine = trained(key, files, tmp_path, OUTPUT="/bucket", **AGAIN[key][1])
+        assert mine.output == f"/bucket/{MANAGED}"
+        once = trained(key, files, tmp_path)  # sky launch recovers nothing
+        assert (once.output, once.resume) == ("output", None)
+
+
+def trained(key: str, files: dict[str, str], tmp_path: Path, **more: str) -> argparse.Namespace:
+    """What train.py understands of what the job's script tells it."""
+    words = started(key, files, tmp_path, **more)
+    return parsed(files["train.py"], words[words.index("train.py") + 1 :])
+
+
+def test_a_restarted_pod_goes_on_where_its_job_was() -> None:
+    """Kubernetes puts $(NAME) of the container's environment into its args; JobSet labels every pod of a job alike."""
+    plan = planned()
+    files = export.export(plan) | TARGETS["kubernetes"].write(spec_of(plan))
+    trainer = yaml.safe_load(files["trainjob.yaml"])["spec"]["trainer"]
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in trainer["env"] if "fieldRef" in str(e)}
+    assert fields == {"JOBSET_UID": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}
+    given = parsed(files["train.py"], [word.replace("$(JOBSET_UID)", "4a1b") for word in trainer["args"][1:]])
+    assert (given.output, given.resume) == ("/workspace/output/4a1b", True)
+    claim, pod = yaml.safe_load(files["output.yaml"]), yaml.safe_load(files["fetch.yaml"])
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
 def test_a_job_does_not_end_with_another_of_its_machine(tmp_path: Path) -> None:

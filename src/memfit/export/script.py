@@ -167,7 +167,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default=DATA, help="{DATA_HELP}")
     parser.add_argument("--eval-data", default={{eval_data}}, help="the same for evaluation, at every checkpoint")
     parser.add_argument("--output", default="output")
-    parser.add_argument("--resume", nargs="?", const=True, help="continue from the last or the named checkpoint")
+    parser.add_argument("--resume", nargs="?", const=True, help="from the last checkpoint, if any, or a named one")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default={{max_steps}})
@@ -208,20 +208,28 @@ def rejoins(plan: Plan, kind: launch.Backend) -> bool:
 
 def ending(rejoin: bool = False) -> list[str]:
     """main(), the functions that read the data, and the start. `rejoin`: see `rejoins`."""
-    main = _MAIN.replace("    trainer = ", f"{_REJOIN}    trainer = ") if rejoin else _MAIN
+    main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
     return ["", "", *main.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
 
 
-_MAIN = """\
+_MAIN = '''\
 def main() -> None:
     args = arguments()
+    checkpoint = last_checkpoint(args.output) if args.resume is True else args.resume
+{rejoin}\
     trainer = build(args)
-    trainer.train(resume_from_checkpoint=args.resume)
+    if args.resume and checkpoint is None and trainer.is_world_process_zero():
+        print(f"{{args.output}} holds no checkpoint: training starts at the beginning")
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
-"""
+
+
+def last_checkpoint(output: str) -> str | None:
+    """The last whole checkpoint: a run that was stopped while it saved leaves one without trainer_state.json."""
+    whole = [str(state.parent) for state in Path(output).glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.rpartition("-")[2]), default=None)
+'''
 _REJOIN = """\
-    if args.resume:  # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
-        args.resume = get_last_checkpoint(args.output) if args.resume is True else args.resume
-        args.model = args.resume or args.model
+    # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
+    args.model = checkpoint or args.model
 """
-REJOINED = "from transformers.trainer_utils import get_last_checkpoint"

@@ -71,12 +71,12 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
-    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe, rejoin), saved)
+    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
     lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
     return "\n".join([*lines, *script.ending(rejoin)])
 
 
-def _imports(recipe: Recipe, rejoin: bool) -> list[str]:
+def _imports(recipe: Recipe) -> list[str]:
     peft = ["LoraConfig", "get_peft_model"] if recipe.method != "full" else []
     peft += ["prepare_model_for_kbit_training"] if _prepares(recipe) else []
     used = [
@@ -94,7 +94,6 @@ def _imports(recipe: Recipe, rejoin: bool) -> list[str]:
         "from transformers import (",
         *(f"    {name}," for name in [*sorted(used), *(["set_seed"] if recipe.method != "full" else [])]),
         ")",
-        *[script.REJOINED] * rejoin,
     ]
 
 

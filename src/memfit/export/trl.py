@@ -44,7 +44,7 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 def train(plan: Plan, how: launch.Launch) -> str:
     """The text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
-    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe, rejoin), saved)
+    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
     lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
     lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
@@ -66,12 +66,11 @@ def _scales_bf16(recipe: Recipe, kind: launch.Backend) -> bool:
     return recipe.quantization != "none" and recipe.precision == "fp16-mixed" and kind in ("plain", "ddp")
 
 
-def _imports(recipe: Recipe, rejoin: bool) -> list[str]:
+def _imports(recipe: Recipe) -> list[str]:
     lines = ["from datasets import Dataset, Features, List, Value, load_dataset"]
     lines += ["from peft import LoraConfig"] if recipe.method != "full" else []
     quantised = ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
     lines += [f"from transformers import {', '.join(['AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]
-    lines += [script.REJOINED] * rejoin
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 

@@ -17,6 +17,13 @@ NODE = "node"  # its job that trains, and the container in it
 SECRET = "huggingface"  # the cluster's, made by the user
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 INPUTS, OUTPUT = "inputs", "/workspace/output"  # beside the Dockerfile, whose WORKDIR is /workspace
+# JobSet restarts containers and replaces pods (restartPolicy OnFailure is its default), and labels them by what owns them all: its id is
+# the same for every attempt of one TrainJob, and no other's (jobset.sigs.k8s.io/docs/concepts, JobSet labels)
+IDENTITY = {
+    "name": "JOBSET_UID",
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}},
+}
+AGAIN = ("--output", f"{OUTPUT}/$({IDENTITY['name']})", "--resume")  # Kubernetes puts $(NAME) in itself
 
 
 def write(spec: Spec) -> dict[str, str]:
@@ -35,11 +42,11 @@ def write(spec: Spec) -> dict[str, str]:
             "trainer": {
                 "image": _image(spec),
                 "command": ["torchrun"],
-                "args": ["train.py", *spec.arguments(f"/workspace/{INPUTS}")],
+                "args": ["train.py", *spec.arguments(f"/workspace/{INPUTS}"), *AGAIN],
                 "numNodes": spec.nodes,
                 "numProcPerNode": spec.gpus,
                 "resourcesPerNode": {"requests": amounts, "limits": amounts},
-                **({"env": env} if (env := _environment(spec)) else {}),
+                "env": _environment(spec),
             },
             "runtimePatches": [_patch(spec)],
         },
@@ -57,7 +64,11 @@ def notes(spec: Spec) -> tuple[str, ...]:
         make = f"kubectl create secret generic {SECRET} --from-literal={TOKEN}=$" + TOKEN
         lines.append(f"{spec.hub}: {make}, once")
     lines += [] if spec.image else ["--image REGISTRY/NAME:TAG names one that the cluster can pull"]
-    lines.append("what train.py shall be told more (--epochs, --resume) goes behind train.py in args")
+    lines.append("what train.py shall be told more (--epochs 3) goes to the end of args")
+    lines.append(
+        f"restarted, the job goes on from its last checkpoint; another TrainJob begins a folder of its own in {VOLUME}'s volume,"
+        f" which has room for one, or continues one by --output {OUTPUT}/FOLDER"
+    )
     if spec.nodes > 1:
         lines.append(
             f"{VOLUME} needs a storage class that several nodes can write to (ReadWriteMany: NFS, CephFS, Lustre)"
@@ -78,7 +89,8 @@ def _copy(source: str, there: str) -> str:
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
     """What the containers are told; the token is no part of a file, and a job without it starts."""
-    told: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.environment.items()]
+    told: list[dict[str, Any]] = [IDENTITY]
+    told += [{"name": name, "value": value} for name, value in spec.environment.items()]
     secret = {"name": SECRET, "key": TOKEN, "optional": True}
     return [*told, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else told
 

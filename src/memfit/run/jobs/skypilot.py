@@ -16,6 +16,12 @@ INPUTS = "/inputs"
 COMPILER = (
     "command -v g++ > /dev/null || { sudo apt-get update && sudo apt-get install -y build-essential; }  # for Triton"
 )
+# SkyPilot's docs, environment-variables: "all recoveries of that job will have the same ID value", sky-managed-..., and no other job
+RECOVERED = (
+    "output=${OUTPUT:-output} resume=",
+    "# a managed job keeps its id when it is recovered: it goes on from what it saved under it",
+    'case "$SKYPILOT_TASK_ID" in sky-managed-*) output=$output/$SKYPILOT_TASK_ID resume=--resume ;; esac',
+)
 DISK = 256  # SkyPilot's own disk_size, in GB
 SYSTEM = 64 * GIB  # the machine's image, drivers and packages. Assumed
 # rows of gpus.toml -> SkyPilot's name; every name is in its catalog v8 (common/accelerators.csv, d4d53f0), which has no others of them
@@ -70,7 +76,9 @@ def notes(spec: Spec) -> tuple[str, ...]:
         f"sky launch --env ARGS='--epochs 3' {FILE} tells train.py more",
         *([f"{spec.hub}: sky launch --secret {TOKEN} {FILE} passes on this shell's"] if spec.hub else []),
         f"before sky down, from ~/sky_workdir/output of {whose}: rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
-        "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}', and ARGS='--output /output'",
+        "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}',"
+        f" and sky launch --env OUTPUT=/output {FILE}",
+        f"sky jobs launch {FILE}: recovered, it goes on from its last checkpoint in such a bucket; without one it starts at the beginning",
     ]
     if spec.nodes > 1:
         lines.append("nodes share no disk: to resume from a checkpoint its output must be in a bucket")
@@ -84,8 +92,10 @@ def _run(spec: Spec) -> list[str]:
         'number=$(echo "$SKYPILOT_TASK_ID" | cksum | cut -d " " -f 1)',
     ]
     where = "$head_node:" + OWN_PORT.format(number="number")
-    line = spec.torchrun('"$SKYPILOT_NUM_NODES"', where, '"$SKYPILOT_TASK_ID"', "${ARGS:-}", INPUTS)
-    return [*(rendezvous if spec.nodes > 1 else []), line]
+    line = spec.torchrun(
+        '"$SKYPILOT_NUM_NODES"', where, '"$SKYPILOT_TASK_ID"', '--output "$output" $resume ${ARGS:-}', INPUTS
+    )
+    return [*(rendezvous if spec.nodes > 1 else []), *RECOVERED, line]
 
 
 def _resources(spec: Spec) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from memfit.run.jobs.spec import OWN_PORT, Spec
 
 FILE = "job.sbatch"
+OWN = '--output "output/$SLURM_JOB_ID"'  # checkpoints of another job beside its own would be taken for them
 CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
 
 
 def notes(spec: Spec) -> tuple[str, ...]:
-    """What must be so on the cluster."""
-    return spec.needs(apart=True)
+    """What must be so on the cluster, and what becomes of a job that is stopped."""
+    again = f"a requeued job goes on from its last checkpoint; sbatch {FILE} --output output/JOBID --resume continues one that ended"
+    return (*spec.needs(apart=True), again)
 
 
 def write(spec: Spec) -> dict[str, str]:
@@ -18,6 +20,7 @@ def write(spec: Spec) -> dict[str, str]:
     settings = {
         "job-name": spec.name, "nodes": spec.nodes, "ntasks-per-node": 1, "gpus-per-node": spec.gpus,
         "cpus-per-task": CORES * spec.gpus, "mem": f"{spec.host_gib}G", "output": "%x-%j.log",
+        "open-mode": "append",  # a requeued job writes on
     }  # fmt: skip
     settings |= {"time": f"{spec.hours}:00:00"} if spec.hours else {}
     lines = [
@@ -29,11 +32,12 @@ def write(spec: Spec) -> dict[str, str]:
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         *spec.exports(),
+        'if ((${SLURM_RESTART_COUNT:-0})); then set -- "$@" --resume; fi  # requeued',
         *(['head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'] if spec.nodes > 1 else []),
         # by itself srun does not take over --cpus-per-task since Slurm 22.05, and a node's processes would share one core
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" '
         + spec.torchrun(
-            '"$SLURM_NNODES"', "$head_node:" + OWN_PORT.format(number="SLURM_JOB_ID"), '"$SLURM_JOB_ID"', '"$@"'
+            '"$SLURM_NNODES"', "$head_node:" + OWN_PORT.format(number="SLURM_JOB_ID"), '"$SLURM_JOB_ID"', f'{OWN} "$@"'
         ),
     ]
     return {FILE: "\n".join(lines) + "\n"}
