@@ -177,6 +177,73 @@ def test_nvml_s_numbers_that_are_not_available_are_nothing() -> None:
     assert meter.read(7).device == 0
 
 
+class NVMLError(Exception):
+    pass
+
+
+class NVMLError_NotSupported(NVMLError):  # noqa: N801
+    pass
+
+
+@pytest.mark.parametrize("question", ["nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo"])
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_card_that_is_lost_takes_nothing_of_the_command(
+    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str, words: tuple[str, ...]
+) -> None:
+    from memfit.watcher import processes
+
+    driver = Driver()
+    looks = iter(range(3))
+    meter = NvmlMeter(driver, lambda pid: {pid})
+    asked = getattr(driver, question)
+
+    def lost(card: int) -> Any:
+        if next(looks, None) is None:
+            raise NVMLError("GPU is lost")
+        return asked(card)
+
+    monkeypatch.setattr(driver, question, lost)
+    monkeypatch.setattr(processes, "nvml", lambda: meter)
+    done, log = tmp_path / "done", tmp_path / "x.jsonl"
+    code = f"import time; time.sleep(0.5); open({str(done)!r}, 'w'); raise SystemExit(5)"
+    got, out, err = ran("watch", *words, "--every", "0.02", "--log", log, "--", *python(code))
+    assert got == 5 and done.exists()
+    said = "nothing is measured from here on: NVMLError: GPU is lost"
+    assert [alarm.text for alarm in watch_file.loads(log.read_bytes()).alarms] == [said]
+    if words:
+        assert [alarm.text for alarm in codec.loads(out).alarms] == [said] and codec.loads(out).exit_code == 5
+    else:
+        assert f"memfit watch: warning: {said}" in err
+
+
+def test_a_card_that_lists_no_processes_is_taken_whole() -> None:
+    driver: Any = Driver()
+
+    def refuse(card: int) -> list[Any]:
+        raise NVMLError_NotSupported("Not Supported")
+
+    driver.NVMLError_NotSupported, driver.nvmlDeviceGetComputeRunningProcesses = NVMLError_NotSupported, refuse
+    meter = NvmlMeter(driver, lambda pid: {pid})
+    driver.running = [{}, {7: 2 * GIB}]
+    assert meter.read(7).device == 2 * GIB and meter.whole_card
+
+
+def test_a_driver_that_cannot_say_more_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.watcher import processes
+
+    driver: Any = Driver()
+
+    def refuse(card: int) -> list[Any]:
+        raise NVMLError("Unknown Error")
+
+    driver.nvmlDeviceGetComputeRunningProcesses, driver.NVMLError, driver.nvmlInit = refuse, NVMLError, lambda: None
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    meter, told = processes.outside_meter("auto")
+    assert isinstance(meter, RssMeter) and "does not answer: Unknown Error: resident memory" in told
+    with pytest.raises(BadInput, match="Unknown Error"):
+        processes.outside_meter("nvml")
+
+
 def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memfit.watcher import processes
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.sample import Sample, Watched
+from memfit.sample import Alarm, Sample, Watched
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder
 
@@ -27,26 +27,44 @@ def run(
     """Run the command to its end; (its exit code as shells report it, what was seen).
 
     relay: takes the command's output line by line, for a live view it would overwrite; None: it writes for itself.
-    Raises BadInput for a command that cannot be started.
+    Raises BadInput for a command that cannot be started. Once it runs it is waited for, whatever fails beside it.
     """
     began = time.monotonic()
     child = _start(command, relay is not None)
     with _signals(child):
         reader = _relayed(child, relay) if relay else None
-        wait = min(FIRST, every)
-        while True:
-            now = meter.read(child.pid)
-            recorder.add(Sample(time.monotonic() - began, 0, "step", now, now))
-            try:
-                child.wait(wait)
-                break
-            except subprocess.TimeoutExpired:
-                wait = min(2 * wait, every)
+        try:
+            _look(child, recorder, meter, every, began)
+        except Exception as error:  # a card that is lost, a sink: the command is not
+            _blind(recorder, error)
+        child.wait()
         if reader is not None:
             reader.join()
     watched = recorder.watched()
     recorder.close()
     return child.returncode if child.returncode >= 0 else 128 - child.returncode, watched
+
+
+def _look(
+    child: subprocess.Popen[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, began: float
+) -> None:
+    """Look at the command until it has ended."""
+    wait = min(FIRST, every)
+    while True:
+        now = meter.read(child.pid)
+        recorder.add(Sample(time.monotonic() - began, 0, "step", now, now))
+        try:
+            child.wait(wait)
+            return
+        except subprocess.TimeoutExpired:
+            wait = min(2 * wait, every)
+
+
+def _blind(recorder: Recorder, error: Exception) -> None:
+    """Say that what follows is not measured."""
+    with suppress(Exception):
+        text = f"nothing is measured from here on: {type(error).__name__}: {error}"
+        recorder.alarm(Alarm("unsure", 0, "step", 0, 0, text))
 
 
 def program_of(command: Sequence[str]) -> str:

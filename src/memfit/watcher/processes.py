@@ -86,6 +86,11 @@ class NvmlMeter:
         if not self.cards:
             raise BadInput("the driver lists no card", hint=NVML_HINT)
         self.whole_card = False
+        # vGPU, MIG and drivers that were restricted list no processes to anybody
+        unlisted = ("NVMLError_NotSupported", "NVMLError_NoPermission")
+        self._unlisted = tuple(getattr(library, name) for name in unlisted if hasattr(library, name))
+        for card in self.cards:  # what cannot be asked is told before anything runs
+            self._listed(card, set())
         self._before = [self._in_use(card) for card in self.cards]
         self._choose(0)
 
@@ -97,12 +102,17 @@ class NvmlMeter:
     def _in_use(self, card: Any) -> int:
         return int(self.nvml.nvmlDeviceGetMemoryInfo(card).used)
 
+    def _listed(self, card: Any, ours: set[int]) -> int:
+        """Bytes that the driver counts for these processes; 0 where it lists none."""
+        try:
+            running = self.nvml.nvmlDeviceGetComputeRunningProcesses(card)
+        except self._unlisted:
+            return 0
+        return sum(int(p.usedGpuMemory or 0) for p in running if p.pid in ours)
+
     def read(self, pid: int) -> Levels:
         ours = self.members(pid)
-        sizes = []
-        for card in self.cards:
-            running = self.nvml.nvmlDeviceGetComputeRunningProcesses(card)
-            sizes.append(sum(int(p.usedGpuMemory or 0) for p in running if p.pid in ours))
+        sizes = [self._listed(card, ours) for card in self.cards]
         if any(sizes):
             self.whole_card = False
         else:  # not there yet, or not visible by its number: what has come since the beginning
