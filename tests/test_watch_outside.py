@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,58 @@ def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> No
         time.sleep(0.02)
     watch.send_signal(number)
     assert watch.wait(30) == 42
+
+
+# counts what reaches it: a second one, passed on, would come at once
+COUNTS = """
+import signal, sys, time
+from pathlib import Path
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+Path(sys.argv[1]).touch()
+for _ in range(1200):
+    if got:
+        time.sleep(0.5)
+        break
+    time.sleep(0.05)
+sys.exit(40 + len(got))
+"""
+
+# the first terminal that the leader of a session opens is its controlling one
+BEGINS = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for number, name in enumerate((sys.argv[2], sys.argv[1], sys.argv[1])):
+    os.dup2(os.open(name, os.O_RDWR), number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="who sent a signal is told by Linux alone")
+@pytest.mark.parametrize("sent", ["by the terminal", "by kill"])
+@pytest.mark.parametrize("stdin", ["the terminal", "a file"])
+def test_an_interrupt_reaches_the_command_once(tmp_path: Path, sent: str, stdin: str) -> None:
+    ready, file = tmp_path / "ready", tmp_path / "nothing"
+    file.touch()
+    mine, theirs = os.openpty()
+    name = os.ttyname(theirs)
+    command = [sys.executable, "-m", "memfit", "watch", "--measure", "rss", "--log", str(tmp_path / "x.jsonl"), "--"]
+    words = [*python(BEGINS), name, str(file) if stdin == "a file" else name, *command, *python(COUNTS), str(ready)]
+    watch = subprocess.Popen(words, start_new_session=True)
+    os.close(theirs)
+    for _ in range(1200):
+        if ready.exists() or watch.poll() is not None:
+            break
+        time.sleep(0.05)
+    if sent == "by kill":
+        watch.send_signal(signal.SIGINT)
+    else:
+        os.write(mine, b"\x03")
+    with suppress(OSError):  # a terminal that everybody has left
+        while os.read(mine, 4096):
+            pass
+    os.close(mine)
+    assert watch.wait() == 41
 
 
 @pytest.mark.parametrize("content", ["import os\n", '{"hello": 1}\n', "hello"])

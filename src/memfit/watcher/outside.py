@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
 from memfit.sample import Alarm, Sample, Watched
+from memfit.watcher.interrupts import passed_on
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder
 
-PASSED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
 
 
@@ -31,7 +29,7 @@ def run(
     """
     began = time.monotonic()
     child = _start(command, relay is not None)
-    with _signals(child):
+    with passed_on(child):
         reader = _relayed(child, relay) if relay else None
         try:
             _look(child, recorder, meter, every, began)
@@ -103,24 +101,3 @@ def _relayed(child: subprocess.Popen[str], relay: Callable[[str], None]) -> Any:
     thread = Thread(target=lines, daemon=True)
     thread.start()
     return thread
-
-
-@contextmanager
-def _signals(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Signals sent to us go to the child, and we wait for it; Ctrl-C reaches both from the terminal."""
-
-    def forward(number: int, _: object) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
-
-    def interrupted(number: int, frame: object) -> None:
-        if not sys.stdin or not sys.stdin.isatty():  # kill -INT: the terminal did not send it to the child
-            forward(number, frame)
-
-    before = {number: signal.signal(number, forward) for number in PASSED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
