@@ -425,6 +425,20 @@ def test_closed_streams_are_no_bug() -> None:
     assert subprocess.run(f"{words} >&- 2>&-", shell=True, check=False).returncode == 0
 
 
+def test_notes_that_nobody_reads_end_nothing() -> None:
+    """stderr is a pipe whose reader has gone; the answer on stdout is whole."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [
+        sys.executable,
+        "-c",
+        "import sys; from memfit.cli import main, terminal; terminal.note('x'); sys.exit(main())",
+    ]
+    done = subprocess.run([*words, "models", "qwen3"], stdout=subprocess.PIPE, stderr=writer, text=True, check=False)
+    os.close(writer)
+    assert "qwen3" in done.stdout.lower()
+
+
 def test_rotary_positions_beyond_the_config_are_said(ran: Ran) -> None:
     _, out, _ = ran("estimate", "llama-2-7b", "--gpu", "h100", "--sequence-length", "16384")
     assert "sequence 16,384 is beyond the 4,096 positions" in out

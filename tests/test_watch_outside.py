@@ -77,6 +77,20 @@ def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> No
     assert watch.wait(30) == 42
 
 
+@pytest.mark.parametrize("words", [(), ("--measure", "rss"), ("--json",)])
+def test_a_command_that_is_watched_runs_whoever_reads(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """stderr, and stdout for --json, are pipes whose reader has gone: notes, warnings and the summary are lost, nothing else."""
+    done = tmp_path / "done"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "memfit", "watch", *words, "--log", str(tmp_path / "x.jsonl"), "--"]
+    code = f"open({str(done)!r}, 'w'); raise SystemExit(5)"
+    watch = subprocess.run([*command, *python(code)], stderr=writer, stdout=writer, check=False)
+    os.close(writer)
+    assert watch.returncode == 5 and done.exists()
+    assert watch_file.loads((tmp_path / "x.jsonl").read_bytes()).samples
+
+
 # counts what reaches it: a second one, passed on, would come at once
 COUNTS = """
 import signal, sys, time

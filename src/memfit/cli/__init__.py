@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        terminal.drop_output()
         return EXIT_PIPE
     except OSError as error:
         if error.errno not in NO_ROOM:
             return _bug(error)
-        _drop_output()
+        terminal.drop_output()
         terminal.error(f"the output cannot be written: {error.strerror}", "is the disk full?")
         return EXIT_BAD_INPUT
     except Exception as error:  # anything else is ours to fix: one line, never a traceback
@@ -90,12 +90,6 @@ def _misuse(misuse: ClickException) -> int:
         message, hint = misuse.message, f"here it is {meant}; {hint}"
     terminal.error(terminal.sentence(message), hint)
     return EXIT_BAD_INPUT
-
-
-def _drop_output() -> None:
-    """Nothing more can be written (`| head` has left, the disk is full): keep Python from complaining at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,17 @@ def show_json(document: Any) -> None:
     sys.stdout.write(text + "\n")
 
 
+def drop_output() -> None:
+    """Nothing more can be written (`| head` has left, the disk is full): keep Python from complaining at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 def note(text: str) -> None:
     """One line on stderr."""
     _say("note:", "dim", text)
@@ -89,10 +100,10 @@ def sentence(message: str) -> str:
 
 def console(file: TextIO) -> Console:
     """A rich console that takes text literally. Without a terminal it never wraps."""
-    from rich.console import Console
+    from memfit.report.output import Output
 
-    made = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False, legacy_windows=False)
-    return made if made.is_terminal else Console(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)
+    made = Output(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False, legacy_windows=False)
+    return made if made.is_terminal else Output(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)
 
 
 def _say(label: str, style: str, message: str) -> None:

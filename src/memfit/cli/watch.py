@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,9 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     if flags["json"]:
         from memfit.watch_doc import watched_doc
 
-        terminal.show_json(watched_doc(watched, code))
+        with suppress(OSError):  # the command's exit code is the answer, whether this is read or not
+            terminal.show_json(watched_doc(watched, code))
+    terminal.drop_output()
     return code
 
 

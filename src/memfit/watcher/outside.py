@@ -34,12 +34,15 @@ def run(
         try:
             _look(child, recorder, meter, every, began)
         except Exception as error:  # a card that is lost, a sink: the command is not
-            _blind(recorder, error)
+            _failed(recorder, "nothing is measured from here on", error)
         child.wait()
         if reader is not None:
             reader.join()
     watched = recorder.watched()
-    recorder.close()
+    try:
+        recorder.close()
+    except Exception as error:
+        _failed(recorder, "the watch could not be ended in order", error)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode, watched
 
 
@@ -58,11 +61,10 @@ def _look(
             wait = min(2 * wait, every)
 
 
-def _blind(recorder: Recorder, error: Exception) -> None:
-    """Say that what follows is not measured."""
+def _failed(recorder: Recorder, what: str, error: Exception) -> None:
+    """Say everywhere what is missing of the watch."""
     with suppress(Exception):
-        text = f"nothing is measured from here on: {type(error).__name__}: {error}"
-        recorder.alarm(Alarm("unsure", 0, "step", 0, 0, text))
+        recorder.alarm(Alarm("unsure", 0, "step", 0, 0, f"{what}: {type(error).__name__}: {error}"))
 
 
 def program_of(command: Sequence[str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -66,7 +67,8 @@ class Log:
             os.write(self.file, line)
         except OSError as error:
             self.close()
-            print(f"memfit watch: the log ends here: {error.strerror}", file=sys.stderr)
+            with suppress(OSError):
+                print(f"memfit watch: the log ends here: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
         if self.file >= 0:
@@ -79,6 +81,7 @@ class Recorder:
 
     def __init__(self, header: Header, log: Path | None, sinks: Sequence[Sink], screen: Screen) -> None:
         self.header, self.sinks, self.screen = header, sinks, screen
+        self.unread = False
         self.alarm_rules = Alarms(header)
         self.samples: list[Sample] = []
         self.peaks: dict[Phase, Levels] = {}
@@ -100,7 +103,7 @@ class Recorder:
             sink.sample(sample)
         for alarm in self.alarm_rules.look(sample):
             self.alarm(alarm)
-        self.screen.show(self.status)
+        self._show(self.screen.show, self.status)
 
     def alarm(self, alarm: Alarm) -> None:
         """Say something, everywhere."""
@@ -108,7 +111,7 @@ class Recorder:
         self._write(watch_file.line(alarm))
         for sink in self.sinks:
             sink.alarm(alarm)
-        self.screen.alarm(alarm)
+        self._show(self.screen.alarm, alarm)
 
     def leak(self, leak: Leak, phase: Phase) -> None:
         """Memory leaks: written with its holders, and raised as an alarm."""
@@ -116,7 +119,7 @@ class Recorder:
         self._write(watch_file.line(leak))
         text = f"live memory grows by {human(leak.per_step)} per {leak.unit}"
         self.alarm(Alarm("leak", leak.until, phase, leak.bytes, 0, text))
-        self.screen.leak(leak)
+        self._show(self.screen.leak, leak)
 
     def share(self, shares: tuple[tuple[Role, int], ...]) -> None:
         """What lies on the card between steps, by role."""
@@ -134,11 +137,19 @@ class Recorder:
 
     def close(self) -> None:
         """The run is over."""
-        self.screen.close(self.watched())
+        self._show(self.screen.close, self.watched())
         for sink in self.sinks:
             sink.close()
         if self.log is not None:
             self.log.close()
+
+    def _show(self, call: Callable[..., None], *told: object) -> None:
+        """A screen that nobody reads any more (stderr is closed) ends itself, never the run or its log."""
+        if not self.unread:
+            try:
+                call(*told)
+            except OSError:
+                self.unread = True
 
     def _write(self, line: bytes) -> None:
         if self.log is not None:

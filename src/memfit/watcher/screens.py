@@ -92,9 +92,9 @@ def screen_for(live: bool, quiet: bool = False) -> Screen:
 
 
 def _console(file: TextIO | None) -> Any:
-    from rich.console import Console
+    from memfit.report.output import Output
 
-    made = Console(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
+    made = Output(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = 10_000  # nothing is wrapped in a pipe
     return made
