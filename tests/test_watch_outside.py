@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -235,6 +236,35 @@ def test_nvml_in_a_container_takes_what_came_onto_the_card() -> None:
     driver.running = [{4242: 6 * GIB}, {}]
     assert meter.read(7).device == 7 * GIB
     assert meter.whole_card
+
+
+@pytest.mark.parametrize("listed", ["never", "later"])
+def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """In a container, in text, log and JSON; looks at which the driver listed the command are not of it."""
+    from memfit.watcher import processes
+
+    driver, log = Driver(), tmp_path / "x.jsonl"
+    looks = iter(range(3 if listed == "later" else 10**6))
+    meter = NvmlMeter(driver, lambda pid: {pid, 4242} if next(looks, None) is None else {pid})
+    driver.running = [{4242: 6 * GIB}, {}]
+    monkeypatch.setattr(processes, "nvml", lambda: meter)
+    words = ("--every", "0.02", "--log", log, "--", *python("import time; time.sleep(0.5)"))
+    _, _, err = ran("watch", *words)
+    said = {
+        "never": r"measured: the card's driver \(NVML\), the whole card, other processes included",
+        "later": r"measured: the card's driver \(NVML\), this command .*; at 3 of \d+ looks the whole card, others included",
+    }[listed]
+    assert re.search(said, err)
+    samples = watch_file.loads(log.read_bytes()).samples
+    assert [s.whole_card for s in samples] == [listed == "never" or at < 3 for at in range(len(samples))]
+    assert all((s.now.device == 7 * GIB) == s.whole_card for s in samples)
+    assert b'"whole_card":false' not in log.read_bytes()
+    assert re.search(said, ran("watch", log)[1])
+    looks = iter(range(3 if listed == "later" else 10**6))
+    found = json.loads(ran("watch", "--json", *words)[1])
+    assert found["whole_card"] is True and json.loads(ran("watch", log, "--json")[1])["whole_card"] is True
+    ran("watch", "--measure", "rss", "--log", log, "--", *python("pass"))
+    assert json.loads(ran("watch", log, "--json")[1])["whole_card"] is False
 
 
 def test_nvml_s_numbers_that_are_not_available_are_nothing() -> None:

@@ -9,6 +9,7 @@ from memfit.tape import PHASES, Phase
 
 REST = "all else that was alive (a watch cannot tell it apart)"  # a line that stands for several roles
 WHOLE = "whole process, seen from outside"
+WHOLE_CARD = "the card's driver (NVML), the whole card, other processes included: it lists none of this command's"
 UNTOLD = ("which tensor is what, beyond parameters and optimizer states",)
 
 
@@ -16,7 +17,17 @@ def footprint_of(watched: Watched) -> Footprint:
     """The peaks of every phase; roles as far as they were counted. Phases without a sample are left out."""
     peaks = by_phase(watched.samples)
     phases = tuple(_phase(watched, phase, peaks[phase]) for phase in PHASES if phase in peaks)
-    return Footprint(phases, "measured", (METERS[watched.header.meter].title,), UNTOLD)
+    return Footprint(phases, "measured", (measured_by(watched),), UNTOLD)
+
+
+def measured_by(watched: Watched) -> str:
+    """What the meter measured, in words; where that was the whole card, they say so."""
+    title = METERS[watched.header.meter].title
+    whole = sum(sample.whole_card for sample in watched.samples)
+    seen = sum(sample.now.device > 0 for sample in watched.samples)
+    if not whole:
+        return title
+    return WHOLE_CARD if whole == seen else f"{title}; at {whole:,} of {seen:,} looks the whole card, others included"
 
 
 def cardless(footprint: Footprint) -> bool:

@@ -47,7 +47,8 @@ class Sample:
 
     `step` counts finished optimizer steps, `phase` is what the run did since the look before. `peak.device` is the
     highest that was seen, at most one second old: the driver keeps no maximum. Where tensors were not `counted` only
-    `device` was read: the other levels are 0 here and absent from the log.
+    `device` was read: the other levels are 0 here and absent from the log. `whole_card`: the driver listed none of the
+    command's processes (as in a container), and `device` is what the card has in use, other processes included.
     """
 
     seconds: float  # since the watch began
@@ -57,6 +58,7 @@ class Sample:
     peak: Levels
     counted: bool = True
     every: int = 1  # a look at every so many steps: more than one where steps are very short
+    whole_card: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class WatchedDoc(Struct, frozen=True, kw_only=True):
     alarms: tuple[Alarm, ...]
     leaks: tuple[Leak, ...]
     exit_code: int | None
+    whole_card: Annotated[bool, Meta(description="bytes of other processes are among those of `device`")] = False
 
 
 def compare_doc(left_name: str, right_name: str, found: Comparison) -> CompareDoc:
@@ -66,4 +67,5 @@ def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:
     return WatchedDoc(
         header=watched.header, steps=last.step if last else 0, seconds=last.seconds if last else 0.0, peak=peak,
         phases=peaks, alarms=watched.alarms, leaks=watched.leaks, exit_code=exit_code,
+        whole_card=any(sample.whole_card for sample in watched.samples),
     )  # fmt: skip

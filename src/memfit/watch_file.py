@@ -20,7 +20,7 @@ HINT = "give a file written by memfit watch or memfit.watch(...)"
 Shares = tuple[tuple[Role, int], ...]
 KINDS: dict[str, Any] = {"run": Header, "sample": Sample, "alarm": Alarm, "leak": Leak, "shares": Shares}
 _NAME_OF = {Header: "run", Sample: "sample", Alarm: "alarm", Leak: "leak"}
-USUAL = {"counted": True, "every": 1}  # left out of samples
+USUAL = {"counted": True, "every": 1, "whole_card": False}  # left out of samples
 UNCOUNTED = {"requested": 0, "allocated": 0, "reserved": 0}  # what a sample without counted tensors leaves out
 _ENCODE = msgspec.json.Encoder().encode
 

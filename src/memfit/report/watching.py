@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.band import CARD_SHARE, bands
 from memfit.footprint import Levels
-from memfit.measured import by_phase
+from memfit.measured import by_phase, measured_by
 from memfit.report.layout import Column, Ends, Grid, text
 from memfit.report.words import DOT, clock, phase_title, visible
 from memfit.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
@@ -58,7 +58,8 @@ def live_view(status: Status) -> Group:
     ]
     facts += [f"{clock(last.seconds / last.step)}/step"] if last.step else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
-    parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
+    card = f"{header.card}, others included" if last.whole_card else header.card
+    parts: list[RenderableType] = [Ends(head, text(card or "no card", DIM))]
     level = METERS[header.meter].compared
     band = bands(header.predicted, level).get(last.phase)
     if header.total:
@@ -81,7 +82,7 @@ def closing_view(watched: Watched) -> Group:
     parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
     meter = METERS[header.meter]
     unused = "; not held against the prediction, which is of a card" if header.predicted and not meter.compared else ""
-    parts.append(text(f"measured: {meter.title}{unused}", DIM))
+    parts.append(text(f"measured: {measured_by(watched)}{unused}", DIM))
     parts += [text(line, DIM) for line in _seldom(watched)]
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
     return Group(*parts)

@@ -53,7 +53,7 @@ def _look(
     wait = min(FIRST, every)
     while True:
         now = meter.read(child.pid)
-        recorder.add(Sample(time.monotonic() - began, 0, "step", now, now))
+        recorder.add(Sample(time.monotonic() - began, 0, "step", now, now, whole_card=meter.whole_card))
         try:
             child.wait(wait)
             return

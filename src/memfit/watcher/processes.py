@@ -53,7 +53,7 @@ class RssMeter:
     """Resident memory of the command and its children, added up; pages they share count for each."""
 
     name: MeterName = "rss"
-    card, total = "", 0
+    card, total, whole_card = "", 0, False
 
     def read(self, pid: int) -> Levels:
         size = sum(_resident(member) for member in family(pid))

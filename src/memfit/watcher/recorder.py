@@ -163,7 +163,8 @@ def thinned(samples: Sequence[Sample]) -> list[Sample]:
         before = kept[-1] if kept else None
         if index % 2 and before is not None and before.phase == sample.phase:
             peak = highest(before.peak, sample.peak)
-            kept[-1] = replace(sample if sample.counted or not before.counted else before, peak=peak)
+            whole = sample.whole_card or before.whole_card
+            kept[-1] = replace(sample if sample.counted or not before.counted else before, peak=peak, whole_card=whole)
         else:
             kept.append(sample)
     return kept
