@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -119,8 +120,9 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
     assert dict(callback.watch.recorder.shares)["optimizer_states"] >= 2 * 72 * 4
 
 
-def test_the_protocol_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same order of calls without the package: the class it inherits from is a bare one."""
+@pytest.fixture
+def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """LightningCallback without the package: the class it inherits from is a bare one."""
     import importlib
     import sys
 
@@ -129,7 +131,12 @@ def test_the_protocol_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
     monkeypatch.delitem(sys.modules, "memfit.watcher.lightning", raising=False)
-    callback = importlib.import_module("memfit.watcher.lightning").LightningCallback(**QUIET)
+    yield importlib.import_module("memfit.watcher.lightning").LightningCallback(**QUIET, count_every=1)
+    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning")
+
+
+def test_the_protocol_of_lightning(callback: Any) -> None:
+    """The same order of calls."""
     model = Tiny()
     trainer = SimpleNamespace(global_step=0, optimizers=[torch.optim.SGD(model.parameters())])
     callback.on_train_start(trainer, model)
@@ -144,4 +151,26 @@ def test_the_protocol_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert phases(callback.watch.recorder.samples) == [
         ("load", 0), ("first_step", 1), ("step", 2), ("eval", 2), ("step", 2), ("save", 2),
     ]  # fmt: skip
-    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_states_of_every_optimizer_count(callback: Any, late: bool) -> None:
+    """Two of them, as of a generator and a critic; the second steps with the first, or only from the third batch on."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in model]
+    trainer = SimpleNamespace(global_step=0, optimizers=optimizers)
+    callback.on_train_start(trainer, model)
+    for batch in range(4):
+        callback.on_train_batch_start(trainer, model, None, batch)
+        model(torch.ones(2, 64)).sum().backward()
+        for optimizer in optimizers[: 1 if late and batch < 2 else 2]:
+            optimizer.step()
+            trainer.global_step += 1
+        model.zero_grad()
+        callback.on_train_batch_end(trainer, model, None, None, batch)
+    callback.on_train_end(trainer, model)
+    assert callback.watch.done == 4
+    alive = sum(v.nbytes for o in optimizers for state in o.state.values() for v in state.values())
+    assert dict(callback.watch.recorder.shares)["optimizer_states"] == alive > 2 * 2 * 64 * 64 * 4
+    (step,) = [p for p in callback.watch.footprint().phases if p.phase == "step"]
+    assert [line.bytes for line in step.lines if line.role == "optimizer_states"] == [alive]

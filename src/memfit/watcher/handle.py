@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -76,6 +76,8 @@ class Watch:
         self.recorder, self.meter, self.model, self.clock = recorder, meter, model, clock
         self._optimizer: Callable[[], Any] = lambda: None
         self.optimizer = optimizer
+        self._beside: tuple[Callable[[], Any], ...] = ()  # other optimizers, whose states lie on the card as well
+        self._states_of = 0  # weights of which optimizers keep states, when they were last counted
         self.done = 0  # optimizer steps
         self._phase: Phase = "load"
         self._pace = Pace(clock)
@@ -104,6 +106,10 @@ class Watch:
         given = getattr(given, "optimizer", given)  # accelerate wraps it
         self._optimizer = weakref.ref(given) if given is not None else lambda: None
         self._kept = given  # until another one steps
+
+    def beside(self, optimizers: Iterable[Any]) -> None:
+        """Optimizers that step beside the first: their states count with its own, their steps do not."""
+        self._beside = tuple(weakref.ref(optimizer) for optimizer in optimizers)
 
     def step(self) -> None:
         """An optimizer step is done. With an optimizer given this is called by itself; calling it once takes over."""
@@ -147,6 +153,7 @@ class Watch:
             self._doubt()
             THIS_PROCESS.end()
         self.recorder.close()
+        self._beside = ()
         self.model = self.optimizer = None  # a watch that is kept for what it found keeps no model
 
     def __enter__(self) -> Watch:
@@ -218,7 +225,9 @@ class Watch:
         phase: Phase = "first_step" if self.done == 1 else "step"
         reading = self._sample(phase)
         self._phase = "step"
-        if self.done == 1:
+        states_of = sum(len(getattr(optimizer, "state", None) or ()) for optimizer in self._optimizers())
+        if self.done == 1 or states_of != self._states_of:  # some optimizers begin later than others
+            self._states_of = states_of
             self.recorder.share(self._shares())
         if self._series is not None:
             self._look_for_leaks(self._series, reading)
@@ -300,8 +309,9 @@ class Watch:
     def _parameters(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()] if self.model is not None else []
 
+    def _optimizers(self) -> list[Any]:
+        return [self.optimizer, *(optimizer() for optimizer in self._beside)]
+
     def _states(self) -> list[Tensor]:
-        states = getattr(self.optimizer, "state", None) or {}
-        return [
-            v for state in states.values() if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)
-        ]
+        kept = [state for o in self._optimizers() for state in (getattr(o, "state", None) or {}).values()]
+        return [v for state in kept if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]

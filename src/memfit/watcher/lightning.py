@@ -21,7 +21,8 @@ except ImportError:
 class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Trainer(callbacks=[LightningCallback(predicted="run/recipe.toml")]); takes what memfit.watch takes.
 
-    A step is one of the optimizer's: with accumulated batches the trainer's global_step says when one is done.
+    A step is one of the optimizer's: with accumulated batches the trainer's global_step says when one is done. Several
+    optimizers that step in one batch make one step, and the states of all count.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -34,9 +35,10 @@ class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
         return self.watch.leaks if self.watch else ()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        optimizers = getattr(trainer, "optimizers", None) or [None]
+        first, *others = getattr(trainer, "optimizers", None) or [None]
         self.watch = watch(pl_module, **self.options)
-        self.watch.optimizer = optimizers[0]
+        self.watch.optimizer = first
+        self.watch.beside(others)
         self._step = int(trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
