@@ -553,6 +553,20 @@ def test_a_recipe_for_so_much_memory_asks_for_a_card(ran: Ran, written: Path, tm
         )
 
 
+@pytest.mark.parametrize("command", ["launch", "export", "train"])
+@pytest.mark.parametrize(("asked", "count"), [("4xh100", 4), ("1 x h100", 1), ("h100:32", 32)])
+def test_another_number_of_cards_is_another_plan(
+    ran: Ran, written: Path, tmp_path: Path, command: str, asked: str, count: int
+) -> None:
+    target = {"launch": ("--target", "slurm"), "export": ("--target", "trl"), "train": ("--cpu",)}[command]
+    words = (command, written, *target, "--out", tmp_path / "x", "--gpu")
+    code, out, err = ran(*words, asked)
+    assert (code, out) == (2, "") and "and the recipe is for 16" in err and not (tmp_path / "x").exists()
+    assert f"hint: --gpu h100 keeps them; memfit plan llama-2-7b --gpu {count}xh100 --out run/" in err
+    if command != "train":  # which would begin
+        assert ran(*words, "16xh200")[0] == 0
+
+
 def test_a_model_is_no_recipe(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for asked, wanted in (

@@ -90,6 +90,12 @@ def parse_gpu(text: str) -> tuple[Gpu, int]:
     return find_gpu(stripped), 1
 
 
+def said_count(text: str) -> int | None:
+    """How many cards "8xh100" asks for; None where the name does not say."""
+    found = next((match for pattern in _COUNT if (match := pattern.fullmatch(text.strip()))), None)
+    return int(found["count"]) if found else None
+
+
 def planned(name: str, memory: int) -> Gpu | None:
     """The card of a recipe.toml: its `gpu` and `gpu_memory`; None where it names none. Raises UnknownName."""
     row = parse_gpu(name)[0] if name not in ("", CUSTOM) else None

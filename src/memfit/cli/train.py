@@ -302,8 +302,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from dataclasses import replace
 
     from memfit import recipe_file
-    from memfit.cards import custom_gpu, local_gpu, parse_gpu, planned
-    from memfit.export.again import plan_of
+    from memfit.cards import custom_gpu, local_gpu, planned
+    from memfit.export.again import other_card, plan_of
     from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)
@@ -314,7 +314,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     file = recipe_file.read(path)
     name = flags["gpu"]
     if name:
-        card: Gpu | None = local_gpu() if name == "local" else parse_gpu(name)[0]
+        card: Gpu | None = local_gpu() if name == "local" else other_card(name, file)
     else:
         card = planned(file.gpu, 0 if flags["gpu_memory"] else file.gpu_memory)
     if flags["gpu_memory"]:
