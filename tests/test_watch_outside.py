@@ -184,6 +184,23 @@ def test_output_goes_through_a_relay_line_by_line(tmp_path: Path) -> None:
     assert watched.samples
 
 
+def test_output_that_another_process_holds_open_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon of the command's, with its stdout; all lines of the command's own are there."""
+    lines: list[str] = []
+    daemon = "import time; time.sleep(600)"
+    code = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {daemon!r}]).pid)\n"
+        "for number in range(5000): print(number, 'ä' * 9, end='\\r' if number % 2 else '\\n')\n"
+        "sys.stdout.write('the last, unfinished'); sys.stdout.flush()"
+    )
+    recorder = Recorder(Header("x", "rss"), None, (), Quiet())
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    code_found, _ = run(python(code), recorder, RssMeter(), 0.1, lines.append)
+    assert code_found == 0
+    os.kill(int(lines[0]), signal.SIGKILL)  # it was still there
+    assert lines[1:-1] == [f"{number} {'ä' * 9}" for number in range(5000)] and lines[-1] == "the last, unfinished"
+
+
 def test_a_family_is_a_process_and_its_descendants() -> None:
     child = subprocess.Popen(python("import time; time.sleep(30)"))
     try:
@@ -370,6 +387,14 @@ MISTAKES = {
     "--live is for a command": ("--live", "run.jsonl"),
     "cannot read missing.jsonl": ("missing.jsonl",),
     "missing argument": (),
+    "there is no folder nowhere/at/all for the log": (
+        "--measure",
+        "rss",
+        "--log",
+        "nowhere/at/all/x.jsonl",
+        "--",
+        "true",
+    ),
     "cannot read nothing.toml": ("--predicted", "nothing.toml", "--", "true"),
 }
 

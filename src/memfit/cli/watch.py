@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -66,6 +67,10 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     program_of(command)  # before a log of nothing is begun
     log = Path(flags["log"] or LOG)
     check_log(log)  # before anything is: sinks open files and ports
+    if not log.parent.is_dir():
+        raise BadInput(
+            f"there is no folder {log.parent} for the log", hint=shlex.join(["mkdir", "-p", str(log.parent)])
+        )
     predicted = footprints.of(flags["predicted"])
     meter, told = outside_meter(measure)
     if told:

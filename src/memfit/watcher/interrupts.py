@@ -16,7 +16,7 @@ SENT = 0  # si_code of what a process sent (SI_USER, SI_TKILL) is at most this; 
 
 
 @contextmanager
-def passed_on(child: subprocess.Popen[str]) -> Iterator[None]:
+def passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """Signals sent to us go to the child, and we wait for it; the terminal sends Ctrl-C to both by itself."""
 
     def forward(number: int, _: object = None) -> None:

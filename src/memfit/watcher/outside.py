@@ -15,6 +15,7 @@ from memfit.sample import Alarm, Sample, Watched
 from memfit.watcher.interrupts import passed_on
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder
+from memfit.watcher.relay import Relay
 
 FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
 
@@ -30,14 +31,14 @@ def run(
     began = time.monotonic()
     child = _start(command, relay is not None)
     with passed_on(child):
-        reader = _relayed(child, relay) if relay else None
+        reader = Relay(child.stdout, relay) if relay and child.stdout else None
         try:
             _look(child, recorder, meter, every, began)
         except Exception as error:  # a card that is lost, a sink: the command is not
             _failed(recorder, "nothing is measured from here on", error)
         child.wait()
         if reader is not None:
-            reader.join()
+            reader.finish()
     watched = recorder.watched()
     try:
         recorder.close()
@@ -47,7 +48,7 @@ def run(
 
 
 def _look(
-    child: subprocess.Popen[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, began: float
+    child: subprocess.Popen[bytes], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, began: float
 ) -> None:
     """Look at the command until it has ended."""
     wait = min(FIRST, every)
@@ -81,25 +82,10 @@ def program_of(command: Sequence[str]) -> str:
     return program
 
 
-def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[bytes]:
     program = program_of(command)
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if piped else {}
     try:
-        return subprocess.Popen([program, *command[1:]], text=True, errors="replace", **options)
+        return subprocess.Popen([program, *command[1:]], **options)
     except OSError as error:
         raise BadInput(f"cannot start '{command[0]}': {error.strerror or error}", hint="is it executable?") from None
-
-
-def _relayed(child: subprocess.Popen[str], relay: Callable[[str], None]) -> Any:
-    """A thread that passes on the child's lines."""
-    from threading import Thread
-
-    def lines() -> None:
-        assert child.stdout is not None
-        with child.stdout:
-            for line in child.stdout:
-                relay(line.rstrip("\n"))
-
-    thread = Thread(target=lines, daemon=True)
-    thread.start()
-    return thread
