@@ -27,7 +27,7 @@ from memfit.launch import ACCELERATE_FILE
 from memfit.plan import Plan
 from memfit.recipe_file import RecipeFile
 from memfit.run.environment import environment
-from memfit.run.jobs import TARGETS
+from memfit.run.jobs import TARGETS, files
 from memfit.run.jobs.skypilot import ACCELERATORS
 from memfit.run.jobs.spec import IMPORTED, PROCESS, spec_of
 from plans import make_plan
@@ -460,6 +460,63 @@ def test_images_bring_compilers(gpu: str, backend: str) -> None:
         assert any("g++" in line for line in TARGETS[key].notes(spec)) == (backend == "deepspeed")
 
 
+@pytest.mark.parametrize("gpu", ["h100", "mi300x"])
+@pytest.mark.parametrize("key", ["slurm", "torchrun"])
+def test_a_compiler_is_named_by_the_card_s_maker(key: str, gpu: str) -> None:
+    spec = spec_of(planned(BACKENDS["deepspeed"], gpu))
+    said = "\n".join([*TARGETS[key].notes(spec), *TARGETS[key].write(spec).values()])
+    found = {word for word in ("nvcc", "CUDA_HOME", "hipcc", "ROCM_HOME") if word in said}
+    assert found == ({"nvcc", "CUDA_HOME"} if gpu == "h100" else {"hipcc", "ROCM_HOME"})
+
+
+@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_several_machines_are_started_by_the_job_alone(key: str, backend: str) -> None:
+    """accelerate.yaml speaks of one machine; what DeepSpeed is told is the same on all of them."""
+    plan = planned(BACKENDS[backend])
+    one, two = (files(spec_of(plan, nodes), TARGETS[key]) for nodes in (1, 2))
+    assert yaml.safe_load(one[ACCELERATE_FILE])["num_machines"] == 1 and ACCELERATE_FILE not in two
+    assert ("ds_config.json" in one) == ("ds_config.json" in two) == (backend == "deepspeed")
+    assert f"    accelerate launch --config_file {ACCELERATE_FILE} train.py\n" in one["train.py"]
+    assert f"    {TARGETS[key].line}\n" in two["train.py"] and "accelerate launch" not in two["train.py"]
+    assert one["train.py"].partition('"""\n')[2] == two["train.py"].partition('"""\n')[2]
+
+
+def test_an_image_is_quoted_where_it_is_typed() -> None:
+    spec = spec_of(planned(BACKENDS["plain"]), image="my image; true")
+    (line,) = [line for line in TARGETS["kubernetes"].notes(spec) if line.startswith("docker build")]
+    assert shlex.split(line)[:4] == ["docker", "build", "-t", "my image; true"]
+    job = yaml.safe_load(TARGETS["kubernetes"].write(spec)["trainjob.yaml"])
+    assert job["spec"]["trainer"]["image"] == "my image; true"
+
+
+@pytest.mark.parametrize("where", ["its folder", "another job's folder", "a copy", "a copy, edited since", "nowhere"])
+def test_a_slurm_job_finds_its_folder(tmp_path: Path, where: str) -> None:
+    """Slurm runs a copy of the script (here with a path of its own) in the folder that sbatch was typed in."""
+    job, typed = tmp_path / "job's", tmp_path / "typed in"
+    script = TARGETS["slurm"].write(spec_of(planned(BACKENDS["plain"]), folder=str(job)))["job.sbatch"]
+    typed.mkdir()
+    if not where.startswith("a copy"):  # which was taken to a machine that has no such folder
+        job.mkdir()
+        (job / "job.sbatch").write_text(script)
+    others = {"another job's folder": "another", "a copy": script, "a copy, edited since": script + "# later\n"}
+    if where in others:
+        (typed / "job.sbatch").write_text(others[where])
+    spool = tmp_path / "slurm_script"
+    spool.write_text("srun() { pwd; }\n" + script)
+    for place in (job, typed):
+        if (place / "job.sbatch").exists() and (place / "job.sbatch").read_text() == script:
+            (place / "job.sbatch").write_text(spool.read_text())
+    env = {
+        "PATH": "/bin:/usr/bin",
+        "SLURM_SUBMIT_DIR": str(job if where == "its folder" else typed),
+        "SLURM_JOB_ID": "1",
+    }
+    env |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a"}
+    done = subprocess.run(["bash", str(spool)], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(typed if where.startswith("a copy") else job)
+
+
 @pytest.mark.parametrize("key", TARGETS)
 def test_a_model_of_the_hub_may_want_a_token(key: str, here: dict[str, str]) -> None:
     local = plan_of(RecipeFile(model=here["model"], recipe=BACKENDS["plain"], gpu="h100"), cards.find_gpu("h100"))
@@ -518,6 +575,10 @@ def test_what_is_launched_trains_by_the_recipes_training(ran: Ran, written: Path
         (("--target", "slurm"), "--out"),
         (("--target", "lsf", "--out", "x"), "known: torchrun"),
         (("--target", "slurm", "--nodes", "5", "--out", "x"), "dealt"),
+        (("--target", "torchrun", "--hours", "5", "--out", "x"), "--hours is for --target slurm, not torchrun"),
+        (("--target", "kubernetes", "--hours", "5", "--out", "x"), "--hours is for --target slurm, not kubernetes"),
+        (("--target", "slurm", "--image", "a/b", "--out", "x"), "--image is for --target kubernetes, not slurm"),
+        (("--target", "skypilot", "--image", "a/b", "--out", "x"), "--image is for --target kubernetes, not skypilot"),
         (("--target", "skypilot", "--out", "x", "--gpu", "rtx-4080", "--force"), "accelerator"),
     ],
 )
@@ -586,8 +647,19 @@ def test_submitting_runs_the_clusters_own_command(
     assert code == 2 and "no sbatch" in err and not (tmp_path / "job").exists()
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin" / "sbatch"
-    fake.write_text(f"#!{shutil.which('sh', path='/bin:/usr/bin')}\npwd > submitted; echo $1 >> submitted\n")
+    said = "echo Submitted batch job 7"
+    fake.write_text(
+        f"#!{shutil.which('sh', path='/bin:/usr/bin')}\npwd > submitted; echo $1 >> submitted; {said}; exit 3\n"
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
-    assert ran(*words)[0] == 0
+    assert ran(*words)[0] == 3  # as sbatch says
     assert (tmp_path / "job" / "submitted").read_text().split() == [str(tmp_path / "job"), "job.sbatch"]
+    everything = [sys.executable, "-m", "memfit", *map(str, words), "--force"]
+    for more, answers in (((), False), (("--json",), True)):
+        done = subprocess.run([*everything, *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 3 and ("Submitted batch job 7" in done.stderr) == answers
+        if answers:
+            assert json.loads(done.stdout)["command"] == "sbatch job.sbatch"
+        else:
+            assert done.stdout.splitlines()[-1] == "Submitted batch job 7"

@@ -39,14 +39,17 @@ def zero_stage(recipe: Recipe) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How train.py is started: the backend, and whether accelerate.yaml says so."""
+    """How train.py is started: the backend, and whether accelerate.yaml says so, or a job's own line (`started_by`)."""
 
     backend: Backend
     by_accelerate: bool
+    started_by: str = ""
 
     @property
     def command(self) -> str:
         """The line that starts training."""
+        if self.started_by:
+            return self.started_by
         by = f"accelerate launch --config_file {ACCELERATE_FILE}" if self.by_accelerate else "python"
         return f"{by} train.py"
 

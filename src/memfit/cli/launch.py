@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
     "memfit launch run/recipe.toml --target skypilot --out job/ --submit",
 )
+STDERR = 2  # the file, not Python's object
 ROWS = (
     Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME"),
     Flag("target", str, "Who runs it.", "torchrun|slurm|skypilot|kubernetes"),
@@ -44,16 +46,16 @@ def run(file: str, **flags: Any) -> int:
     and steps are those of [training] in the recipe, or of the flags. Data and model of this machine go along to a cloud or
     into the image; notes say what is copied, assumed, and left to do.
     """
-    from memfit.export import export, write
+    from memfit.export import write
     from memfit.export.again import plan_of_file
-    from memfit.run.folder import target_of
-    from memfit.run.jobs import target
+    from memfit.run.jobs import check_flags, files, target
     from memfit.run.jobs.spec import spec_of
 
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
     check_ranges(flags)
     row = target(flags["target"])
+    check_flags(row, (name for name in ("hours", "image") if flags[name] is not None))
     if flags["submit"]:
         _check_tool(row)
     path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # the folder that a plan was written to
@@ -65,16 +67,19 @@ def run(file: str, **flags: Any) -> int:
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
-    spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "")
+    folder = Path(flags["out"])
+    spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", str(folder.absolute()))
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from here", hint=f"start {row.file} on each of them")
-    folder = Path(flags["out"])
-    paths = write(export(plan, target_of(plan)) | row.write(spec), folder, flags["force"])
-    line = shlex.join(row.submit)
+    paths = write(files(spec, row), folder, flags["force"])
     for note in (*_absent(spec), *row.notes(spec)):
         terminal.note(note)
-    _show(flags["json"], row, paths, line, spec)
-    return subprocess.run(row.submit, cwd=folder, check=False).returncode if flags["submit"] else 0
+    _show(flags["json"], row, paths, spec)
+    if not flags["submit"]:
+        return 0
+    sys.stdout.flush()
+    # stdout is the document's alone; elsewhere what the cluster says is the answer
+    return subprocess.run(row.submit, cwd=folder, check=False, stdout=STDERR if flags["json"] else None).returncode
 
 
 def _check_tool(row: Target) -> None:
@@ -97,15 +102,15 @@ def _absent(spec: Spec) -> Iterator[str]:
             yield f"{path} is not on this machine: train.py looks for it where it runs"
 
 
-def _show(json: bool, row: Target, paths: tuple[Path, ...], line: str, spec: Spec) -> None:
+def _show(json: bool, row: Target, paths: tuple[Path, ...], spec: Spec) -> None:
     if json:
         files = [str(path) for path in paths]
         document = {
-            "schema": "memfit.launch/1", "target": row.key, "files": files, "command": line,
+            "schema": "memfit.launch/1", "target": row.key, "files": files, "command": row.line,
             "host_bytes": spec.host_bytes, "output_bytes": spec.output_bytes,
         }  # fmt: skip
         terminal.show_json(document)
         return
     for path in paths:
         print(path)
-    terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {line}")
+    terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {row.line}")

@@ -29,12 +29,14 @@ class Target:
     trainer: str = ""  # whose memory a run of it needs: a row of trainers.py; "": the plan's own
 
 
+SCRIPTS = {"trl": trl.export, "transformers": transformers.export}  # the trainers that memfit writes a train.py for
+
+
 def _with_launcher(key: str) -> Target:
     """The training script of the plan's own trainer, started by accelerate, with ZeRO for "deepspeed"."""
 
     def export(plan: Plan) -> dict[str, str]:
-        writer = transformers.export if script_of(plan.recipe.trainer) == "transformers" else trl.export
-        return writer(plan, launch.launch_of(plan.recipe, key))
+        return SCRIPTS[script_of(plan.recipe.trainer)](plan, launch.launch_of(plan.recipe, key))
 
     titles = {"accelerate": "a train.py with accelerate.yaml", "deepspeed": "a train.py with ds_config.json"}
     return Target(key, titles[key], export, lambda plan: launch.launch_of(plan.recipe, key).command)
@@ -65,10 +67,14 @@ def target(key: str) -> Target:
     return TARGETS[name]
 
 
-def export(plan: Plan, key: str = "trl") -> dict[str, str]:
-    """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported."""
+def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> dict[str, str]:
+    """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported.
+
+    how: what starts a train.py, for the targets of SCRIPTS; None: what the recipe needs on one machine.
+    """
     plan = placed(plan)
-    return target(key).export(plan) | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+    files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
+    return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
 
 
 def notes(plan: Plan) -> tuple[str, ...]:

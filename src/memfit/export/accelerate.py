@@ -11,12 +11,13 @@ from memfit.job import Recipe
 from memfit.plan import Plan
 
 
-def files(plan: Plan, kind: launch.Backend) -> dict[str, str]:
-    """accelerate.yaml, with ds_config.json where the backend is DeepSpeed."""
-    recipe = plan.recipe
-    head = ["# accelerate launch --config_file accelerate.yaml train.py"]
-    found = {launch.ACCELERATE_FILE: yaml_text(config(recipe, kind, plan.job.architecture.model_type), head=head)}
-    if kind == "deepspeed":
+def files(plan: Plan, how: launch.Launch) -> dict[str, str]:
+    """accelerate.yaml where that starts the script, and ds_config.json where the backend is DeepSpeed."""
+    recipe, found = plan.recipe, {}
+    if how.by_accelerate:
+        settings = config(recipe, how.backend, plan.job.architecture.model_type)
+        found[launch.ACCELERATE_FILE] = yaml_text(settings, head=[f"# {how.command}"])
+    if how.backend == "deepspeed":
         found[launch.DEEPSPEED_FILE] = deepspeed.to_json(deepspeed.config(recipe))
     return found
 

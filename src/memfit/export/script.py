@@ -47,7 +47,7 @@ def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]
         f"Written by memfit {__version__} for {versions}.",
         "",
         "    pip install -r requirements.txt",
-        f"    {how.command}{'' if plan.job.dataset else f' --data {NO_DATA}'}",
+        f"    {how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
         "",
         *ROWS,
         '"""',

@@ -51,7 +51,7 @@ def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
     how = how or launch.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
     files = {"train.py": train(plan, how), "requirements.txt": requirements(plan.recipe, "transformers", how.backend)}
-    return files | (accelerate.files(plan, how.backend) if how.by_accelerate else {})
+    return files | accelerate.files(plan, how)
 
 
 def check(recipe: Recipe, kind: launch.Backend) -> None:

@@ -57,7 +57,7 @@ def write(spec: Spec) -> dict[str, str]:
 
 def notes(spec: Spec) -> tuple[str, ...]:
     """What must be done, in order: inputs go into the image, output lies in a volume that outlives the job."""
-    image, pod = _image(spec), _output(spec)
+    image, pod = shlex.quote(_image(spec)), _output(spec)
     lines = [_copy(spec.inputs[name], there) for name, there in spec.moved(INPUTS).items()]
     lines.append(f"docker build -t {image} . && docker push {image} && kubectl apply -f {VOLUME} -f {FILE}")
     if spec.hub:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from memfit.run.jobs.spec import OWN_PORT, Spec
 
 FILE = "job.sbatch"
@@ -30,7 +32,9 @@ def write(spec: Spec) -> dict[str, str]:
         f"# sbatch {FILE} --epochs 3: what follows the file goes to train.py",
         *(f"# {line}" for line in notes(spec)),
         "set -euo pipefail",
-        'cd "$SLURM_SUBMIT_DIR"',
+        f"folder={shlex.quote(spec.folder)}  # of train.py, or where this file was copied to and submitted from",
+        f'if cmp -s "$0" "$SLURM_SUBMIT_DIR/{FILE}" || [ ! -d "$folder" ]; then folder=$SLURM_SUBMIT_DIR; fi',
+        'cd "$folder"',
         *spec.exports(),
         'if ((${SLURM_RESTART_COUNT:-0})); then set -- "$@" --resume; fi  # requeued',
         *(['head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'] if spec.nodes > 1 else []),

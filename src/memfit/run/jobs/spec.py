@@ -28,6 +28,11 @@ IMPORTED = 834 * MIB
 # bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
 DRIVER = 3 * GIB
 PROCESS = IMPORTED + DRIVER
+# what torch.utils.cpp_extension looks for, by the card's platform
+COMPILERS = {
+    "cuda": ", and nvcc of PyTorch's own CUDA where CUDA_HOME says",
+    "rocm": ", and hipcc of PyTorch's own ROCm where ROCM_HOME says",
+}
 TOKEN = "HF_TOKEN"  # huggingface_hub's own
 KEPT = 3  # checkpoints at one time: train.py's save_total_limit=2, and the next is whole before the oldest goes
 
@@ -49,6 +54,7 @@ class Spec:
     inputs: dict[str, str]
     hours: int = 0  # 0: the cluster's own limit
     image: str = ""
+    folder: str = ""  # where its files are written; "": not known
 
     @property
     def gpu(self) -> Gpu:
@@ -128,13 +134,11 @@ class Spec:
         if self.hub:
             lines.append(f"{self.hub}: {TOKEN} in the environment of {'sbatch' if apart else 'every node'}")
         if self.deepspeed:
-            lines.append(
-                "DeepSpeed compiles on each node: with g++, and nvcc of PyTorch's own CUDA where CUDA_HOME says"
-            )
+            lines.append(f"DeepSpeed compiles on each node: with g++{COMPILERS.get(self.gpu.platform, '')}")
         return tuple(one_line(line) for line in lines)
 
 
-def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec:
+def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", folder: str = "") -> Spec:
     """The job of a plan on so many machines. Raises BadInput where its GPUs cannot be dealt out evenly."""
     plan = placed(plan)
     total = plan.recipe.num_gpus
@@ -151,7 +155,7 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "") -> Spec
         name=name_of(plan), plan=plan, nodes=nodes, gpus=total // nodes, host_bytes=host_bytes(plan, nodes),
         output_bytes=output_bytes(plan), environment=environment(plan.recipe, plan.job.architecture.model_type),
         inputs={name: path for name, path in named.items() if Path(path).is_absolute() and absolute(path)},
-        hours=hours, image=image,
+        hours=hours, image=image, folder=folder,
     )  # fmt: skip
 
 
