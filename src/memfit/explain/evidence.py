@@ -31,6 +31,9 @@ CUT = (
 )  # the same in paths that a report has cut
 
 _LOSS = re.compile(r"cross_?entropy|nll_loss|log_?softmax|logsumexp|kl_?div", re.IGNORECASE)
+_AFTER = re.compile(
+    r"softmax|argmax|\blogits = (?!.*lm_?head)", re.IGNORECASE
+)  # done with what a model gives, once it does
 _ERROR = re.compile(r"^(?:\S{1,40}: )?[\w.]{0,100}(?:Error|Exception|Warning): [^\n]{1,400}", re.MULTILINE)
 _BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
@@ -81,6 +84,10 @@ class Frame:
         return f"{name}:{self.line}" if self.line else name
 
 
+# how people name the models that lie beside the one they train
+OTHER_MODEL = re.compile(r"(?:\b|_|model)(?:ref|teacher|ema|old|best|frozen|backup|copy)", re.IGNORECASE)
+REFERENCE = re.compile(r"^ref|reference|teacher", re.IGNORECASE)
+SAVED = "modules_to_save"  # in the names of weights that PEFT trains whole
 KEEPERS = ("collection", "graph", "state", "hook")  # `what` of variables that keep what passes made
 
 
@@ -93,11 +100,14 @@ class Root:
 
     name: str
     line: str  # "train.py:12": the line that puts the tensors there
-    what: Literal["collection", "graph", "state", "model", "models", "tensor", "exception", "hook"]
+    what: Literal["collection", "graph", "state", "model", "models", "part", "exception", "hook"]
     bytes: int
     count: int = 1
     wide: int = 0  # of a model: bytes of it in 32 bits
     double: int = 0  # of a model: bytes of it in 64 bits
+    trained: int = 0  # of a model: bytes of its weights that are trained
+    copies: int = 0  # of a collection: how many tensors it has for every weight of a model, where that is all of it
+    of: str = ""  # of a collection: the classes of a library's objects in it, as "DynamicCache"
 
     @property
     def is_double(self) -> bool:
@@ -119,6 +129,15 @@ class Evidence:
     memory: Memory | None = None
     roots: tuple[Root, ...] = ()
     seen: tuple[Clue, ...] = ()  # what a watch of the run found already
+
+    def root(self, *whats: str) -> Root | None:
+        """The variable of these kinds that keeps most."""
+        return max((root for root in self.roots if root.what in whats), key=lambda root: root.bytes, default=None)
+
+    @property
+    def models(self) -> tuple[Root, ...]:
+        """The largest first."""
+        return tuple(sorted((root for root in self.roots if root.what == "model"), key=lambda root: -root.bytes))
 
     @property
     def message(self) -> Message | None:
@@ -164,7 +183,8 @@ def frames_of(text: str) -> tuple[Frame, ...]:
 
 
 def _on_the_way(frames: tuple[Frame, ...]) -> frozenset[str]:
-    """Lines that name a loss and failed inside what they give it: `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`."""
+    """Lines that name a loss, or another use of what a model gives, and failed inside of the model or of what they give it:
+    `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`, `model(x).argmax(-1)`."""
     passed, inside = set(), False
     for frame in reversed(frames):
         if _LOSS.search(f"{frame.path} {frame.function}"):  # the loss itself, and all that called it
@@ -172,6 +192,8 @@ def _on_the_way(frames: tuple[Frame, ...]) -> frozenset[str]:
         if _LOSS.search(frame.code):
             if not (inside or ".backward(" in frame.code):
                 break
+            passed.add(frame.code)
+        elif inside and _AFTER.search(frame.code):
             passed.add(frame.code)
         inside |= frame.function == "forward" and "/torch/" not in frame.path.replace("\\", "/")
     return frozenset(passed)

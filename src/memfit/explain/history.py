@@ -10,34 +10,28 @@ import re
 from collections.abc import Callable, Sequence
 
 from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import KEEPERS, Evidence, Root
-from memfit.explain.memory import Group, Memory
-from memfit.finding import Cause, Proof
+from memfit.explain.evidence import SAVED, Evidence
+from memfit.explain.holding import HOLDING, TELLS
+from memfit.explain.memory import Memory
+from memfit.finding import Proof
 from memfit.tape import GRADIENTS_ON
 from memfit.units import human
 
-TELLS = 0.10  # share of what is alive from which a holder explains anything
-MOST_OF_IT = 0.60  # share from which it explains nearly everything
 MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
 ORDINARY = 0.05  # share of a full card that lies in pieces in any run
 SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
 # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
 CACHED = 0.25
-LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
-KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
+ROUNDS = 0.1  # by which the sizes of gradients and states may miss a whole ratio
 ALONE = 0.5  # share of a card from which one request says more than all that is there
-GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
 COLLECTED = 5  # tensors of one line from which they are collected; without gradients a pass keeps two or three layers'
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
-_ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)softmax|scaled_dot_product", re.IGNORECASE)
-_SOFTMAX = re.compile(r"(?<!log_)softmax", re.IGNORECASE)  # not a loss's
+_ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)(?<!log)softmax|scaled_dot_product", re.IGNORECASE)
+_SOFTMAX = re.compile(r"(?<!log_)(?<!log)softmax", re.IGNORECASE)  # not a loss's
 _PRODUCTS = re.compile(r"\b(?:bmm|baddbmm)\b|Backward")  # of score matrices, where they are as large
-_STATES = re.compile(r"zeros|full|exp_avg|momentum|_init_group", re.IGNORECASE)
-_CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
-_OTHER_MODEL = re.compile(r"\bref|teacher|ema|old|best|frozen|backup|copy", re.IGNORECASE)
-_REFERENCE = re.compile(r"^ref|reference|teacher", re.IGNORECASE)
-_CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
+_NODE = re.compile(r"Backward\d")  # without its nodes a history takes the workspace of a backward for a gradient
+_STATES = re.compile(r"zero|full|exp_avg|momentum|_init_group", re.IGNORECASE)
 
 
 def memory_clues(evidence: Evidence) -> list[Clue]:
@@ -52,7 +46,8 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         free = m.capacity - m.allocated
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
-        enough = (m.turn < 0 or _passed(m)) and free > sum(map(_old, _kept(m))) + m.repeated[0]
+        kept = sum(g.old for g in m.kept) + m.repeated[0]
+        enough = (m.turn < 0 or m.passed) and free > max(kept, _more(m))
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
         return Clue("fragmentation", SURE + SHOWN + 5 if enough else STRONG, proof)
     idle = m.reserved - m.allocated
@@ -60,154 +55,6 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         return None
     return Clue(
         "fragmentation", WEAK, Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
-    )
-
-
-def _kept(m: Memory) -> list[Group]:
-    """Places whose tensors of three earlier passes or more are alive: nothing of an ordinary step is."""
-    return [g for g in m.groups if g.role not in LASTING and len([t for t in g.turns if 0 <= t < m.turn]) >= 2]
-
-
-def _old(group: Group) -> int:
-    return group.bytes - group.now
-
-
-def _passed(m: Memory) -> list[int]:
-    """The passes before the one under way that let go of what they made: those it can be measured by.
-
-    A module that runs twice before one backward makes two, the first of which is not over when the second begins.
-    """
-    lasting = m.of("gradients", "optimizer_states")  # made in the first, and no part of its working memory
-
-    def kept(t: int) -> int:
-        return m.floors[t + 1] - m.floors[t] - lasting * (t == 0) - m.batch * (t == m.turn - 1)
-
-    alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
-    return [t for t in alike if kept(t) <= KEEPS * (m.peaks[t] - m.floors[t])]
-
-
-def _again(m: Memory, e: Evidence) -> Clue | None:
-    """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
-    size, line = m.repeated
-    if size < max(TELLS * m.requested, m.asked):
-        return None
-    root = _root(e, "models")
-    size = max(size, root.bytes if root else 0)
-    said = f"{human(size)} of models and optimizer states are of earlier ones that are still kept"
-    proof = Proof(f"{said}, by '{root.name}'" if root else said, size)
-    return Clue("leak", SURE + 3 * SHOWN, proof, root.line if root else line)
-
-
-def _leaking(m: Memory, e: Evidence) -> Clue | None:
-    kept = _kept(m)
-    held, grown = sum(map(_old, kept)), _swollen(m)
-    explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
-    if not kept or held < TELLS * m.requested or not explains:
-        return None
-    most = max(kept, key=_old)
-    passes = len([t for t in most.turns if 0 <= t < m.turn])
-    proof = Proof(
-        f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
-    )
-    root = _root(e, *KEEPERS)
-    grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
-    cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
-    # before the backward that all of them may wait for, only who keeps them tells
-    sure = root is not None or m.phase == "eval" or _outlived(kept, m)
-    return Clue(cause, SURE + SHOWN if sure else TOLD, proof, root.line if root else most.line)
-
-
-def _swollen(m: Memory) -> int:
-    """How much more the pass under way needs than the least of those like it: what is kept may be read again in every pass."""
-    needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
-    return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
-
-
-def _outlived(kept: Sequence[Group], m: Memory) -> bool:
-    """A backward came, and what was made before it is still there."""
-    oldest = min((t for g in kept for t in g.turns if t >= 0), default=m.turn)
-    return any(m.trained[oldest + 1 : m.turn])  # the batch of the first was made after the backward before it
-
-
-def _kept_by(root: Root | None, m: Memory) -> Cause:
-    """What it is that a variable keeps."""
-    if m.phase == "eval":
-        return "eval-graph" if m.instant == GRADIENTS_ON else "eval-logits"
-    if root is not None and root.what == "state" and not _outlived(_kept(m), m):
-        return "activations"  # unrolled: all calls of a step wait for its backward
-    return "kv-cache" if root is not None and _CACHE.search(root.name) else "leak"
-
-
-def _root(e: Evidence, *whats: str) -> Root | None:
-    found = [root for root in e.roots if root.what in whats]
-    return max(found, key=lambda root: root.bytes, default=None)
-
-
-def _hoarded(m: Memory, e: Evidence) -> Clue | None:
-    """A variable of the program that holds much: a container of tensors, or a tensor with its whole graph."""
-    root = _root(e, *KEEPERS)
-    if root is None or root.bytes < TELLS * m.requested:
-        return None
-    proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
-    if _CHECKPOINT.search(root.name) and root.what == "collection" and m.turn < 1:
-        return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
-    earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
-    # a graph of the pass under way alone: a recurrent net reaches a weight often
-    if root.what in ("graph", "state") and m.floors and not earlier:
-        return None
-    if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
-        return None
-    return Clue(_kept_by(root, m), SURE, proof, root.line)
-
-
-def _exception(m: Memory, e: Evidence) -> Clue | None:
-    root = _root(e, "exception")
-    if root is None or root.bytes < TELLS * m.requested:
-        return None
-    proof = Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes)
-    return Clue("exception", SURE + SHOWN + 5, proof, root.line)
-
-
-def _twice(m: Memory, e: Evidence) -> Clue | None:
-    """Two models, or a model and a bare copy of its tensors."""
-    models = sorted((root for root in e.roots if root.what == "model"), key=lambda root: -root.bytes)
-    if len(models) < 2 or models[1].bytes < 0.5 * models[0].bytes or models[1].bytes < TELLS * m.requested:
-        return None
-    second = next((root for root in models if _OTHER_MODEL.search(root.name)), models[1])
-    names = " and ".join(f"'{root.name}'" for root in models[:2])
-    cause: Cause = "reference-model" if _REFERENCE.search(second.name) else "two-copies"
-    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
-
-
-def _wide(m: Memory, e: Evidence) -> Clue | None:
-    """Weights in 32 bits that would have had room in 16, or in 64 where 32 would do."""
-    model = _root(e, "model")
-    if model is None or m.capacity is None:
-        return None
-    if model.is_double and (m.requested + m.asked) // 2 <= m.capacity:
-        proof = Proof(
-            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is all that it computes", model.double
-        )
-        return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
-    if model.wide < TELLS * m.requested or m.phase != "load":
-        return None
-    if model.bytes - model.wide < model.wide or m.requested + m.asked - model.wide // 2 <= m.capacity:
-        return Clue(
-            "wrong-dtype", SURE, Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits", model.wide), e.line
-        )
-    return None
-
-
-def _upcast(m: Memory, e: Evidence) -> Clue | None:
-    """A model in 16 bits whose embedding or head is in 32."""
-    model = _root(e, "model")
-    if model is None or not model.wide or model.wide > 0.9 * model.bytes or model.wide < TELLS * m.requested:
-        return None
-    return Clue(
-        "kbit-upcast",
-        SURE,
-        Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits, the rest is narrower", model.wide),
-        model.line,
     )
 
 
@@ -219,10 +66,19 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
     makes = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing
+    if not makes and not inner and _unfinished(m, states):
+        return Clue("optimizer-states", TOLD, Proof(_states_so_far(m, states), states + m.asked), e.line)
     if not makes:
         proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
         return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
     return Clue("optimizer-states", SURE + SHOWN, Proof(_states_so_far(m, states), states + m.asked), e.line)
+
+
+def _unfinished(m: Memory, states: int) -> bool:
+    """States of some weights only: those of all are as large as the gradients, or a whole number of times that."""
+    gradients = sum(g.bytes for g in m.groups if g.role == "gradients" and _NODE.search(g.module))
+    times = states / gradients if gradients else 0
+    return times > 1 and abs(times - round(times)) > ROUNDS
 
 
 def _states_so_far(m: Memory, made: int) -> str:
@@ -263,13 +119,34 @@ def _too_much(m: Memory, e: Evidence) -> Clue | None:
     return Clue("capacity", SURE - 5, Proof(said, need), e.line)
 
 
+def _demand(m: Memory) -> tuple[int, int]:
+    """What the pass under way has asked for, and the most that one before it did."""
+    demand = m.requested + m.asked - m.floors[m.turn]
+    return demand, max((m.peaks[t] - m.floors[t] for t in m.passed), default=demand)
+
+
+def _more(m: Memory) -> int:
+    """By how much the pass under way is larger than any before it, where it is no longer like them: that much has to be found."""
+    demand, before = _demand(m) if m.floors else (0, 0)
+    return demand - before if demand > MORE * before else 0
+
+
+def _saved_modules(m: Memory, e: Evidence) -> Clue | None:
+    """Modules that PEFT trains whole beside the adapters: copies with gradients and states of their own."""
+    part = e.root("part")
+    size = max(sum(g.bytes for g in m.groups if SAVED in g.module), part.bytes if part else 0)
+    if size < ALONE * m.requested:
+        return None
+    proof = Proof("weights, gradients and states of modules_to_save", size)
+    return Clue("modules-to-save", SURE + SHOWN + 5, proof, part.line if part else e.line)
+
+
 def _grown(m: Memory, e: Evidence) -> Clue | None:
     """What this pass starts with, and asks for, more than an earlier one of its kind."""
     alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
     if not alike or m.instant.startswith("optimizer") or m.phase == "load":
         return None
-    demand = m.requested + m.asked - m.floors[m.turn]
-    before = max((m.peaks[t] - m.floors[t] for t in _passed(m)), default=demand)
+    demand, before = _demand(m)
     stepped = sum(m.trained[: m.turn]) > 1  # the states are no news: a step had room beside them
     floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in (alike[1:] if stepped else ()) or alike)
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
@@ -297,11 +174,17 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
         )
         return Clue("eval-logits", SURE - 5, proof, alike.line)
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
-    if trained:
-        return Clue(
-            "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line
+    if not trained:
+        return None
+    demand = m.requested + m.asked - m.floors[m.turn]
+    if demand > MORE * max(trained) and not m.kept:
+        proof = Proof(
+            f"this pass needs {human(demand)}, none of the training's more than {human(max(trained))}", demand
         )
-    return None
+        return Clue("eval-batch", SURE, proof, e.line)
+    return Clue(
+        "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line
+    )
 
 
 def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
@@ -358,7 +241,7 @@ def _mirror(m: Memory, e: Evidence) -> Clue | None:
     """A list with a tensor for each weight: perturbations, an average, a copy."""
     weights = [(g.count, g.bytes) for g in m.groups if g.role == "parameters" and g.count >= 3]
     twin = next((g for g in m.groups if g.role == "temporaries" and (g.count, g.bytes) in weights), None)
-    if twin is None:
+    if twin is None or twin.bytes < TELLS * m.requested:
         return None
     proof = Proof(f"{twin.count} tensors of {twin.module} are as many and as large as the parameters", twin.bytes)
     return Clue("temporaries", STRONG, proof, twin.line)
@@ -369,7 +252,7 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     if m.of("unknown") >= 0.5 * m.requested > 0:
         return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
-    model, rest = _root(e, "model"), max(m.groups, key=lambda g: g.bytes, default=None)
+    model, rest = e.root("model"), max(m.groups, key=lambda g: g.bytes, default=None)
     if m.turn < 0 and rest and rest.count > 2 and model is not None and model.bytes < TELLS * m.requested:
         proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
         return Clue("temporaries", STRONG, proof, rest.line)
@@ -393,6 +276,6 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _fragmented, _exception, _again, _leaking, _hoarded, _twice, _wide, _upcast, _stepping, _too_much, _grown, _evaluating, _logits,
+    _fragmented, *HOLDING, _stepping, _saved_modules, _too_much, _grown, _evaluating, _logits,
     _attention, _untold, _mirror, _room,
 )  # fmt: skip

@@ -12,6 +12,8 @@ from memfit.finding import Holder, Part
 _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
 MOST_HOLDERS = 8
+LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
+KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
 SETS = 3  # models, or sets of states, from which they are one too many
 
 
@@ -31,6 +33,11 @@ class Group:
     turns: tuple[int, ...] = ()
     now: int = 0
     fresh: int = 0
+
+    @property
+    def old(self) -> int:
+        """Bytes born before the pass under way."""
+        return self.bytes - self.now
 
     @property
     def line(self) -> str:
@@ -70,6 +77,43 @@ class Memory:
     def of(self, *roles: Part) -> int:
         """Bytes of some roles."""
         return sum(group.bytes for group in self.groups if group.role in roles)
+
+    @property
+    def kept(self) -> tuple[Group, ...]:
+        """Places whose tensors of two earlier passes or more are alive: nothing of an ordinary step is."""
+        groups = (g for g in self.groups if g.role not in LASTING)
+        return tuple(g for g in groups if len([t for t in g.turns if 0 <= t < self.turn]) >= 2)
+
+    @property
+    def outlived(self) -> bool:
+        """A backward came, and what was made before it is still there."""
+        oldest = min((t for g in self.kept for t in g.turns if t >= 0), default=self.turn)
+        return any(self.trained[oldest + 1 : self.turn])  # the batch of the first was made after the backward before it
+
+    @property
+    def older_than_training(self) -> bool:
+        """Of the passes that most is kept of, most came before the last that trained: no one evaluation keeps them."""
+        most = max(self.kept, key=lambda g: g.old, default=None)
+        if most is None:
+            return False
+        turns = [t for t in most.turns if 0 <= t < self.turn]
+        last = max((t for t, trained in enumerate(self.trained) if trained), default=-1)
+        return 2 * sum(t < last for t in turns) > len(turns)
+
+    @property
+    def passed(self) -> list[int]:
+        """The passes before the one under way that let go of what they made: those it can be measured by.
+
+        A module that runs twice before one backward makes two, the first of which is not over when the second begins.
+        """
+        lasting = self.of("gradients", "optimizer_states")  # made in the first, and no part of its working memory
+
+        def kept(t: int) -> int:
+            last = self.batch * (t == self.turn - 1)
+            return self.floors[t + 1] - self.floors[t] - lasting * (t == 0) - last
+
+        alike = [t for t in range(self.turn) if self.evals[t] == self.evals[self.turn]]
+        return [t for t in alike if kept(t) <= KEEPS * (self.peaks[t] - self.floors[t])]
 
     @property
     def repeated(self) -> tuple[int, str]:

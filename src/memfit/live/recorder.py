@@ -41,6 +41,9 @@ class LineObserver(Observer):
             self._roles.setdefault(number, "temporaries")
 
     def _begin_forward(self, root: torch.nn.Module) -> None:
+        held = [t.is_cuda for t in (*root.parameters(), *root.buffers())]
+        if held and not any(held):  # a pass on the CPU, which asks nothing of the card
+            return
         self._again = id(root) in self._run or not self._run
         self._run = {id(root)} if self._again else self._run | {id(root)}
         super()._begin_forward(root)

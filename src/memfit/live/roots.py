@@ -1,12 +1,13 @@
 """Who keeps tensors alive in a program that ran out of memory: its variables, by name, bytes and line.
 
 Looked at are the locals of the frames the error came through, the globals of the user's own modules, the attributes of
-objects among them, closures of hooks, and the frames of an error that was being handled.
+objects and classes among them, closures of hooks, and the frames of errors: handled, kept, or the last that a console showed.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from traceback import walk_tb
@@ -16,64 +17,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.explain.evidence import Root
+from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
+from memfit.live.objects import CONTAINERS, LEAVES, MOST_ITEMS, Name, names, of_the_user, parts, tensors
 from memfit.watcher.census import graph, storages
 from memfit.watcher.roots import Found, Roots, own
-from memfit.watcher.source import line_of
 
-MOST_ITEMS = 20_000  # objects looked at in one container
-DEEP = 4  # containers inside containers
-UNNAMED = "a model being made"
 SMALL = 4096  # bytes a variable must keep to be named
-CONTAINERS = (list, tuple, dict, set, deque)
+NEAR = 2  # modules within modules in which a second model is looked for
+FEW = 3  # weights from which their shapes tell a model
+ALL_OF_IT = 0.8  # share of a collection from which copies of weights are what it is
+MOST_CLASSES = 3  # named of a collection's objects
+LAST_ERROR = ("last_exc", "last_value")  # of `sys`: what a console or a notebook showed last
 
 
 def roots_of(error: BaseException) -> tuple[Root, ...]:
     """The variables that keep most, each storage counted for what it belongs to first: a model, its optimizer."""
-    frames = _frames(error)
-    found = _Finder()
-    named = list(_variables(Roots(lambda: frames)))
+    frames = frames_of(error)
+    named = list(names(Roots(lambda: frames)))
+    found = _Finder(frames, frozenset(id(value) for _, value in named))
     for _, value in named:
         found.claim(value)
-    made = [found.root(name, value, frames) for name, value in named]
-    made += found.hooks()
-    earlier = error.__context__
-    while earlier is not None:
-        if not type(earlier).__module__.startswith("memfit"):
-            made.append(found.exception(type(earlier).__name__, earlier, frames))
-        earlier = earlier.__context__
+    made = [root for name, value in named for root in found.roots(name, value)]
+    made += [*found.hooks(), *found.handled(error), *found.shown(error)]
     best: dict[tuple[str, str], Root] = {}
-    for root in filter(None, made):
+    for root in made:
         key = (root.what, root.name)
         if key not in best or best[key].bytes < root.bytes:
             best[key] = root
     return tuple(sorted(best.values(), key=lambda root: -root.bytes))
 
 
-def _frames(error: BaseException) -> list[FrameType]:
+def frames_of(error: BaseException) -> list[FrameType]:
+    """The functions an error came through, outermost first."""
     return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
-def _variables(roots: Roots) -> Iterator[tuple[Found, Any]]:
-    """Names of the user's with what they are bound to, and the containers and tensors that objects among them have."""
-    seen: set[int] = set()
-    for found, value in roots.variables():
-        below = "." in found.path or "[" in found.path
-        if id(value) in seen or (below and not ("." in found.path and isinstance(value, (*CONTAINERS, Tensor)))):
-            continue
-        if own(found.file):
-            seen.add(id(value))
-            yield found, value
-        elif isinstance(value, torch.nn.Module):  # only just being made: it has no name of the user's yet
-            seen.add(id(value))
-            yield Found(UNNAMED, "", 0, ""), value
-
-
 class _Finder:
-    """Measures variables; what belongs to models and optimizers is theirs alone."""
+    """Measures variables; what belongs to models and optimizers is theirs alone. `named`: ids of what has a name."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: list[FrameType], named: frozenset[int]) -> None:
+        self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
+        self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 
@@ -85,85 +70,159 @@ class _Finder:
             for t in (*value.parameters(), *value.buffers()):
                 self.owned |= storages([t, *([t.grad] if t.grad is not None else [])]).keys()
         elif isinstance(value, torch.optim.Optimizer):
-            self.owned |= storages(_tensors(dict(value.state))).keys()
+            self.owned |= storages(tensors(dict(value.state))).keys()
+            self.states |= {id(p): sum(storages(tensors(state)).values()) for p, state in value.state.items()}
 
-    def held(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+    def held(self, found: Iterable[Tensor]) -> dict[int, int]:
         """Storage -> bytes of tensors on the card that belong to no model and no optimizer."""
-        return {key: size for key, size in storages(t for t in tensors if t.is_cuda).items() if key not in self.owned}
+        return {key: size for key, size in storages(t for t in found if t.is_cuda).items() if key not in self.owned}
 
-    def root(self, found: Found, value: Any, frames: list[FrameType]) -> Root | None:
-        """What a variable keeps; None where that is little."""
-        name, line = found.path.rsplit(".", 1)[-1], line_of(found)
+    def roots(self, name: Name, value: Any) -> list[Root]:
+        """What a variable keeps; [] where that is little."""
         if isinstance(value, torch.nn.Module):
-            return self._model(name, value, line)
+            return self._models(name, value)
         if isinstance(value, BaseException):
-            return self.exception(name, value, frames, line)
-        if isinstance(value, Tensor):
-            saved, passes = self._graph([value])
-            total = sum(saved.values())
-            one = value.numel() == 1
-            return (
-                Root(name, line, "graph" if one else "state", total, passes) if passes > 1 and total >= SMALL else None
-            )
-        if not isinstance(value, CONTAINERS):
+            found = self.exception(name.text, value, name.line)
+        elif isinstance(value, Tensor):
+            found = self._state(name, value)
+        elif isinstance(value, CONTAINERS) or not (isinstance(value, LEAVES) or of_the_user(type(value))):
+            found = self._container(name, value)
+        else:
+            return []
+        return [found] if found is not None else []
+
+    def _state(self, name: Name, value: Tensor) -> Root | None:
+        saved, passes = self._graph([value])
+        total = sum(saved.values())
+        if passes < 2 or total < SMALL:
             return None
-        errors = [part for part in _parts(value) if isinstance(part, BaseException)]
-        kept = [self.exception(name, error, frames, line) for error in errors]
-        kept += [self._several(name, value, line), self._collection(name, value, line_of(self._most_of(found, value)))]
+        return Root(name.text, name.line, "graph" if value.numel() == 1 else "state", total, passes)
+
+    def _container(self, name: Name, value: Any) -> Root | None:
+        """A container, or an object of a library's: of what it holds, the kind that most is of."""
+        held = list(parts(value, self.named))
+        kept = [self.exception(name.text, part, name.line) for part in held if isinstance(part, BaseException)]
+        kept += [self._several(name, held), self._collection(name, value, held)]
         return max((root for root in kept if root is not None), key=lambda root: root.bytes, default=None)
 
-    def _most_of(self, found: Found, value: Any) -> Found:
-        """The path to the key under which most of a dictionary lies, where one has more than half."""
-        if not isinstance(value, dict) or len(value) > MOST_ITEMS:
-            return found
-        sizes = {key: sum(storages(_tensors(part)).values()) for key, part in value.items() if isinstance(key, str)}
-        key = max(sizes, key=sizes.__getitem__, default="")
-        most = "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values())
-        return replace(found, path=f"{found.path}['{key}']") if most else found
-
-    def _collection(self, name: str, value: Any, line: str) -> Root | None:
-        tensors = list(_tensors(value))
-        sizes, (saved, _) = self.held(tensors), self._graph(tensors)
+    def _collection(self, name: Name, value: Any, held: list[Any]) -> Root | None:
+        found = [part for part in held if isinstance(part, Tensor)]
+        sizes, (saved, _) = self.held(found), self._graph(found)
         total = sum((sizes | saved).values())
         if total < SMALL or not sizes:
             return None
         what = "graph" if sum(saved.values()) > sum(sizes.values()) else "collection"
-        return Root(name, line, what, total, len(sizes))  # type: ignore[arg-type]
+        copies = self._copies(found) if what == "collection" else 0
+        line = self._most_of(name, value).line
+        return Root(name.text, line, what, total, len(sizes), copies=copies, of=_classes(held))  # type: ignore[arg-type]
 
-    def _model(self, name: str, module: torch.nn.Module, line: str) -> Root | None:
+    def _most_of(self, name: Name, value: Any) -> Name:
+        """The path to the key under which most of a dictionary lies, where one has more than half."""
+        if not isinstance(value, dict) or len(value) > MOST_ITEMS:
+            return name
+        sizes = {key: sum(storages(tensors(part)).values()) for key, part in value.items() if isinstance(key, str)}
+        key = max(sizes, key=sizes.__getitem__, default="")
+        return name.under(key) if "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values()) else name
+
+    def _copies(self, found: list[Tensor]) -> int:
+        """How many tensors there are for every weight of a model, where these are nearly all of the bytes; 0: it is no copy."""
+        fresh = self.held(found)
+        mine = [t for t in found if t.is_cuda and t.untyped_storage()._cdata in fresh]
+        shapes, total = Counter(tuple(t.shape) for t in mine), sum(t.numel() for t in mine)
+        for module in self.modules:
+            for trained in (False, True):
+                weights = [p for p in module.parameters() if p.requires_grad or not trained]
+                wanted = Counter(tuple(p.shape) for p in weights)
+                times = min((shapes[shape] // count for shape, count in wanted.items()), default=0)
+                if len(weights) >= FEW and times * sum(p.numel() for p in weights) >= ALL_OF_IT * total > 0:
+                    return times
+        return 0
+
+    def _models(self, name: Name, module: torch.nn.Module) -> list[Root]:
+        """A model; and apart from it those within it that are another's: a teacher, a reference, an average."""
         if id(module) in self.inside:
-            return None
-        weights = [p for p in module.parameters() if p.is_cuda]
+            return []
+        others = [
+            (path, part)
+            for path, part in module.named_modules()
+            if path and path.count(".") < NEAR and OTHER_MODEL.search(path.rsplit(".", 1)[-1]) and not _trained(part)
+        ]
+        outer = [(path, part) for path, part in others if not any(path.startswith(f"{other}.") for other, _ in others)]
+        apart = {id(p) for _, part in outer for p in part.parameters()}
+        made = [self._model(name, module, apart)]
+        made += [self._model(name.attribute(path, type(module)), part, set()) for path, part in outer]
+        made.append(self._saved_modules(name, module))
+        return [root for root in made if root is not None]
+
+    def _model(self, name: Name, module: torch.nn.Module, apart: set[int]) -> Root | None:
+        weights = [p for p in module.parameters() if p.is_cuda and id(p) not in apart]
         sizes = storages(weights)
         total = sum(sizes.values())
         wide, double = (
             sum(storages(p for p in weights if p.dtype == dtype).values()) for dtype in (torch.float32, torch.float64)
         )
-        return Root(name, line, "model", total, len(sizes), wide, double) if total >= SMALL else None
+        trained = sum(storages(p for p in _trained(module) if id(p) not in apart).values())
+        return Root(name.text, name.line, "model", total, len(sizes), wide, double, trained) if total >= SMALL else None
 
-    def _several(self, name: str, value: Any, line: str) -> Root | None:
-        """A container of models, optimizers or schedulers: what those keep that nobody else has a name for."""
-        scheduler = torch.optim.lr_scheduler.LRScheduler
-        found = [part.optimizer if isinstance(part, scheduler) else part for part in _parts(value)]
-        modules = [part for part in found if isinstance(part, torch.nn.Module)]
-        tensors = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
-        tensors += [t for part in found if isinstance(part, torch.optim.Optimizer) for t in _tensors(dict(part.state))]
-        sizes = self.held(tensors)
+    def _saved_modules(self, name: Name, module: torch.nn.Module) -> Root | None:
+        """What PEFT trains whole beside its adapters, with gradients and states."""
+        weights = [p for path, p in module.named_parameters() if SAVED in path and p.requires_grad and p.is_cuda]
+        sizes = storages(t for p in weights for t in (p, p.grad) if t is not None)
+        total = sum(sizes.values()) + sum(self.states.get(id(p), 0) for p in weights)
+        return Root(SAVED, name.line, "part", total, len(weights)) if total >= SMALL else None
+
+    def _several(self, name: Name, held: list[Any]) -> Root | None:
+        """A container of models or optimizers, or of what has them: what those keep that nobody else has a name for."""
+        modules = [part for part in held if isinstance(part, torch.nn.Module)]
+        found = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
+        found += [t for part in held if isinstance(part, torch.optim.Optimizer) for t in tensors(dict(part.state))]
+        sizes = self.held(found)
         total = sum(sizes.values())
-        return Root(name, line, "models", total, len(sizes)) if total >= SMALL else None
+        return Root(name.text, name.line, "models", total, len(sizes)) if total >= SMALL else None
 
-    def exception(self, name: str, error: BaseException, frames: list[FrameType], line: str = "") -> Root | None:
+    def exception(self, name: str, error: BaseException, line: str = "") -> Root | None:
         """An error that is being handled, or was kept: its traceback keeps the frames, they keep their tensors."""
-        theirs = _frames(error)
-        found = [t for f in theirs if f not in frames for value in f.f_locals.values() for t in _tensors(value)]
+        theirs = frames_of(error)
+        found = [t for f in theirs if f not in self.frames for value in f.f_locals.values() for t in tensors(value)]
         sizes = self.held(found)
         total = sum((sizes | self._graph(found)[0]).values())
         if not line and theirs:  # where it was caught, and is still being handled
-            line = f"{theirs[0].f_code.co_filename.rsplit('/', 1)[-1]}:{theirs[0].f_lineno}"
+            first = next((frame for frame in theirs if own(frame.f_code.co_filename)), theirs[0])
+            line = f"{first.f_code.co_filename.rsplit('/', 1)[-1]}:{first.f_lineno}"
         return Root(name, line, "exception", total, len(sizes)) if total >= SMALL else None
 
+    def handled(self, error: BaseException) -> Iterator[Root]:
+        """The errors that were being handled when this one came."""
+        earlier = error.__context__
+        while earlier is not None:
+            root = None
+            if not type(earlier).__module__.startswith("memfit"):
+                root = self.exception(type(earlier).__name__, earlier)
+            if root is not None:
+                yield root
+            earlier = earlier.__context__
+
+    def shown(self, error: BaseException) -> Iterator[Root]:
+        """The error that a console showed last: `sys` keeps it until the next."""
+        kept = [(name, getattr(sys, name, None)) for name in LAST_ERROR]
+        files = dict.fromkeys(f.f_code.co_filename for f in self.frames if own(f.f_code.co_filename))
+        for name, last in kept:
+            if isinstance(last, BaseException) and last is not error:
+                path = f"sys.{name}"
+                root = self.exception(path, last, Name(tuple(Found(path, file, 0, "") for file in files)).line)
+                if root is not None:
+                    yield root
+                    return
+
     def hooks(self) -> Iterator[Root]:
-        """What the hooks of modules keep in their closures."""
+        """What the hooks of modules keep in their closures: those of one line together."""
+        kept: dict[tuple[str, str], list[Root]] = {}
+        for root in self._hooks():
+            kept.setdefault((root.name, root.line), []).append(root)
+        for same in kept.values():
+            yield replace(same[0], bytes=sum(root.bytes for root in same), count=sum(root.count for root in same))
+
+    def _hooks(self) -> Iterator[Root]:
         for part in (part for module in self.modules for part in module.modules()):
             kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
             for hook in (hook for kind in kinds for hook in kind.values()):
@@ -174,16 +233,32 @@ class _Finder:
         if code is None:
             return
         for name, cell in zip(code.co_freevars, hook.__closure__ or (), strict=False):
-            sizes = self.held(_tensors(cell.cell_contents)) if isinstance(cell.cell_contents, CONTAINERS) else {}
+            sizes = self.held(tensors(cell.cell_contents)) if isinstance(cell.cell_contents, CONTAINERS) else {}
             if sizes:
-                line = line_of(Found(name, code.co_filename, code.co_firstlineno, code.co_name))
+                line = Name((Found(name, code.co_filename, code.co_firstlineno, code.co_name),)).line
                 yield Root(name, line, "hook", sum(sizes.values()), len(sizes))
 
-    def _graph(self, tensors: Iterable[Tensor]) -> tuple[dict[int, int], int]:
+    def _graph(self, found: Iterable[Tensor]) -> tuple[dict[int, int], int]:
         """(bytes of each storage that the tensors' autograd graphs saved, how often a leaf is reached: the passes)."""
-        nodes = list(graph(tensors))
+        nodes = list(graph(found))
         leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
         return self.held(t for node in nodes for t in _saved(node)), max(leaves.values(), default=0)
+
+
+def _trained(module: torch.nn.Module) -> list[Tensor]:
+    """The weights that will have a gradient, or have one: of a module in training mode."""
+    return [
+        p
+        for part in module.modules()
+        for p in part.parameters(recurse=False)
+        if p.is_cuda and p.requires_grad and (part.training or p.grad is not None)
+    ]
+
+
+def _classes(held: list[Any]) -> str:
+    """The classes of a library's objects in a container, the commonest first."""
+    counts = Counter(type(part) for part in held if not isinstance(part, (*CONTAINERS, *LEAVES)))
+    return ", ".join(kind.__name__ for kind, _ in counts.most_common(MOST_CLASSES) if not of_the_user(kind))
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
@@ -194,19 +269,5 @@ def _saved(node: Any) -> Iterator[Tensor]:
                 value = getattr(node, name)
             except (RuntimeError, AttributeError):  # released, or of a kind Python cannot see
                 continue
-            parts = value if isinstance(value, tuple | list) else (value,)
-            yield from (part for part in parts if isinstance(part, Tensor))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in containers of containers."""
-    return (part for part in _parts(value) if isinstance(part, Tensor))
-
-
-def _parts(value: Any, depth: int = 0) -> Iterator[Any]:
-    """What containers of containers hold."""
-    if not isinstance(value, CONTAINERS):
-        yield value
-    elif depth < DEEP and len(value) <= MOST_ITEMS:
-        for part in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _parts(part, depth + 1)
+            saved = value if isinstance(value, tuple | list) else (value,)
+            yield from (part for part in saved if isinstance(part, Tensor))

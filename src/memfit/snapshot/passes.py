@@ -66,11 +66,12 @@ def marks(turns: Sequence[Turn], events: Sequence[Event], names: dict[str, str])
         turn.trains = turn.place == "forward" and after.place == "backward"
     trained = {s for turn in turns if turn.trains for s in turn.sites}
     _count(turns, events)
-    modules, found = loops(turns), []
+    modules, found, graph = loops(turns), [], False
     for turn in turns:
         called = loops([turn]) if modules else bool(turn.sites)  # where there are modules, to copy weights is no pass
         evaluates = turn.place == "forward" and trained and called and not turn.sites & trained
-        graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
+        if evaluates and (turn.made >= MANY or turn is not turns[-1]):  # one that failed early is as the one before it
+            graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
         instant = GRADIENTS_ON if evaluates and graph else names[turn.place]
         phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"
         found.append((turn.index, Mark(phase, instant)))

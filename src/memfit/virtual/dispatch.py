@@ -214,6 +214,8 @@ def _in_place(name: str, schema: Any) -> Handler:
             card.need_workspace()
         first = args[0]
         if isinstance(first, Tensor):
+            if overwrites:  # zeros_like is empty_like and zero_
+                card.ledger.rename(base(first), label.rstrip("_"))
             _know_written(card, op, args, kwargs, [first], overwrites)
         elif first and isinstance(first, list | tuple):
             _know_written(card, op, args, kwargs, list(tensors(first)), overwrites)

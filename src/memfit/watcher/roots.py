@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -23,7 +23,8 @@ Place = tuple[str, int, str]  # of a function: file, first line, name
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A name in the program: `path` as the program would write it, in `file`, inside lines [first, last] of `function`."""
+    """A name in the program: `path` as the program would write it, in `file`, inside `function` that begins at line `first`
+    (0: inside the class of that name; no function: anywhere in the file)."""
 
     path: str
     file: str
@@ -84,26 +85,25 @@ class Roots:
             if known is None or (library(known.file) and not library(code.co_filename)):
                 self.names[id(value)] = found
 
+    def named(self) -> Iterator[tuple[Found, Any]]:
+        """Every name with what it is bound to."""
+        for frame in self._others():
+            yield from ((self.names[id(v)], v) for v in variables_of(frame).values() if id(v) in self.names)
+        yield from ((self.names[id(value)], value) for _, value, _ in _globals() if id(value) in self.names)
+
     def variables(self) -> Iterator[tuple[Found, Any]]:
         """Every name with what it is bound to, and what lies one level below: attributes and items."""
-        for frame in self._others():
-            for value in variables_of(frame).values():
-                yield from self._below(value)
-        for _, value, _ in _globals():
-            yield from self._below(value)
+        for found, value in self.named():
+            yield found, value
+            yield from ((replace(found, path=found.path + step), item) for step, item in _below(value))
 
-    def _below(self, value: Any) -> Iterator[tuple[Found, Any]]:
-        found = self.names.get(id(value))
-        if found is None:
-            return
-        yield found, value
-        inside: list[tuple[str, Any]] = []
-        if isinstance(value, dict):
-            inside = [(key_text(key), item) for key, item in list(value.items())[:WIDEST]]
-        elif not isinstance(value, type | ModuleType):
-            inside = [(f".{name}", item) for name, item in list(getattr(value, "__dict__", {}).items())[:WIDEST]]
-        for step, item in inside:
-            yield Found(found.path + step, found.file, found.first, found.function), item
+
+def _below(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(key_text(key), item) for key, item in list(value.items())[:WIDEST]]
+    if isinstance(value, type | ModuleType):
+        return []
+    return [(f".{name}", item) for name, item in list(getattr(value, "__dict__", {}).items())[:WIDEST]]
 
 
 def key_text(key: Any) -> str:

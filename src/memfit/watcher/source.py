@@ -14,6 +14,14 @@ from typing import NamedTuple
 from memfit.watcher.roots import CACHE_OF, Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
+PUSHES = (
+    "heappush",
+    "heappushpop",
+    "heapreplace",
+    "insort",
+    "insort_left",
+    "insort_right",
+)  # into their first argument
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MOST_LINES = 4  # that are named besides one
 MOST = 2 << 20  # characters of a source file that is parsed
@@ -91,9 +99,12 @@ def _tree(file: str) -> ast.Module | None:
 
 
 def _extent(file: str, first: int, function: str) -> range:
-    """The lines of a function."""
+    """The lines of a function; of a class where `first` is 0."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if first else (ast.ClassDef,)
     for node in ast.walk(_tree(file) or ast.Module([], [])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+        if isinstance(node, kinds) and node.name == function:
+            if isinstance(node, ast.ClassDef):
+                return range(node.lineno, (node.end_lineno or node.lineno) + 1)
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if start <= first <= (node.end_lineno or start):
                 return range(start, (node.end_lineno or start) + 1)
@@ -136,6 +147,8 @@ def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
     """(name, key) that a statement stores into."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS:
         return _names(node)
+    if isinstance(node, ast.Call) and node.args and any(name in PUSHES for name, _ in _names(node.func)):
+        return _names(node.args[0])
     if isinstance(node, ast.AugAssign):
         return _names(node.target)
     if isinstance(node, ast.Assign):

@@ -1,0 +1,167 @@
+"""Findings from who keeps what: variables, models, optimizers and errors of the program, beside what passes left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from memfit.explain.clue import SHOWN, SURE, TOLD, Clue
+from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, Evidence, Root
+from memfit.explain.memory import LASTING, Memory
+from memfit.finding import Cause, Proof
+from memfit.tape import GRADIENTS_ON
+from memfit.units import human
+
+TELLS = 0.10  # share of what is alive from which a holder explains anything
+HALF = 0.5  # share of what is kept that a variable must keep to be the one who keeps it
+MOST_OF_IT = 0.60  # share from which it explains nearly everything
+GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
+
+_CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
+_CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
+_MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
+
+
+def _again(m: Memory, e: Evidence) -> Clue | None:
+    """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
+    size, line = m.repeated
+    if size < max(TELLS * m.requested, m.asked):
+        return None
+    root = e.root("models")
+    size = max(size, root.bytes if root else 0)
+    said = f"{human(size)} of models and optimizer states are of earlier ones that are still kept"
+    proof = Proof(f"{said}, by '{root.name}'" if root else said, size)
+    return Clue("leak", SURE + 3 * SHOWN, proof, root.line if root else line)
+
+
+def _leaking(m: Memory, e: Evidence) -> Clue | None:
+    held, grown = sum(g.old for g in m.kept), _swollen(m)
+    explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
+    if not m.kept or held < TELLS * m.requested or not explains:
+        return None
+    most = max(m.kept, key=lambda g: g.old)
+    passes = len([t for t in most.turns if 0 <= t < m.turn])
+    proof = Proof(
+        f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
+    )
+    root = e.root(*KEEPERS)
+    if root is not None and root.bytes < HALF * held:
+        root = None
+    grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
+    cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
+    # before the backward that all of them may wait for, only who keeps them tells
+    sure = root is not None or m.phase == "eval" or m.outlived
+    return Clue(cause, SURE + SHOWN if sure else TOLD, proof, (root.line if root else "") or most.line)
+
+
+def _swollen(m: Memory) -> int:
+    """How much more the pass under way needs than the least of those like it: what is kept may be read again in every pass."""
+    needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
+    return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
+
+
+def _kept_by(root: Root | None, m: Memory) -> Cause:
+    """What it is that a variable keeps."""
+    if root is not None and _CACHE.search(f"{root.name} {root.of}"):
+        return "kv-cache"
+    if m.phase == "eval" and not m.older_than_training:
+        graph = m.instant == GRADIENTS_ON or (root is not None and root.what == "graph")
+        return "eval-graph" if graph else "eval-logits"
+    if root is not None and root.what == "state" and not m.outlived:
+        return "activations"  # unrolled: all calls of a step wait for its backward
+    return "leak"
+
+
+def _hoarded(m: Memory, e: Evidence) -> Clue | None:
+    """A variable of the program that holds much: a container of tensors, or a tensor with its whole graph."""
+    root = e.root(*KEEPERS)
+    if root is None or root.bytes < TELLS * m.requested:
+        return None
+    proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
+    if root.what == "collection" and _CHECKPOINT.search(root.name) and not m.kept:
+        return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
+    if root.copies:
+        return _copied(root)
+    earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
+    # a graph of the pass under way alone: a recurrent net reaches a weight often
+    if root.what in ("graph", "state") and m.floors and not earlier:
+        return None
+    if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
+        return None
+    return Clue(_kept_by(root, m), SURE, proof, root.line)
+
+
+def _copied(root: Root) -> Clue:
+    """A container with a tensor for each weight of a model: a copy of it, an average, states of an optimizer of one's own."""
+    times = "" if root.copies == 1 else f" {root.copies} times over"
+    proof = Proof(f"'{root.name}' has a tensor for each weight of the model{times}", root.bytes)
+    cause: Cause = "two-copies" if root.copies == 1 else "leak"
+    if _MOMENTS.search(root.name):
+        cause = "optimizer-states"
+    return Clue(cause, SURE + SHOWN, proof, root.line)
+
+
+def _exception(m: Memory, e: Evidence) -> Clue | None:
+    root = e.root("exception")
+    if root is None or root.bytes < TELLS * m.requested:
+        return None
+    proof = Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes)
+    return Clue("exception", SURE + SHOWN + 5, proof, root.line)
+
+
+def _twice(m: Memory, e: Evidence) -> Clue | None:
+    """Two models of a size on the card."""
+    models = e.models
+    if len(models) < 2 or models[1].bytes < HALF * models[0].bytes or models[1].bytes < TELLS * m.requested:
+        return None
+    second = next((root for root in models if OTHER_MODEL.search(root.name)), models[1])
+    names = " and ".join(f"'{root.name}'" for root in models[:2])
+    cause: Cause = "reference-model" if REFERENCE.search(second.name) else "two-copies"
+    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
+
+
+def _companions(m: Memory, e: Evidence) -> Clue | None:
+    """Frozen models hold most of the card, beside the one that is trained."""
+    frozen = [root for root in e.models if not root.trained]
+    size = sum(root.bytes for root in frozen)
+    if len(frozen) == len(e.models) or size < HALF * m.requested:
+        return None
+    names = ", ".join(f"'{root.name}'" for root in frozen)
+    cause: Cause = "reference-model" if REFERENCE.search(frozen[0].name) else "companion-models"
+    return Clue(cause, SURE + SHOWN, Proof(f"{names}: weights of models that are not trained", size), frozen[0].line)
+
+
+def _wide(m: Memory, e: Evidence) -> Clue | None:
+    """Weights in 32 bits that would have had room in 16, or in 64 where 32 would do."""
+    model = e.root("model")
+    if model is None or m.capacity is None:
+        return None
+    if model.is_double and (m.requested + m.asked) // 2 <= m.capacity:
+        proof = Proof(
+            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is all that it computes", model.double
+        )
+        return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
+    if model.wide < TELLS * m.requested or m.phase != "load":
+        return None
+    if model.bytes - model.wide < model.wide or m.requested + m.asked - model.wide // 2 <= m.capacity:
+        return Clue(
+            "wrong-dtype", SURE, Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits", model.wide), e.line
+        )
+    return None
+
+
+def _upcast(m: Memory, e: Evidence) -> Clue | None:
+    """A model in 16 bits whose embedding or head is in 32; adapters that are trained are meant to be."""
+    model = e.root("model")
+    if model is None:
+        return None
+    wide = max(model.wide - model.trained, 0) if model.trained < model.bytes else model.wide
+    if wide > 0.9 * model.bytes or wide < TELLS * m.requested:
+        return None
+    proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits, the rest is narrower", wide)
+    return Clue("kbit-upcast", SURE, proof, model.line)
+
+
+HOLDING: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
+    _exception, _again, _leaking, _hoarded, _companions, _twice, _wide, _upcast,
+)  # fmt: skip
