@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import cli, codec
@@ -103,6 +103,7 @@ def test_the_same_message_of_many_ranks_is_read_once_the_fullest_first() -> None
     assert [x.kind for x in found] == ["cuda", "driver"]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=2000))
 def test_no_text_breaks_it(text: str) -> None:
     found = explain(read_text("CUDA out of memory. Tried to allocate " + text))

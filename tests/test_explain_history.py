@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit import cli, watch_file
-from memfit.explain import Evidence, explain
+from memfit.explain import Evidence, Root, explain
 from memfit.explain.memory import Memory
 from memfit.explain.reading import BEFORE, NOWHERE, memory_of
 from memfit.explain.watched import evidence_of
@@ -172,3 +172,24 @@ def test_the_screen_says_what_a_peak_is_made_of(width: int) -> None:
     text = seen.get()
     assert "not recorded 60.0 MiB (75%)" in text and "room" not in text
     assert max(map(len, text.splitlines())) <= width
+
+
+# ---- what a variable keeps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copies", "made", "cause"),
+    [(1, "before", "stale-checkpoint"), (1, "later", "two-copies"), (0, "before", "leak"), (0, "now", "long-sample")],
+)
+def test_a_checkpoint_has_weights_and_is_older_than_training(copies: int, made: str, cause: Cause) -> None:
+    """By its name alone, as of a list of hidden states, nothing is one."""
+    kept = Alloc(9, 40 * MIB, label="load (x.py:3)")
+    events: list[Event] = [Alloc(1, 20 * MIB, "parameters", "w (x.py:1)")]
+    for number, turn in enumerate(("first", "later", "now")):
+        events += [kept] if (made, turn) in (("before", "first"), ("later", "now")) else []
+        events += [Mark("step", "forward"), *([kept] if made == turn == "now" else [])]
+        events += [Alloc(20 + number, 5 * MIB, label="f (x.py:5)")]
+        events += [Mark("step", "backward"), Free(20 + number), Mark("step", "after the step")] if turn != "now" else []
+    memory = memory_of(Tape((*events, Oom(MIB // 2)), "measured", {}, ()))
+    root = Root("states", "x.py:3", "collection", 40 * MIB, 4, copies=copies)
+    assert explain(Evidence(memory=memory, roots=(root,)))[0].cause == cause

@@ -27,13 +27,17 @@ ALONE: dict[str, Cause] = {
     "doubles_from_numpy": "activations", "ema_copy": "temporaries", "embedding_in_fp32": "activations",
     "error_being_handled": "activations", "error_kept": "activations", "errors_in_a_list": "activations", "kv_cache": "leak",
     "loaded_in_fp32": "capacity", "old_model_kept": "activations", "reference_model": "capacity",
+    "best_state_so_far": "temporaries", "checkpoint_moved_whole": "activations", "companions_in_a_pipeline": "capacity",
+    "ema_of_tensors": "activations", "last_error_shown": "activations", "modules_trained_whole": "optimizer-states",
+    "teachers_in_a_wrapper": "capacity",
 }  # fmt: skip
 # stacks="python" tell no operators: of attention, of a cache that grows; nor a workspace from a gradient
 LIVE_PYTHON: dict[str, Cause] = {"caches_of_every_token": "leak", "eager_attention": "activations"}
 ALONE_PYTHON: dict[str, Cause] = {
     **ALONE, **LIVE_PYTHON, "eval_keeps_logits": "eval-leftovers", "scores_in_the_first_step": "fragmentation",
+    "three_states_per_weight": "optimizer-step",
 }  # fmt: skip
-CERTAIN = {"caches_of_every_token", "eval_keeps_logits"}  # of these, certain of it
+CERTAIN = {"caches_of_every_token", "eval_keeps_logits", "modules_trained_whole"}  # of these, certain of it
 
 
 @pytest.fixture(autouse=True)

@@ -66,19 +66,20 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
     makes = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing
-    if not makes and not inner and _unfinished(m, states):
-        return Clue("optimizer-states", TOLD, Proof(_states_so_far(m, states), states + m.asked), e.line)
-    if not makes:
-        proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
-        return Clue("optimizer-step", SURE + SHOWN, proof, e.line)
-    return Clue("optimizer-states", SURE + SHOWN, Proof(_states_so_far(m, states), states + m.asked), e.line)
+    so_far = Proof(_states_so_far(m, states), states + m.asked)
+    if makes:
+        return Clue("optimizer-states", SURE + SHOWN, so_far, e.line)
+    times = None if inner else _times(m, states)
+    if times is not None and times > 1 and abs(times - round(times)) > ROUNDS:
+        return Clue("optimizer-states", TOLD, so_far, e.line)
+    proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
+    return Clue("optimizer-step", TOLD if not inner and states and times is None else SURE + SHOWN, proof, e.line)
 
 
-def _unfinished(m: Memory, states: int) -> bool:
-    """States of some weights only: those of all are as large as the gradients, or a whole number of times that."""
+def _times(m: Memory, states: int) -> float | None:
+    """How large the states are beside the gradients: of all weights they are that a whole number of times; None: not told."""
     gradients = sum(g.bytes for g in m.groups if g.role == "gradients" and _NODE.search(g.module))
-    times = states / gradients if gradients else 0
-    return times > 1 and abs(times - round(times)) > ROUNDS
+    return states / gradients if gradients else None
 
 
 def _states_so_far(m: Memory, made: int) -> str:
@@ -121,8 +122,7 @@ def _too_much(m: Memory, e: Evidence) -> Clue | None:
 
 def _demand(m: Memory) -> tuple[int, int]:
     """What the pass under way has asked for, and the most that one before it did."""
-    demand = m.requested + m.asked - m.floors[m.turn]
-    return demand, max((m.peaks[t] - m.floors[t] for t in m.passed), default=demand)
+    return m.demand, max((m.peaks[t] - m.floors[t] for t in m.passed), default=m.demand)
 
 
 def _more(m: Memory) -> int:
@@ -168,7 +168,7 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     if gradients >= TELLS * m.requested and gradients >= m.asked:
         return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
     alike = max(m.groups, key=lambda g: g.now, default=None)
-    if alike and alike.count >= COLLECTED and alike.now > 0.5 * (m.requested + m.asked - m.floors[m.turn]):
+    if alike and alike.count >= COLLECTED and alike.now > 0.5 * m.demand:
         proof = Proof(
             f"{alike.count} tensors of {alike.line or alike.module} are kept, and no backward is to come", alike.now
         )
@@ -176,11 +176,9 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
     if not trained:
         return None
-    demand = m.requested + m.asked - m.floors[m.turn]
-    if demand > MORE * max(trained) and not m.kept:
-        proof = Proof(
-            f"this pass needs {human(demand)}, none of the training's more than {human(max(trained))}", demand
-        )
+    if m.demand > MORE * max(trained) and not m.kept:
+        said = f"this pass needs {human(m.demand)}, none of the training's more than {human(max(trained))}"
+        proof = Proof(said, m.demand)
         return Clue("eval-batch", SURE, proof, e.line)
     return Clue(
         "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line

@@ -78,7 +78,7 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     if root is None or root.bytes < TELLS * m.requested:
         return None
     proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
-    if root.what == "collection" and _CHECKPOINT.search(root.name) and not m.kept:
+    if _loaded(root, m):
         return Clue("stale-checkpoint", SURE + SHOWN, proof, root.line)
     if root.copies:
         return _copied(root)
@@ -89,6 +89,13 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None
     return Clue(_kept_by(root, m), SURE, proof, root.line)
+
+
+def _loaded(root: Root, m: Memory) -> bool:
+    """A checkpoint, by its name and by what it has: all before the first pass, or the weights of a model, not made in training."""
+    if root.what != "collection" or not _CHECKPOINT.search(root.name):
+        return False
+    return m.turn < 0 or (root.copies > 0 and not m.kept and not m.from_training(root.bytes))
 
 
 def _copied(root: Root) -> Clue:
@@ -124,7 +131,7 @@ def _companions(m: Memory, e: Evidence) -> Clue | None:
     """Frozen models hold most of the card, beside the one that is trained."""
     frozen = [root for root in e.models if not root.trained]
     size = sum(root.bytes for root in frozen)
-    if len(frozen) == len(e.models) or size < HALF * m.requested:
+    if not frozen or len(frozen) == len(e.models) or size < HALF * m.requested:
         return None
     names = ", ".join(f"'{root.name}'" for root in frozen)
     cause: Cause = "reference-model" if REFERENCE.search(frozen[0].name) else "companion-models"
@@ -153,10 +160,10 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
 def _upcast(m: Memory, e: Evidence) -> Clue | None:
     """A model in 16 bits whose embedding or head is in 32; adapters that are trained are meant to be."""
     model = e.root("model")
-    if model is None:
+    if model is None or model.wide > 0.9 * model.bytes:
         return None
     wide = max(model.wide - model.trained, 0) if model.trained < model.bytes else model.wide
-    if wide > 0.9 * model.bytes or wide < TELLS * m.requested:
+    if wide < TELLS * m.requested:
         return None
     proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits, the rest is narrower", wide)
     return Clue("kbit-upcast", SURE, proof, model.line)

@@ -100,6 +100,17 @@ class Memory:
         last = max((t for t, trained in enumerate(self.trained) if trained), default=-1)
         return 2 * sum(t < last for t in turns) > len(turns)
 
+    def from_training(self, size: int) -> bool:
+        """Something of about this size came after a pass that trained, and was made once: nothing that was loaded."""
+        first = next((t for t, trained in enumerate(self.trained) if trained), self.turn)
+        old = (g for g in self.groups if g.role not in LASTING and g.turns and g.turns[0] > first)
+        return any(2 * g.old >= size for g in old)
+
+    @property
+    def demand(self) -> int:
+        """Bytes that the pass under way has asked for; of the whole history before the first."""
+        return self.requested + self.asked - (self.floors[self.turn] if self.floors else 0)
+
     @property
     def passed(self) -> list[int]:
         """The passes before the one under way that let go of what they made: those it can be measured by.

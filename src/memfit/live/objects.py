@@ -63,10 +63,8 @@ def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
     for found, value in roots.named():
         if own(found.file):
             todo.append((Name((found,)), value, 0))
-        elif (
-            isinstance(value, torch.nn.Module) and id(value) not in seen
-        ):  # being made: it has no name of the user's yet
-            seen.add(id(value))
+        elif isinstance(value, torch.nn.Module) and id(value) not in seen:
+            seen.add(id(value))  # only just being made: it has no name of the user's yet
             yield Name((Found(UNNAMED, "", 0, ""),)), value
     while todo:
         name, value, far = todo.popleft()

@@ -15,7 +15,6 @@ from memfit.sample import Alarm, Sample, Watched
 from memfit.watcher.interrupts import passed_on
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder
-from memfit.watcher.relay import Relay
 
 FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
 
@@ -28,6 +27,8 @@ def run(
     relay: takes the command's output line by line, for a live view it would overwrite; None: it writes for itself.
     Raises BadInput for a command that cannot be started. Once it runs it is waited for, whatever fails beside it.
     """
+    if relay:  # a live view's alone: Windows has nothing that tells what is in a pipe
+        from memfit.watcher.relay import Relay
     began = time.monotonic()
     child = _start(command, relay is not None)
     with passed_on(child):

@@ -14,14 +14,8 @@ from typing import NamedTuple
 from memfit.watcher.roots import CACHE_OF, Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
-PUSHES = (
-    "heappush",
-    "heappushpop",
-    "heapreplace",
-    "insort",
-    "insort_left",
-    "insort_right",
-)  # into their first argument
+# functions that store into their first argument
+PUSHES = ("heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right")
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 MOST_LINES = 4  # that are named besides one
 MOST = 2 << 20  # characters of a source file that is parsed
