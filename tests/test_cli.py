@@ -61,7 +61,7 @@ FLAGS = {
         *COMMON,
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
-    "compare": ["--gpu", *COMMON],
+    "compare": ["--gpu", "--device", *COMMON],
     "train": [
         *CARDS,
         "--effective-batch",

@@ -20,9 +20,10 @@ SNAPSHOTS = sorted(OURS.glob("*.pickle.gz"))
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_every_live_byte_is_in_a_segment(path: Path) -> None:
-    stacks = stacks_of(path)
-    assert all(size > 0 for size in stacks.values())
     tape = read(path)
+    assert tape.device is not None
+    stacks = stacks_of(path, tape.device)
+    assert all(size > 0 for size in stacks.values())
     memory, segments = memory_of(tape), segments_of(tape)
     there = [piece for segment in segments for piece in segment.pieces if piece.mapped]
     assert sum(piece.size for piece in there) == memory.reserved

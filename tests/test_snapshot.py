@@ -24,7 +24,7 @@ from memfit.retrace import retrace
 from memfit.snapshot import pickles, read
 from memfit.snapshot.frames import Reader
 from memfit.snapshot.history import tape_of
-from memfit.tape import Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
+from memfit.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,7 +216,7 @@ def test_segments_alone_are_a_start_without_events() -> None:
     tape = tape_of(
         {"segments": [segment(0, (5 * MIB, "active_allocated"), (15 * MIB, "inactive"))], "device_traces": [[], []]}
     )
-    assert tape.events == (Mark("step", "recording"),)
+    assert tape.events == (Mark("step", WRITTEN),)
     assert replay(tape.events, start=tape.start).peak.requested == 5 * MIB
 
 

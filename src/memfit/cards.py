@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memfit.errors import BadInput, UnknownName
 from memfit.gpu import Gpu
 from memfit.units import GB, GIB, MIB, human
+
+if TYPE_CHECKING:
+    from memfit.recipe_file import RecipeFile
 
 TABLE = Path(__file__).parent / "catalogue" / "gpus.toml"
 SEE_ALL = "'memfit gpus' lists all; for another card give its memory: --gpu-memory 40GiB"
@@ -100,6 +104,19 @@ def planned(name: str, memory: int) -> Gpu | None:
     """The card of a recipe.toml: its `gpu` and `gpu_memory`; None where it names none. Raises UnknownName."""
     row = parse_gpu(name)[0] if name not in ("", CUSTOM) else None
     return custom_gpu(memory, row) if memory else row
+
+
+def other_card(text: str, file: RecipeFile) -> Gpu:
+    """The card a recipe shall run on instead. Raises BadInput for another number of them than it deals its batch to."""
+    card, planned_for = parse_gpu(text)[0], file.recipe.num_gpus
+    said = said_count(text) or planned_for
+    if said == planned_for:
+        return card
+    again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{said}x{card.short}", "--out", "run/"])
+    raise BadInput(
+        f"--gpu {text.strip()} asks for {said} GPU{'s' * (said != 1)}, and the recipe is for {planned_for}",
+        hint=f"--gpu {card.short} keeps them; {again} finds a recipe for {said}",
+    )
 
 
 def memory_to_say(gpu: Gpu) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from memfit.footprint import Footprint, Levels, PhasePeak
 from memfit.measured import REST, cardless
+from memfit.sample import METERS
 from memfit.tape import ROLES, Phase, Role
 from memfit.units import human
 from memfit.verdicts import BAND_SHARE
@@ -86,6 +87,7 @@ class Comparison(_Sides):
     roles: tuple[RoleRow, ...]
     terms: tuple[Term, ...]
     notes: tuple[str, ...]
+    refused: tuple[int, int] = (0, 0)  # bytes of the request at which left and right ended; 0: they did not run out
 
 
 def compare(left: Footprint, right: Footprint) -> Comparison:
@@ -99,10 +101,19 @@ def compare(left: Footprint, right: Footprint) -> Comparison:
     rows = sorted((row for row in rows if row.left or row.right), key=lambda row: -abs(row.difference))
     least = int(max(size(a), size(b)) * TELLING)
     notes += _lump(a, b, rows, least)
+    titles = {facts.title for facts in METERS.values()}
+    for name, side in (("left", left), ("right", right)):
+        if side.source == "measured":
+            notes += [f"{name}: {said}" for said in side.assumptions if said not in titles]
+        if side.refused:
+            notes.append(
+                f"the {name} ran out of memory asking for {human(side.refused)} more: it needs more than it shows"
+            )
     called = CARDLESS[level] if cardless(left) and cardless(right) else level
     return Comparison(
         _phases(left, right, size), a.phase, b.phase, called, size(a), size(b), need, needed,
         int(need * BAND_SHARE), _agreement(need, needed), tuple(rows), _terms(a, b, rows, least), tuple(notes),
+        (left.refused, right.refused),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     left_out: Annotated[int, Meta(description="bytes of a long log that were not kept")] = 0
+    device: Annotated[int | None, Meta(description="the number of a snapshot's card, else null")] = None
 
 
 def explain_doc(
@@ -41,11 +42,12 @@ def explain_doc(
     recipe: Remedy | None = None,
     earlier: tuple[Finding, ...] = (),
     left_out: int = 0,
+    device: int | None = None,
 ) -> ExplainDoc:
     """An explanation as a document; `recipe` is the planner's answer to the shortfall, `earlier` the failures before."""
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
         findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=wanted(evidence, findings),
-        earlier=earlier, left_out=left_out,
+        earlier=earlier, left_out=left_out, device=device,
     )  # fmt: skip

@@ -51,12 +51,13 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """All phases of a run; the peak is the maximum over those every run goes through, never a sum."""
+    """All phases of a run; the peak is the maximum over those every run goes through, never a sum. `refused` in bytes."""
 
     phases: tuple[PhasePeak, ...]
     source: Source
     assumptions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
+    refused: int = 0  # bytes of the request at which the run ended: it needs more than its phases show
 
     @property
     def peak(self) -> PhasePeak:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from memfit import cards, codec, hub, recipe_file, snapshot, watch_file
-from memfit.alloc_conf import parse_alloc_conf
-from memfit.errors import BadInput
-from memfit.footprint import Footprint
+from memfit.errors import BadInput, MemfitError
+from memfit.footprint import Footprint, PhasePeak
 from memfit.formula.estimate import estimate
 from memfit.gpu import Gpu
 from memfit.measured import footprint_of
 from memfit.recipe_file import RecipeFile
-from memfit.replay import replay
-from memfit.tape import Tape
+from memfit.retrace import as_recorded
+from memfit.tape import Oom, Tape
 from memfit.traced import footprint_of as traced_footprint
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
 MOST = 1 << 30  # bytes of a file
+NO_CONTEXT = "context of the driver"  # among the unknowns of a tape that names no card
 WANTED = "a tape, a snapshot, a watch's .jsonl, a recipe.toml, or what memfit estimate, plan or trace --json printed"
 
 
-def read(path: Path, gpu: Gpu | None = None) -> Footprint:
+def read(path: Path, gpu: str = "", device: int | None = None) -> Footprint:
     """The footprint in a file, told by its content; of a recipe.toml the predicted one, on `gpu` or the card it names.
 
-    Raises BadInput for anything else.
+    `gpu` also has the context of a tape that names no card; `device` is the card of a snapshot. Raises BadInput for
+    anything else.
     """
     try:
         with path.open("rb") as stream:
@@ -42,14 +44,18 @@ def read(path: Path, gpu: Gpu | None = None) -> Footprint:
         if head.lstrip().startswith(b"{") and b'"memfit.' in head:
             return _document(path)
         if path.suffix == ".toml":
-            return of_recipe(recipe_file.read(path), gpu)
-        return of_tape(snapshot.read(path))
+            file = recipe_file.read(path)
+            return of_recipe(file, cards.other_card(gpu, file) if gpu else None)
+        return of_tape(snapshot.read(path, device), cards.parse_gpu(gpu)[0] if gpu else None)
     except BadInput as error:
         raise error if str(path) in error.message else recipe_file.in_file(error, path) from None
 
 
-def of(predicted: Predicted | None) -> Footprint | None:
-    """Whatever says what a run should need, as a Footprint of levels alone: its lines are left out."""
+def of(predicted: Predicted | None, gpu: Gpu | None = None) -> Footprint | None:
+    """Whatever says what a run should need, as a Footprint of levels alone: its lines are left out.
+
+    What names no card has the context of `gpu`, the one it shall be held against.
+    """
     if predicted is None:
         return None
     if isinstance(predicted, Footprint):
@@ -60,17 +66,29 @@ def of(predicted: Predicted | None) -> Footprint | None:
         found = of_recipe(predicted)
     else:
         found = read(Path(predicted))
-    return replace(found, phases=tuple(replace(p, lines=()) for p in found.phases))
+    context = gpu.context_bytes if gpu and NO_CONTEXT in found.unknowns else 0
+    return replace(found, phases=tuple(_levels_alone(peak, context) for peak in found.phases))
 
 
-def of_tape(tape: Tape) -> Footprint:
-    """A tape replayed under its own settings; its context is not in it."""
-    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
-    timeline = replay(tape.events, settings=settings, start=tape.start)
-    if not timeline.spans:
-        raise BadInput("the tape is empty", hint="record a run")
-    found = traced_footprint(tape, timeline, (), ("context of the driver",), 0)
-    return replace(found, source=tape.source)
+def _levels_alone(peak: PhasePeak, context: int) -> PhasePeak:
+    return replace(peak, levels=replace(peak.levels, device=peak.levels.device + context), lines=())
+
+
+def of_tape(tape: Tape, gpu: Gpu | None = None) -> Footprint:
+    """A tape replayed as it was recorded; the context, which is not in it, is that of `gpu`, or of the card it names."""
+    if tape.is_instant:
+        raise BadInput(
+            "it holds one instant, and no peak can be told from that",
+            hint="torch.cuda.memory._record_memory_history() before the run",
+        )
+    with suppress(MemfitError):  # a name that means no card of the catalogue
+        gpu = gpu or (cards.find_gpu(tape.about["gpu"]) if tape.about.get("gpu") else None)
+    context = gpu.context_bytes if gpu else 0
+    unknowns = () if context else (NO_CONTEXT,)
+    chosen = (tape.about["chosen"],) if tape.about.get("chosen") else ()
+    found = traced_footprint(tape, as_recorded(tape), chosen, unknowns, context)
+    last = next((event for event in reversed(tape.events) if isinstance(event, Oom)), None)
+    return replace(found, source=tape.source, refused=last.size if last and tape.ends_in_oom else 0)
 
 
 def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:

@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import QUICK, Allocator, Block, OutOfMemory, QuickAllocator, restore
+from memfit.allocator import QUICK, UNLIMITED, Allocator, Block, OutOfMemory, QuickAllocator, restore
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
@@ -102,7 +102,8 @@ class Walk:
     def through(self, events: Iterable[Event], *, go_on: bool = False) -> tuple[OutOfMemory | None, int]:
         """Play the events; the out-of-memory that ended it, if any, and the index of the last event played.
 
-        go_on: an out-of-memory that the tape has too does not end it: the program caught it.
+        go_on: an out-of-memory that the tape has too does not end it: the program caught it. Without a limit, where it
+        would not fail again, its request is not made.
         """
         allocator, live, index = self.allocator, self.live, -1
         malloc, free = allocator.malloc, allocator.free
@@ -126,7 +127,7 @@ class Walk:
                     if event.id not in live:
                         raise _bad_event(index, event)
                     allocator.record_stream(live[event.id], event.stream)
-                elif isinstance(event, Oom):
+                elif isinstance(event, Oom) and not (go_on and allocator.capacity >= UNLIMITED):
                     free(malloc(event.size))
             except OutOfMemory as error:
                 if not (go_on and isinstance(event, Oom)):
@@ -147,6 +148,14 @@ class Walk:
             peak.requested_peak, peak.allocated_peak, peak.reserved_peak, device=peak.reserved_peak + self.context
         )
         self.spans.append(Span(self.mark.phase, self.mark.instant, self.first, self.at, levels))
+
+    def timeline(self, oom: OutOfMemory | None, last: int) -> Timeline:
+        """The whole, played to event `last`."""
+        if last >= self.first:
+            self.end()
+        peak = reduce(_higher, (span.peak for span in self.spans), Levels(0, 0, 0, self.context))
+        retries = self.allocator.num_alloc_retries
+        return Timeline(tuple(self.spans), peak, retries, oom, None if oom is None else last)
 
 
 def replay(
@@ -172,10 +181,7 @@ def replay(
         oom, last = walk.through(events)
     except OutOfMemory as error:  # what was there at the start does not fit
         walk, oom, last = Walk(allocator, context, {}), error, 0
-    if last >= walk.first:
-        walk.end()
-    peak = reduce(_higher, (span.peak for span in walk.spans), Levels(0, 0, 0, context))
-    return Timeline(tuple(walk.spans), peak, allocator.num_alloc_retries, oom, None if oom is None else last)
+    return walk.timeline(oom, last)
 
 
 def begun(allocator: Allocator, start: Sequence[Segment]) -> dict[int, Block | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from itertools import zip_longest
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
-from memfit.allocator import UNLIMITED, Allocator
-from memfit.replay import DEFAULTS, Walk, begun
+from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.allocator import UNLIMITED, Allocator, OutOfMemory
+from memfit.errors import BadInput
+from memfit.replay import DEFAULTS, Timeline, Walk, begun
 from memfit.tape import SegmentAlloc, SegmentFree, Tape
 
 BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
@@ -29,14 +32,48 @@ def retrace(tape: Tape, settings: AllocSettings = DEFAULTS, torch: Torch = LATES
     return "", allocator
 
 
+def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
+    """The PyTorch a tape says it was made with, and its settings; the latest and the defaults where it says none."""
+    found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
+    torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
+    try:
+        return torch, parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
+    except BadInput:
+        return torch, AllocSettings()
+
+
+def room_of(tape: Tape) -> int | None:
+    """Bytes the allocator had at its disposal, where the tape says so."""
+    capacity = tape.about.get("capacity", "")
+    return int(capacity) if capacity.isdecimal() else None
+
+
+def as_recorded(tape: Tape, context: int = 0) -> Timeline:
+    """The run once more on the card it was recorded on: what failed there fails again, and is no part of its peaks.
+
+    Where the model runs out of memory and the recorded run did not, on a card without a limit. Raises BadInput as
+    `replay` does.
+    """
+    torch, settings = made_with(tape)
+    with suppress(OutOfMemory):  # of what was there at the start
+        allocator = allocator_of(tape, settings, torch)
+        walk = Walk(allocator, context, begun(allocator, tape.start))
+        oom, last = walk.through(tape.events, go_on=True)
+        if oom is None:
+            return walk.timeline(None, last)
+    allocator = Allocator(None, settings, torch)
+    walk = Walk(allocator, context, begun(allocator, tape.start))
+    return walk.timeline(*walk.through(tape.events, go_on=True))
+
+
 def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator:
     """An empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
 
     What the card had in all sets the length of expandable segments; where it is not known they never end.
     """
-    capacity, total = (tape.about.get(key, "") for key in ("capacity", "total_memory"))
+    total = tape.about.get("total_memory", "")
     allocator = Allocator(
-        int(capacity) if capacity.isdecimal() else None, settings, torch,
+        room_of(tape), settings, torch,
         total_memory=int(total) if total.isdecimal() else None if settings.per_process_memory_fraction else UNLIMITED,
     )  # fmt: skip
     if torch <= BY_ADDRESS:

@@ -106,19 +106,34 @@ class Segment:
     pieces: tuple[Piece, ...]
 
 
+WRITTEN = "when the file was written"  # the one instant of a snapshot without a history
+
+
 @dataclass(frozen=True, slots=True)
 class Tape:
     """A run's events in order, with what is known of the card and the stack that made them.
 
     `start` is empty where the recording began with an empty allocator. `about` may say `torch` ("2.13"), `alloc_conf`
     (the PYTORCH_ALLOC_CONF the run had), `capacity` (bytes the allocator is known to have had at its disposal),
-    `total_memory` (bytes of the card), `model` and whatever else the recorder knew; a missing key is not known.
+    `total_memory` (bytes of the card), `gpu` (its name), `device` (its number), `chosen` (why that one of several), `model`
+    and whatever else the recorder knew; a missing key is not known.
     """
 
     events: tuple[Event, ...]
     source: Literal["formula", "traced", "measured"]
     about: dict[str, str] = field(default_factory=dict)
     start: tuple[Segment, ...] = ()
+
+    @property
+    def device(self) -> int | None:
+        """The number of the card it is of, where that was recorded."""
+        said = self.about.get("device", "")
+        return int(said) if said.isdecimal() else None
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether nothing but one instant was recorded: what was alive then need not be the most there was."""
+        return not any(isinstance(event, Alloc | Free | Oom) for event in self.events)
 
     @property
     def ends_in_oom(self) -> bool:

@@ -34,6 +34,10 @@ class CompareDoc(Struct, frozen=True, kw_only=True):
     roles: tuple[RoleRow, ...]
     terms: tuple[Term, ...]
     notes: tuple[str, ...]
+    refused: Annotated[
+        tuple[int, int],
+        Meta(description="bytes of the request at which left and right ran out of memory; 0: they did not"),
+    ] = (0, 0)
 
 
 class WatchedDoc(Struct, frozen=True, kw_only=True):

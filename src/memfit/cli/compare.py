@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import shlex
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.cli.flags import COMMON, DEVICE, Argument, Flag, takes
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 
 if TYPE_CHECKING:
@@ -19,22 +22,27 @@ TWO = Argument(
     "files", "two of: a tape, a snapshot, a log of memfit watch, a recipe.toml, JSON of estimate, plan or trace",
     "EXPECTED MEASURED", required=True, many=True,
 )  # fmt: skip
-GPU = Flag("gpu", str, "The card of a recipe.toml that names none, or another one.", "NAME")
+GPU = Flag("gpu", str, "The card of a recipe.toml, tape or snapshot that names none, or another one.", "NAME")
 
 
-@takes(GPU, *COMMON, argument=TWO)
+@takes(GPU, DEVICE, *COMMON, argument=TWO)
 def run(files: tuple[str, ...], **flags: Any) -> int:
     """Compare two runs: what differs, by role and phase.
 
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """
-    from memfit import cards, footprints
+    from memfit import footprints
     from memfit.compare import compare
 
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
-    gpu = cards.parse_gpu(flags["gpu"])[0] if flags["gpu"] else None
-    left, right = (footprints.read(Path(file), gpu) for file in files)
+    of_card = [_is_snapshot(file) and flags["device"] is not None for file in files]
+    if flags["device"] is not None and not any(of_card):
+        raise BadInput("only a snapshot has several devices", hint="leave --device out")
+    left, right = (
+        footprints.read(Path(file), flags["gpu"] or "", flags["device"] if told else None)
+        for file, told in zip(files, of_card, strict=True)
+    )
     _check_cards(files, left, right)
     found = compare(left, right)
     if flags["json"]:
@@ -49,7 +57,8 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
 
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
-    """Resident memory of a process without a card says nothing about what a card must hold."""
+    """Resident memory of a process without a card says nothing about what a card must hold, nor a tape about a context."""
+    from memfit import footprints
     from memfit.measured import cardless
 
     without = [cardless(side) for side in (left, right)]
@@ -58,6 +67,22 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
         raise BadInput(
             f"{file} was measured on no card, the other file is about one", hint="watch the run where the card is"
         )
+
+    for file, side, other in zip(files, (left, right), (right, left), strict=True):
+        if footprints.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
+            raise BadInput(
+                f"{file} names no card, and the other file was seen from outside, with the CUDA context in it",
+                hint="--gpu CARD says which context to add",
+            )
+
+
+def _is_snapshot(file: str) -> bool:
+    """A pickle, packed or not; what cannot be read is told of later."""
+    with suppress(OSError, EOFError, zlib.error), Path(file).open("rb") as stream:
+        packed = stream.read(1) == b"\x1f"
+        stream.seek(0)
+        return (gzip.GzipFile(fileobj=stream) if packed else stream).read(1) == b"\x80"
+    return False
 
 
 def _exit_of(agreement: Agreement) -> int:

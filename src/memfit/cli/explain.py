@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, RECIPE, Argument, Flag, takes, typed
+from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
 from memfit.job import RECIPE_FIELDS
 from memfit.units import human
@@ -39,7 +39,7 @@ WHAT = Argument(
 )
 OWN = (
     Flag("model", str, "The model that was trained: what to change is then priced in bytes.", "MODEL"),
-    Flag("device", int, "Which card of a snapshot. Default: the one with the longest history.", "N"),
+    DEVICE,
     Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
 )
@@ -76,6 +76,7 @@ def run(what: str, **flags: Any) -> int:
 
         check_free([Path(flags["html"])], flags["force"])
     log, tape = _read(what, flags["device"])
+    terminal.note_card(tape)
     if flags["html"] and tape is None:
         raise BadInput(f"{what} is a text, and a text has no timeline", hint="--html is for snapshots and tapes")
     *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
@@ -94,7 +95,8 @@ def run(what: str, **flags: Any) -> int:
     if flags["json"]:
         from memfit.explain_doc import explain_doc
 
-        terminal.show_json(explain_doc(evidence, findings, whole, earlier, log.left_out))
+        device = tape.device if tape else None
+        terminal.show_json(explain_doc(evidence, findings, whole, earlier, log.left_out, device))
     else:
         from memfit.report.explain import explain_view
 
@@ -309,17 +311,16 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     assert tape is not None and memory is not None
     from importlib.resources import files
 
-    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.cli.files import write_files
     from memfit.explain.reading import segments_of
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
+    from memfit.retrace import made_with, room_of
     from memfit.snapshot.stacks import stacks_of
 
-    torch = torch_version(tape.about["torch"]) if tape.about.get("torch") else LATEST_TORCH
-    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
+    torch, settings = made_with(tape)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-    below = pictures(memory, stacks_of(Path(what), flags["device"]), segments_of(tape))
-    page = timeline_html(template, Path(what).name, tape, settings, torch, below=below)
+    below = pictures(memory, stacks_of(Path(what), tape.device or 0), segments_of(tape))
+    page = timeline_html(template, Path(what).name, tape, settings, torch, room_of(tape), below=below, go_on=True)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

@@ -126,6 +126,9 @@ TRAINING: tuple[Flag, ...] = (
     Flag("max_steps", int, "Stop after so many optimizer steps.", "N"),
 )
 SAVE = Flag("save_tape", str, "Write the run's memory events here, for memfit replay.", "FILE")
+DEVICE = Flag(
+    "device", int, "Which card of a snapshot. Default: the last that ran out of memory, else the longest history.", "N"
+)
 COMMON: tuple[Flag, ...] = (
     Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
     Flag("debug", bool, "Show tracebacks.", default=False),

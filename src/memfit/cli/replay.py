@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, Argument, Flag, takes
+from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput
 
@@ -25,7 +25,7 @@ GPU = Flag("gpu", str, "A card of 'memfit gpus', or 'local'. Default: one withou
 OWN = (
     Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF to replay with. Default: the recorded one.", "TEXT"),
     Flag("torch", str, "The PyTorch whose allocator to follow. Default: the recorded one.", "2.13"),
-    Flag("device", int, "Which card of a snapshot. Default: the one with the longest history.", "N"),
+    DEVICE,
     Flag("save_tape", str, "Write the tape here, for a later replay.", "FILE"),
     Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE"),
     Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE"),
@@ -47,6 +47,7 @@ def run(tape: str, **flags: Any) -> int:
 
     check(flags)
     found = read(Path(tape), flags["device"])
+    terminal.note_card(found)
     text = flags["torch"] or found.about.get("torch", "")
     torch = torch_version(text) if text else LATEST_TORCH
     conf = found.about.get("alloc_conf", "") if flags["alloc_conf"] is None else flags["alloc_conf"]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
+    from memfit.tape import Tape
+
 UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
 SOON = 0.4  # seconds before progress is shown at all
 
@@ -83,6 +85,12 @@ def drop_output() -> None:
 def note(text: str) -> None:
     """One line on stderr."""
     _say("note:", "dim", text)
+
+
+def note_card(tape: Tape | None) -> None:
+    """Which card of several is told of."""
+    if tape and (chosen := tape.about.get("chosen")):
+        note(f"{chosen} (--device N shows another)")
 
 
 def error(message: str, hint: str = "") -> None:

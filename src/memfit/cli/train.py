@@ -302,8 +302,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from dataclasses import replace
 
     from memfit import recipe_file
-    from memfit.cards import custom_gpu, local_gpu, planned
-    from memfit.export.again import other_card, plan_of
+    from memfit.cards import custom_gpu, local_gpu, other_card, planned
+    from memfit.export.again import plan_of
     from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)

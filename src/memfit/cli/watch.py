@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, Flag, takes
-from memfit.errors import EXIT_FITS, BadInput
+from memfit.errors import EXIT_FITS, BadInput, MemfitError
 
 if TYPE_CHECKING:
+    from memfit.gpu import Gpu
     from memfit.sample import Header, Watched
     from memfit.watcher.recorder import Screen
 
@@ -71,8 +72,8 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
         raise BadInput(
             f"there is no folder {log.parent} for the log", hint=shlex.join(["mkdir", "-p", str(log.parent)])
         )
-    predicted = footprints.of(flags["predicted"])
     meter, told = outside_meter(measure)
+    predicted = footprints.of(flags["predicted"], _card(flags["predicted"], meter))
     if told:
         terminal.note(told)
     header = _header(command, meter, predicted)
@@ -87,6 +88,17 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
             terminal.show_json(watched_doc(watched, code))
     terminal.drop_output()
     return code
+
+
+def _card(predicted: str | None, meter: Any) -> Gpu | None:
+    """The card that is watched, for what its context takes; None where nothing is held against it."""
+    from memfit import cards
+    from memfit.sample import METERS
+
+    if predicted and METERS[meter.name].compared == "device":
+        with suppress(MemfitError):
+            return cards.local_gpu()
+    return None
 
 
 def _header(command: list[str], meter: Any, predicted: Any) -> Header:

@@ -14,7 +14,7 @@ from memfit.explain.evidence import SAVED, Evidence
 from memfit.explain.holding import HOLDING, TELLS
 from memfit.explain.memory import Memory
 from memfit.finding import Proof
-from memfit.tape import GRADIENTS_ON
+from memfit.tape import GRADIENTS_ON, WRITTEN
 from memfit.units import human
 
 MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
@@ -226,6 +226,9 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
 
 def _untold(m: Memory, e: Evidence) -> Clue | None:
     """Most of a peak is older than the history, or has no stack. (Of an out-of-memory the rest may still tell the cause.)"""
+    if m.instant == WRITTEN:
+        said = "no history was recorded: neither what came before nor whether this was the most is known"
+        return Clue("not-known", SURE + SHOWN, Proof(said))
     size = m.of("unknown")
     if size < 0.5 * m.requested or not size:
         return None
@@ -255,7 +258,9 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
         proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
         return Clue("temporaries", STRONG, proof, rest.line)
     if m.phase == "load" and (m.of("parameters") or e.when == "load"):
-        return Clue("capacity", WEAK + 10, Proof("the weights alone", m.requested + m.asked), e.line)
+        return Clue(
+            "capacity", WEAK + 10, Proof("the weights alone", (m.of("parameters") or m.requested) + m.asked), e.line
+        )
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
     working = [g for g in m.groups if g.role in ("activations", "temporaries")]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
-from memfit.errors import BadInput
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.finding import Part
 from memfit.replay import alive_at_start, begun
+from memfit.retrace import made_with, room_of
 from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
@@ -20,11 +18,11 @@ BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place 
 
 def memory_of(tape: Tape) -> Memory:
     """What the card held when memory ran out, or when most was alive."""
-    torch, settings = _made_with(tape)
+    torch, settings = made_with(tape)
     last = _instant(tape)
     event = tape.events[last] if last >= 0 else None
     failure = event if isinstance(event, Oom) else None
-    capacity = int(tape.about["capacity"]) if tape.about.get("capacity", "").isdecimal() else None
+    capacity = room_of(tape)
     play = _Play(Allocator(capacity if failure else None, settings, torch), tape)
     asked = play.through(tape.events[: last + 1])
     allocator = play.allocator
@@ -38,10 +36,10 @@ def memory_of(tape: Tape) -> Memory:
 
 def segments_of(tape: Tape) -> tuple[Segment, ...]:
     """The segments at the same instant, each with what lay in it."""
-    torch, settings = _made_with(tape)
+    torch, settings = made_with(tape)
     last = _instant(tape)
     failed = isinstance(tape.events[last], Oom) if last >= 0 else False
-    capacity = int(tape.about["capacity"]) if failed and tape.about.get("capacity", "").isdecimal() else None
+    capacity = room_of(tape) if failed else None
     play = _Play(Allocator(capacity, settings, torch), tape)
     play.through(tape.events[: last + 1])
     there = {id(block): play.owner[number][0] for number, block in play.live.items() if number in play.owner}
@@ -54,20 +52,12 @@ def segments_of(tape: Tape) -> tuple[Segment, ...]:
     )  # fmt: skip
 
 
-def _made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
-    found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
-    torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
-    try:
-        return torch, parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
-    except BadInput:
-        return torch, AllocSettings()
-
-
 def _instant(tape: Tape) -> int:
     """The index of the last out-of-memory; without one, of the event after which most bytes were alive; -1: none."""
     live = {alloc.id: alloc.size for alloc in alive_at_start(tape.start)}
     total = most = sum(live.values())
-    best = oom = -1
+    oom = -1
+    best = next((index for index, event in enumerate(tape.events) if type(event) is not Mark), len(tape.events)) - 1
     for index, event in enumerate(tape.events):
         if type(event) is Alloc:
             live[event.id] = event.size

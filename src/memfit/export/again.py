@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from memfit import recipe_file
-from memfit.cards import parse_gpu, planned, said_count
+from memfit.cards import other_card, planned
 from memfit.errors import BadInput
 from memfit.formula.estimate import estimate
 from memfit.gpu import Gpu
@@ -23,19 +22,6 @@ def plan_of_file(path: Path, gpu: str) -> Plan:
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
     return plan_of(file, card)
-
-
-def other_card(text: str, file: recipe_file.RecipeFile) -> Gpu:
-    """The card a recipe shall run on instead. Raises BadInput for another number of them than it deals its batch to."""
-    card, planned_for = parse_gpu(text)[0], file.recipe.num_gpus
-    said = said_count(text) or planned_for
-    if said == planned_for:
-        return card
-    again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{said}x{card.short}", "--out", "run/"])
-    raise BadInput(
-        f"--gpu {text.strip()} asks for {said} GPU{'s' * (said != 1)}, and the recipe is for {planned_for}",
-        hint=f"--gpu {card.short} keeps them; {again} finds a recipe for {said}",
-    )
 
 
 def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:

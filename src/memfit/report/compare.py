@@ -29,6 +29,8 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     """The whole answer of `memfit compare`."""
     unit = shared_unit(max(found.left_need, found.right_need))
     words, style = WORDS[found.agreement]
+    if found.agreement == "less" and found.refused[1]:  # it shows less because it ended
+        words = "LESS UNTIL IT RAN OUT"
     parts: list[RenderableType] = [text(f"{right} against {left}", "bold"), ""]
     parts += [hanging(Text(words, style), list(filter(None, (_said(found), _where(found), _outside(found))))), ""]
     parts += [_phases(found, unit), "", _roles(found, unit)]

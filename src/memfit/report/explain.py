@@ -12,6 +12,7 @@ from memfit.explain.memory import Memory
 from memfit.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.report.layout import Ends, commands, paragraphs, table, text
 from memfit.report.words import DOT, part_word, visible
+from memfit.tape import WRITTEN
 from memfit.units import human
 
 MOST_EARLIER = 8  # failures before the last that are told
@@ -31,7 +32,8 @@ def explain_view(
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
-        parts.append(text("nothing failed in it; what its highest instant was made of:", "dim"))
+        shown = WRITTEN if evidence.memory.instant == WRITTEN else "in its highest instant"
+        parts.append(text(f"nothing failed in it; what was alive {shown}:", "dim"))
         parts.append(text(_made_of(evidence.memory)))
     if earlier:
         parts += ["", *_before(earlier)]

@@ -9,7 +9,7 @@ from html import escape
 
 from memfit.explain.memory import Group, Memory
 from memfit.report.words import ROLE_WORDS, part_word
-from memfit.tape import Piece, Role, Segment
+from memfit.tape import WRITTEN, Piece, Role, Segment
 from memfit.units import human
 
 ROW = 19  # pixels of a row of the flame graph
@@ -43,7 +43,7 @@ def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Se
 
     `stacks` are whole calls, which a snapshot has for its last instant alone; {} for other histories.
     """
-    when = "when memory ran out" if memory.asked else "at the highest instant"
+    when = "when memory ran out" if memory.asked else WRITTEN if memory.instant == WRITTEN else "at the highest instant"
     made = STYLE + flame(stacks_of_groups(memory.groups), f"Who was alive {when}", "by role and line")
     if stacks:
         made += flame(stacks, "Who was alive at the end of the recording", "by stack")

@@ -14,11 +14,11 @@ from html import escape
 import msgspec
 
 from memfit.alloc_conf import AllocSettings, Torch
-from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.finding import Part, part_of
 from memfit.replay import alive_at_start, begun
 from memfit.report.words import part_word, phase_title, visible
-from memfit.tape import ROLES, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
+from memfit.tape import ROLES, WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
 from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
@@ -62,12 +62,16 @@ def timeline_html(
     capacity: int | None = None,
     total_memory: int | None = None,
     below: str = "",
+    go_on: bool = False,
 ) -> bytes:
     """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line.
 
     total_memory: what the card is said to have where it runs out, as for `replay`. below: HTML of more pictures, to stand under the legend.
+    go_on: the page tells what happened, so it goes on where the program did after an out-of-memory.
     """
-    drawing = sample(tape, settings, torch, capacity, total_memory)
+    drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
+    if go_on and "total_memory" not in tape.about:  # the most it ever held, and no limit it met
+        capacity = None
     top = _top(drawing, capacity)
     parts = {
         "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
@@ -80,9 +84,10 @@ def timeline_html(
 
 
 def sample(
-    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None
-) -> Drawing:
-    """Replay the tape into columns; it ends where memory runs out."""
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None,
+    go_on: bool = False,
+) -> Drawing:  # fmt: skip
+    """Replay the tape into columns; it ends where memory runs out, with `go_on` only where the recorded run did not."""
     allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     place = {role: number for number, role in enumerate(SHOWN)}
     start = alive_at_start(tape.start)
@@ -112,8 +117,10 @@ def sample(
                 allocator.empty_cache()
             elif isinstance(event, RecordStream):
                 allocator.record_stream(live[event.id], event.stream)
-            elif isinstance(event, Oom):
+            elif isinstance(event, Oom) and not go_on:
                 passing = allocator.malloc(event.size)
+            elif isinstance(event, Oom):
+                drawing.oom = _refused(allocator, event) or drawing.oom
             if allocator.allocated > top:
                 if top < 0:
                     drawing.columns.append(Column(index, [], 0, 0, 0))
@@ -128,6 +135,16 @@ def sample(
         drawing.oom = error
     _name(drawing, tape, start)
     return drawing
+
+
+def _refused(allocator: Allocator, event: Oom) -> OutOfMemory | None:
+    """A request that failed in the recorded run, made again on its card: cached blocks are given back before."""
+    try:
+        if allocator.capacity < UNLIMITED:
+            allocator.free(allocator.malloc(event.size))
+    except OutOfMemory as error:
+        return error
+    return None
 
 
 def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
@@ -174,10 +191,6 @@ def _top(drawing: Drawing, capacity: int | None) -> int:
     return int(1.06 * max(peak, line))
 
 
-def _x(column: int, drawing: Drawing) -> str:
-    return f"{column * WIDTH / max(len(drawing.columns) - 1, 1):.1f}"
-
-
 def _y(size: int, top: int) -> str:
     return f"{HEIGHT - size * HEIGHT / top:.1f}"
 
@@ -186,15 +199,16 @@ def _areas(drawing: Drawing, top: int) -> str:
     """Each role upon the ones before; above them what the allocator holds besides, and its edge as a line."""
     if not drawing.columns:
         return ""
-    xs = [_x(number, drawing) for number in range(len(drawing.columns))]
+    columns = drawing.columns * (1 + (len(drawing.columns) == 1))  # one instant is as wide as the page
+    xs = [f"{number * WIDTH / (len(columns) - 1):.1f}" for number in range(len(columns))]
     floor = [0] * len(xs)
     drawn = []
     for number, role in enumerate(SHOWN):
-        ceiling = [low + column.roles[number] for low, column in zip(floor, drawing.columns, strict=True)]
+        ceiling = [low + column.roles[number] for low, column in zip(floor, columns, strict=True)]
         if ceiling != floor:
             drawn.append(_area(role, xs, floor, ceiling, top))
         floor = ceiling
-    reserved = [column.reserved for column in drawing.columns]
+    reserved = [column.reserved for column in columns]
     drawn.append(_area("slack", xs, floor, reserved, top))
     edge = " ".join(f"{x},{_y(size, top)}" for x, size in zip(xs, reserved, strict=True))
     return "\n".join([*drawn, f'<polyline class="reserved" points="{edge}"/>'])
@@ -260,11 +274,13 @@ def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> 
     peak = max((column.reserved for column in drawing.columns), default=0)
     tensors = max((column.total for column in drawing.columns), default=0)
     said = [
-        f"{drawing.events:,} events", tape.source, f"PyTorch {torch[0]}.{torch[1]}",
-        f"peak {gib(peak, 2)} GiB reserved, {gib(tensors, 2)} GiB of tensors",
+        WRITTEN if tape.is_instant else f"{drawing.events:,} events", tape.source, f"PyTorch {torch[0]}.{torch[1]}",
+        f"{'' if tape.is_instant else 'peak '}{gib(peak, 2)} GiB reserved, {gib(tensors, 2)} GiB of tensors",
     ]  # fmt: skip
     if drawing.oom is not None:
         said.append(drawing.oom.message)
+    elif (failed := next((e for e in reversed(tape.events) if isinstance(e, Oom)), None)) and capacity is None:
+        said.append(f"{human(failed.size)} were refused")
     elif capacity is not None:
         said.append(f"runs on {human(capacity)}")
     return " · ".join(said)

@@ -24,7 +24,7 @@ WANTED = "give a pickle of torch.cuda.memory._dump_snapshot, or a tape written b
 
 
 def read(path: Path, device: int | None = None, torch: Torch | None = None) -> Tape:
-    """The tape in a file; of a snapshot, that of card `device` (default: the one with the longest history).
+    """The tape in a file; of a snapshot, that of card `device` (default: as in `tape_of`).
 
     `torch` is the version that made a snapshot, where that is known.
     Raises BadInput for anything that cannot be read.

@@ -6,6 +6,7 @@ import re
 from typing import Any, Literal, NamedTuple, get_args
 
 from memfit.explain.evidence import library
+from memfit.snapshot.shape import text_of
 from memfit.tape import Role
 
 Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", ""]
@@ -79,7 +80,7 @@ def told(frames: object) -> tuple[Role, str] | None:
         return None
     role, line = frames[0].get("filename"), frames[0].get("line")
     known: Role | None = next((r for r in get_args(Role) if line == 0 and r == role), None)
-    return (known, str(frames[0].get("name", ""))) if known else None
+    return (known, text_of(frames[0].get("name", ""))) if known else None
 
 
 def of_library(path: str) -> bool:
@@ -96,7 +97,7 @@ def _label(said: Said, operator: str) -> str:
 def _said(frame: Any) -> Said:
     if not isinstance(frame, dict):
         return Said()
-    name, path = str(frame.get("name", "")), str(frame.get("filename", "")).replace("\\", "/")
+    name, path = text_of(frame.get("name", "")), text_of(frame.get("filename", "")).replace("\\", "/")
     texts = {"name": name, "filename": path}
     place: Place = next((row[0] for row in PLACES if any(word in texts[row[1]] for word in row[2])), "")
     if place == "move" and "/torch/" not in path and "/transformers/" not in path:

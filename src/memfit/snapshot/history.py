@@ -10,23 +10,30 @@ from memfit.snapshot.forward import completed
 from memfit.snapshot.passes import LOAD, Turn, loops, marks
 from memfit.snapshot.rewind import State, final_state, segments_of, start_state
 from memfit.snapshot.roles import INSTANTS, Births
-from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, torch_of
-from memfit.tape import Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
+from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, text_of, torch_of
+from memfit.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 
 GIVES = ("segment_free", "segment_unmap")
 TAKES = ("segment_alloc", "segment_map")
 Key = tuple[int, Pool]
+# (a request failed there, it has a history) -> why a card is told of several
+CHOSEN = {
+    (True, True): "the last that ran out of memory",
+    (False, True): "the one with the longest history",
+    (False, False): "the one that held most",
+}  # fmt: skip
 
 
 def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) -> Tape:
-    """Plain data of a snapshot -> the tape of card `device` (default: the one with the longest history).
+    """Plain data of a snapshot -> the tape of card `device` (default: the one that ran out of memory last, else the one
+    with the longest history).
 
     `torch` is the version that made it, where that is known; otherwise its keys tell.
     A tensor is freed where torch calls it `free_completed`: from then on its bytes can be used again. Raises BadInput
     for what is no snapshot, for a device without history, and for a history that contradicts its final segments.
     """
     snapshot = shaped(data)
-    chosen, entries = _history(snapshot, device)
+    chosen, entries, why = _history(snapshot, device)
     torch, conf = torch or torch_of(data), conf_of(snapshot.allocator_settings)
     settings, conf = _settings(conf, torch)
     segments = [segment for segment in snapshot.segments if segment.device == chosen]
@@ -40,6 +47,8 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
         about["total_memory"] = about["capacity"]  # the driver's own share of the card is not recorded
     if conf:
         about["alloc_conf"] = conf
+    if why:
+        about["chosen"] = why
     named = reading.births.named(events)
     start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
     told = _with_turns([named.get(e.id, e) if type(e) is Alloc else e for e in events], reading.births.turns)
@@ -61,18 +70,33 @@ def _with_turns(events: list[Event], turns: list[Turn]) -> list[Event]:
     return told + events[done:]
 
 
-def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry]]:
-    """(device, its history); the history is empty where only the segments were recorded."""
+def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry], str]:
+    """(device, its history, why that one of several); the history is empty where only the segments were recorded."""
     traces = dict(enumerate(snapshot.device_traces))
-    used = {number for number, trace in traces.items() if trace} | {segment.device for segment in snapshot.segments}
+    held: dict[int, int] = {}
+    for segment in snapshot.segments:
+        held[segment.device] = held.get(segment.device, 0) + segment.total_size
+    used = sorted({number for number, trace in traces.items() if trace} | set(held))
+    asked, failed = device is not None, {number: _ran_out(trace) for number, trace in traces.items()}
     if device is None:
-        device = max(sorted(used), key=lambda number: len(traces.get(number, ())), default=0)
+        rank = {
+            number: (failed.get(number, (0, 0)), len(traces.get(number, ())), held.get(number, 0)) for number in used
+        }
+        device = max(used, key=rank.__getitem__, default=0)
     if device not in used:
-        hint = f"devices there: {', '.join(map(str, sorted(used)))}"
+        hint = f"devices there: {', '.join(map(str, used))}"
         if not used:
             hint = "call torch.cuda.memory._record_memory_history() first"
         raise BadInput(f"the snapshot holds nothing of device {device}", hint=hint)
-    return device, traces.get(device, [])
+    others = ", ".join(str(number) for number in used if number != device)
+    why = CHOSEN[any(failed.get(device, ())), bool(traces.get(device))]
+    told = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not asked else ""
+    return device, traces.get(device, []), told
+
+
+def _ran_out(trace: list[Entry]) -> tuple[int, int]:
+    """(number, time) of the last request that failed, (0, 0) where none did; older files have no times."""
+    return next(((1, e.time_us) for e in reversed(trace) if e.action == "oom"), (0, 0))
 
 
 def _settings(conf: str, torch: Torch) -> tuple[AllocSettings, str]:
@@ -126,7 +150,7 @@ class _Reading:
     def events(self, notes: list[Note]) -> list[Event]:
         """The events in order, marks of the profiler among them."""
         marks = _marks(notes)
-        events: list[Event] = [Mark("step", "recording")]
+        events: list[Event] = [Mark("step", "recording" if self.entries else WRITTEN)]
         for entry in self.entries:
             while marks and entry.time_us and marks[-1][0] <= entry.time_us:
                 events.append(marks.pop()[1])
@@ -154,5 +178,5 @@ class _Reading:
 
 def _marks(notes: list[Note]) -> list[tuple[int, Mark]]:
     """(time, mark), latest first. What comes after an annotation ends is named after it."""
-    named = [(n.time_us, Mark("step", n.name if n.stage != "END" else f"after {n.name}")) for n in notes]
+    named = [(n.time_us, Mark("step", "after " * (n.stage == "END") + text_of(n.name))) for n in notes]
     return sorted(named, key=lambda pair: pair[0], reverse=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from memfit.snapshot.frames import MAX_LABEL, Place, Reader, told
 from memfit.snapshot.passes import LOAD, Site, Turn, goes_back, site
+from memfit.snapshot.shape import text_of
 from memfit.tape import Alloc, Event, Free, Role
 
 INSTANTS: dict[str, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", LOAD: "load"}
@@ -49,6 +50,7 @@ class Births:
         if known := told(frames):
             self.told[number], label = known
         if metadata and isinstance(metadata, str):
+            metadata = text_of(metadata)
             label = f"{metadata}, {label}" if label else metadata
         if at_start:
             self.old.add(number)

@@ -155,6 +155,11 @@ def shaped(data: Any) -> Snapshot:
     return found
 
 
+def text_of(value: Any) -> str:
+    """Text of a snapshot as UTF-8 can hold it: paths may have bytes that are none, which Python reads as half characters."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
 def torch_of(data: Any) -> Torch:
     """The version whose tie-break and settings hold, by the keys each version brought; 2.10 to 2.12 look alike.
 
@@ -174,7 +179,7 @@ def torch_of(data: Any) -> Torch:
 def conf_of(settings: Settings) -> str:
     """The settings as PYTORCH_ALLOC_CONF would say them; a text that was given goes first."""
     if settings.text:
-        return settings.text
+        return text_of(settings.text)
     said = []
     if settings.expandable_segments:
         said.append("expandable_segments:True")

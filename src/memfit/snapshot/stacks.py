@@ -5,35 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import BadInput
 from memfit.snapshot import pickled
-from memfit.snapshot.shape import shaped
+from memfit.snapshot.shape import shaped, text_of
 
 Stacks = dict[tuple[str, ...], int]
 DEEPEST = 60  # calls kept of a stack, from the outermost
 UNKNOWN: tuple[str, ...] = ("no stack recorded",)
 
 
-def stacks_of(path: Path, device: int | None = None) -> Stacks:
-    """Bytes by stack, outermost call first, of one card (default: the one that holds most); {} for what is no snapshot.
-
-    What no tensor has is left out.
-    """
+def stacks_of(path: Path, device: int) -> Stacks:
+    """Bytes by stack, outermost call first, of one card; {} for what is no snapshot. What no tensor has is left out."""
     data = pickled(path)
     if data is None:
         return {}
     segments = shaped(data).segments
     del data
-    held: dict[int, int] = {}
-    for segment in segments:
-        held[segment.device] = held.get(segment.device, 0) + segment.total_size
-    chosen = max(held, key=held.__getitem__, default=0) if device is None else device
-    if held and chosen not in held:
-        raise BadInput(f"the snapshot holds nothing of device {chosen}", hint=f"devices there: {sorted(held)}")
     found: Stacks = {}
     names: dict[int, tuple[str, ...]] = {}  # by identity of the frames' list: blocks share them
     for segment in segments:
-        for block in segment.blocks if segment.device == chosen else ():
+        for block in segment.blocks if segment.device == device else ():
             if block.state == "inactive":
                 continue
             known = names.get(id(block.frames))
@@ -51,9 +41,9 @@ def _names(frames: Any) -> tuple[str, ...]:
 
 def _name(frame: dict[str, Any]) -> str:
     """'forward (model.py:7)'; '' for frames of C++."""
-    path = str(frame.get("filename", "")).replace("\\", "/")
+    path = text_of(frame.get("filename", "")).replace("\\", "/")
     return (
-        f"{frame.get('name', '')} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:200]
+        f"{text_of(frame.get('name', ''))} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:200]
         if path.endswith(".py")
         else ""
     )
