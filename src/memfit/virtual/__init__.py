@@ -10,7 +10,7 @@ from dataclasses import replace
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
 from memfit.units import parse_size
-from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, libraries, liger, triton
+from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, libraries, liger, loading, triton
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
@@ -45,6 +45,7 @@ def virtual_gpu(
         engine.ready(lambda: _active(Card(noun, None, ""))),
         _active(card),
         libraries.installed(),
+        loading.placed(),
         triton.launches_nothing(),
         liger.undone(),
         inductor.planned(card),

@@ -7,17 +7,21 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
 from memfit.virtual.host import room
+from memfit.virtual.loading import bytes_of, device_of
 from memfit.virtual.values import LARGEST
 
 HINT = "a trace changes no file that was there: let the script write to another folder"
@@ -121,6 +125,16 @@ def guarded(folder: Path) -> Iterator[None]:
         guard.clean()
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor of a file: without its data, and where it lay. `part`: (offset, size, stride) of `hollow`, whose bytes others share."""
+
+    hollow: Tensor
+    location: str
+    dtype: torch.dtype
+    part: tuple[int, Any, Any] | None = None
+
+
 class Saves:
     """Files of tensors that were saved are remembered by the shapes in them, and lie empty where they were written."""
 
@@ -133,32 +147,59 @@ class Saves:
         self._saving()
         if isinstance(file, str | os.PathLike):
             Path(file).touch()
-            self._saved[os.path.realpath(file)] = tree_map(_hollow, what)
+            storages: dict[int, tuple[Any, Tensor]] = {}
+            self._saved[os.path.realpath(file)] = tree_map(lambda x: _saved(x, storages), what)
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """torch.load: what was saved before, else the file itself, whose data is only mapped."""
 
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._loading()
-            where = map_location if isinstance(map_location, str | torch.device) else None
             path = os.path.realpath(file) if isinstance(file, str | os.PathLike) else ""
             if path in self._saved:
-                found = self._saved[path]
-            elif path:
-                found = real(file, "cpu", *args, **{"mmap": True, **kwargs})
-            else:
-                return real(file, map_location, *args, **kwargs)
-            return found if where is None else tree_map(lambda x: x.to(where) if isinstance(x, Tensor) else x, found)
+                rooms: dict[int, Tensor] = {}
+                return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[path])
+            mapped = {"mmap": True} if path and zipfile.is_zipfile(path) else {}  # what torch saved before 1.6 is read
+            return real(file, map_location, *args, **{**mapped, **kwargs})
 
         return load
 
 
-def _hollow(x: Any) -> Any:
+def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
+    """A leaf of what is saved. `storages`: what stands for each, with the storage itself, which so stays what it is."""
     if not isinstance(x, Tensor):
         return x
-    if hasattr(x, "__tensor_flatten__") and not hasattr(x, "device_mesh"):  # made of others: quantised states, say
+    location = "cpu" if x.device.type == "cpu" else str(x.device)
+    if type(x) not in (Tensor, Parameter) or x.layout != torch.strided:
+        return _Saved(_hollow(x), location, x.dtype)
+    storage = x.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage, _copied(bytes_of(storage))
+    return _Saved(storages[storage._cdata][1], location, x.dtype, (int(x.storage_offset()), x.size(), x.stride()))
+
+
+def _hollow(x: Tensor) -> Tensor:
+    """A tensor made of others (quantised states, say), or that is no plain one."""
+    if hasattr(x, "__tensor_flatten__") and not hasattr(x, "device_mesh"):
         names, context = x.__tensor_flatten__()
         held = {name: _hollow(getattr(x, name)) for name in names}
         return type(x).__tensor_unflatten__(held, context, x.shape, x.stride())  # type: ignore[attr-defined]
-    small = x.device.type == "cpu" and x.numel() <= LARGEST  # the state of a random generator, say
-    return x.clone() if small else room(x.shape, x.dtype)
+    return _copied(x)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """As large on the host; what is small has its values, the state of a random generator, say."""
+    return x.clone() if x.device.type == "cpu" and x.numel() <= LARGEST else room(x.shape, x.dtype)
+
+
+def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
+    """A leaf of what is loaded; `rooms` are the bytes, by those of the file, on the device they were mapped to."""
+    if not isinstance(x, _Saved):
+        return x
+    if id(x.hollow) not in rooms:
+        device = device_of(map_location, x.hollow, x.location)
+        rooms[id(x.hollow)] = _copied(x.hollow) if device.type == "cpu" else x.hollow.to(device)
+    whole = rooms[id(x.hollow)]
+    if x.part is None:
+        return whole
+    return torch.empty(0, dtype=x.dtype, device=whole.device).set_(whole.untyped_storage(), *x.part)
