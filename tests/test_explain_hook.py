@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -172,8 +173,38 @@ def test_what_to_do_against_a_leak_is_told_by_what_is_kept(kept: str, said: str)
     assert any(said in remedy.text for remedy in found.findings[0].remedies)
 
 
-def step_of(model: torch.nn.Module) -> None:
-    model(torch.randn(8, 512, device="cuda")).pow(2).mean().backward()
+def test_copies_of_weights_are_kept_on_the_host_and_not_as_numbers() -> None:
+    def program() -> None:
+        model, best = body(1024, 4), []
+        for _ in range(30):
+            step_of(model, 1024)
+            best.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    found, _ = failed(150, program)
+    first = found.findings[0]
+    assert first.cause == "leak"
+    assert [remedy.text[:28] for remedy in first.remedies] == ["keep one copy, on the CPU: {"]
+
+
+def test_an_error_a_console_showed_is_let_go_of_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell() -> None:
+        held = [torch.empty(MIB, device="cuda") for _ in range(20)]
+        raise ValueError(len(held))
+
+    def program() -> None:
+        try:
+            cell()
+        except ValueError as error:
+            monkeypatch.setattr(sys, "last_value", error, raising=False)
+        torch.empty(10 * MIB, device="cuda")
+
+    found, _ = failed(100, program)
+    assert found.findings[0].cause == "exception"
+    assert found.findings[0].remedies[0].text.startswith("sys.last_value = sys.last_exc = ")
+
+
+def step_of(model: torch.nn.Module, width: int = 512) -> None:
+    model(torch.randn(8, width, device="cuda")).pow(2).mean().backward()
     model.zero_grad()
 
 

@@ -106,6 +106,14 @@ KEPT = {
     "hook": Remedy("handle.remove() when the hook has done its work", NONE),
     "models": Remedy("del the model and its optimizer, and what holds them, before the next is made; keep a state_dict() on the CPU", NONE),
 }  # fmt: skip
+# of weights, averages of them and what was computed from data: nothing there is a number
+COPIES = (Remedy("keep one copy, on the CPU: {k: v.detach().cpu() for k, v in model.state_dict().items()}", NONE),)
+SHOWN_LAST = (
+    Remedy(
+        "sys.last_value = sys.last_exc = sys.last_traceback = None, then gc.collect() and torch.cuda.empty_cache()",
+        NONE,
+    ),
+)
 FLOAT = Remedy(".float() for the model and for its data: numpy's numbers have 64 bits, and make others so", NONE)
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 # the words of a message that asks for something else than its cause usually does
@@ -154,8 +162,10 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         found = (FLOAT,)
     if cause == "leak":
         found = _of_a_leak(found, evidence)
-    if cause == "activations" and _keeper(evidence) == "state":
+    if cause == "activations" and (most := evidence.root(*KEEPERS)) is not None and most.what == "state":
         found = (KEPT["state"], *found)
+    if cause == "exception" and (error := evidence.root("exception")) is not None and error.name.startswith("sys."):
+        found = SHOWN_LAST
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
@@ -167,15 +177,10 @@ def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, .
     """By what it is that is kept: models of earlier runs, or what the variable that keeps most of the rest holds."""
     if evidence.memory is not None and evidence.memory.repeated[0]:
         return (KEPT["models"],)
-    kind = _keeper(evidence)
-    return (*found, KEPT[kind]) if kind in KEPT else found
-
-
-def _keeper(evidence: Evidence) -> str:
-    """What the variable that keeps most is, models aside."""
-    roots = [root for root in evidence.roots if root.what in KEEPERS]
-    most = max(roots, key=lambda root: root.bytes, default=None)
-    return most.what if most is not None else ""
+    most = evidence.root(*KEEPERS)
+    if most is not None and most.copies:
+        return COPIES
+    return (*found, KEPT[most.what]) if most is not None and most.what in KEPT else found
 
 
 def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
