@@ -203,6 +203,23 @@ def test_an_error_a_console_showed_is_let_go_of_where_it_is_kept(monkeypatch: py
     assert found.findings[0].remedies[0].text.startswith("sys.last_value = sys.last_exc = ")
 
 
+@pytest.mark.parametrize("optimized", [True, False])
+def test_a_net_at_rest_is_no_companion(optimized: bool) -> None:
+    """A GAN's larger net while the other's step is made; without an optimizer it is frozen for good."""
+
+    def program() -> None:
+        judge, maker = body(1024, 24), body(1024, 2)
+        steps = [torch.optim.SGD(net.parameters(), 0.1) for net in ((judge, maker) if optimized else (maker,))]
+        judge.requires_grad_(False)
+        for rows in (8, 8, 40_000):
+            judge(maker(torch.randn(rows, 1024, device="cuda"))).pow(2).mean().backward()
+            steps[-1].step()
+            steps[-1].zero_grad()
+
+    found, _ = failed(150, program)
+    assert (found.findings[0].cause == "companion-models") == (not optimized)
+
+
 def step_of(model: torch.nn.Module, width: int = 512) -> None:
     model(torch.randn(8, width, device="cuda")).pow(2).mean().backward()
     model.zero_grad()

@@ -59,6 +59,9 @@ class _Finder:
         self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
         self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
+        self.resting: set[int] = (
+            set()
+        )  # ids of parameters whose optimizer has none that is trained just now: a GAN's other net
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 
@@ -71,7 +74,18 @@ class _Finder:
                 self.owned |= storages([t, *([t.grad] if t.grad is not None else [])]).keys()
         elif isinstance(value, torch.optim.Optimizer):
             self.owned |= storages(tensors(dict(value.state))).keys()
-            self.states |= {id(p): sum(storages(tensors(state)).values()) for p, state in value.state.items()}
+            self._stepped(value)
+        elif isinstance(value, dict | list | tuple) and len(value) <= MOST_ITEMS:
+            for part in value.values() if isinstance(value, dict) else value:
+                if isinstance(part, torch.optim.Optimizer):
+                    self._stepped(part)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer says of its parameters."""
+        self.states |= {id(p): sum(storages(tensors(state)).values()) for p, state in optimizer.state.items()}
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.requires_grad for p in theirs):
+            self.resting |= {id(p) for p in theirs}
 
     def held(self, found: Iterable[Tensor]) -> dict[int, int]:
         """Storage -> bytes of tensors on the card that belong to no model and no optimizer."""
@@ -145,7 +159,10 @@ class _Finder:
         others = [
             (path, part)
             for path, part in module.named_modules()
-            if path and path.count(".") < NEAR and OTHER_MODEL.search(path.rsplit(".", 1)[-1]) and not _trained(part)
+            if path
+            and path.count(".") < NEAR
+            and OTHER_MODEL.search(path.rsplit(".", 1)[-1])
+            and not self._trained(part)
         ]
         outer = [(path, part) for path, part in others if not any(path.startswith(f"{other}.") for other, _ in others)]
         apart = {id(p) for _, part in outer for p in part.parameters()}
@@ -161,7 +178,7 @@ class _Finder:
         wide, double = (
             sum(storages(p for p in weights if p.dtype == dtype).values()) for dtype in (torch.float32, torch.float64)
         )
-        trained = sum(storages(p for p in _trained(module) if id(p) not in apart).values())
+        trained = sum(storages(p for p in self._trained(module) if id(p) not in apart).values())
         return Root(name.text, name.line, "model", total, len(sizes), wide, double, trained) if total >= SMALL else None
 
     def _saved_modules(self, name: Name, module: torch.nn.Module) -> Root | None:
@@ -238,21 +255,25 @@ class _Finder:
                 line = Name((Found(name, code.co_filename, code.co_firstlineno, code.co_name),)).line
                 yield Root(name, line, "hook", sum(sizes.values()), len(sizes))
 
+    def _trained(self, module: torch.nn.Module) -> list[Tensor]:
+        """The weights that will have a gradient, or have one or its states: of a module in training mode, or at rest."""
+        return [
+            p
+            for part in module.modules()
+            for p in part.parameters(recurse=False)
+            if p.is_cuda
+            and (
+                (p.requires_grad and (part.training or p.grad is not None))
+                or id(p) in self.resting
+                or self.states.get(id(p), 0)
+            )
+        ]
+
     def _graph(self, found: Iterable[Tensor]) -> tuple[dict[int, int], int]:
         """(bytes of each storage that the tensors' autograd graphs saved, how often a leaf is reached: the passes)."""
         nodes = list(graph(found))
         leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
         return self.held(t for node in nodes for t in _saved(node)), max(leaves.values(), default=0)
-
-
-def _trained(module: torch.nn.Module) -> list[Tensor]:
-    """The weights that will have a gradient, or have one: of a module in training mode."""
-    return [
-        p
-        for part in module.modules()
-        for p in part.parameters(recurse=False)
-        if p.is_cuda and p.requires_grad and (part.training or p.grad is not None)
-    ]
 
 
 def _classes(held: list[Any]) -> str:
