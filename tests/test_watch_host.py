@@ -220,3 +220,22 @@ def test_every_kind_of_tensor_is_alive_until_it_is_gone() -> None:
     alive = {id(t) for t in live_tensors()}
     assert {id(plain), id(weight)} <= alive
     assert id(alive) not in alive
+
+
+def test_counting_never_takes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def count() -> int:
+        now[0] += 0.05
+        return 1 << 20
+
+    monkeypatch.setattr(meters, "live_bytes", count)
+    monkeypatch.setattr(meters, "resident_bytes", lambda: 1 << 30)
+    meter, spent = meters.HostMeter(clock=lambda: now[0]), 0.0
+    for step in range(4000):
+        before, reading = now[0], meter.read()
+        spent += (now[0] - before) * (step >= meters.FIRST)
+        assert spent <= meters.EARLY * now[0] + 1e-9, step
+        assert reading.counted or step >= meters.FIRST
+        now[0] += 0.2
+    assert spent >= 0.8 * meters.SHARE * now[0]

@@ -81,8 +81,8 @@ class CudaMeter:
 class HostMeter:
     """A run without a card: `reserved` too are the bytes of live tensors, `device` what the process has resident.
 
-    Tensors are counted at the first readings and where one must be exact (`always`), else when that has taken less than
-    EARLY, later SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to
+    Tensors are counted at the first readings and where one must be exact (`always`), else when that, with one more such
+    count, takes no more than EARLY, later SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to
     read: once it has grown as a leak does, or counts only rise, counting may take AT_ONCE seconds and RISING of the time,
     so that few steps tell whether it is tensors. Peaks are the highest of what was read: what came and went inside a step is not seen.
     """
@@ -92,7 +92,7 @@ class HostMeter:
 
     def __init__(self, every: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.every, self.clock = every, clock
-        self._began, self._spent, self._reads = clock(), 0.0, 0
+        self._began, self._spent, self._last, self._reads = clock(), 0.0, 0.0, 0
         self._counts: list[int] = []
         self._resident, self._rising = Series(), False
 
@@ -108,8 +108,9 @@ class HostMeter:
     def _count(self) -> int:
         start = self.clock()
         live = live_bytes()
+        self._last = self.clock() - start
         if self._reads >= FIRST:
-            self._spent += self.clock() - start
+            self._spent += self._last
             self._counts.append(live)
         last = self._counts[-RISES:]
         if len(last) == RISES and last[-1] - last[0] >= FLOOR:
@@ -121,7 +122,7 @@ class HostMeter:
             return self._reads % self.every == 0
         usual = EARLY if len(self._counts) < FIRST_LOOK else SHARE
         share, at_once = (RISING, AT_ONCE) if self._rising else (usual, 0.0)
-        return self._reads < FIRST or self._spent < at_once + share * (self.clock() - self._began)
+        return self._reads < FIRST or self._spent + self._last <= at_once + share * (self.clock() - self._began)
 
 
 def resident_bytes() -> int:
