@@ -178,6 +178,7 @@ CASES: dict[str, tuple[str, Cause]] = {
     "ZeRO's states": (TRACE + frame(LIB + "deepspeed/runtime/zero/stage3.py", 367, "_setup_for_real_optimizer", "self.initialize_optimizer_states()") + "training a 6B model on 8 * 3090 24G, zero-3\n" + NOW, "optimizer-states"),
     "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
     "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
+    "DDP's buckets": (TRACE + frame(LIB + "torch/nn/parallel/distributed.py", 798, "__init__", "self._ddp_init_helper(") + frame(LIB + "torch/nn/parallel/distributed.py", 1096, "_ddp_init_helper", "self.reducer = dist.Reducer(") + "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 51.77 GiB (GPU 4; 79.14 GiB total capacity; 51.83 GiB already allocated; 26.74 GiB free; 51.84 GiB reserved in total by PyTorch)", "replicated"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
     "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n" for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))), "ranks-on-one-gpu"),
     "before 1.4": (MESSAGES["1.3"][0], "other-process"),

@@ -325,6 +325,28 @@ def _idle(evidence: Evidence) -> Clue | None:
     return Clue("fragmentation", 88, proof)
 
 
+_REDUCER = re.compile(r"_ddp_init_helper|dist\.reducer")
+BUCKETS = 0.8  # of all that is allocated, from which DDP's buckets are of all weights: every one is trained
+
+
+def _buckets(evidence: Evidence) -> Clue | None:
+    """DDP makes room for all gradients before the first step: a second time the weights, whole on every card."""
+    message = evidence.message
+    if (
+        message is None
+        or not message.tried
+        or not message.allocated
+        or not _REDUCER.search(evidence.traced or evidence.text)
+    ):
+        return None
+    if message.tried < BUCKETS * message.allocated:
+        return None
+    said = (
+        f"{human(message.allocated)} of weights on every card, and DDP's reducer asks for as much for their gradients"
+    )
+    return Clue("replicated", SURE, Proof(said, message.allocated + message.tried))
+
+
 def _alone(evidence: Evidence) -> Clue | None:
     """Nothing else is known: what is told of model and cards, and where it failed, makes one cause the usual one."""
     run, text = run_of(evidence), evidence.text
@@ -344,4 +366,13 @@ def _alone(evidence: Evidence) -> Clue | None:
     return None
 
 
-FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (_sizing, _logits, _scores, _measured, _idle, _listed, _alone)
+FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (
+    _sizing,
+    _logits,
+    _scores,
+    _measured,
+    _idle,
+    _listed,
+    _buckets,
+    _alone,
+)
