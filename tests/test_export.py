@@ -563,7 +563,7 @@ KNOWN_CALLS = {
     "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text", "read", "types",
     "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate", "turns.append",
     "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip", "text.lstrip().startswith", "text.splitlines", "x.strip",
-    "kind.startswith", "last_checkpoint", "Path(output).glob", "max", "int", "path.rpartition", "trainer.is_world_process_zero",
+    "kind.startswith", "checkpoint_of", "last_checkpoint", "Path(output).glob", "max", "int", "path.rpartition", "trainer.is_world_process_zero",
 }  # fmt: skip
 
 

@@ -296,7 +296,7 @@ def test_a_job_that_is_started_again_goes_on_where_it_was(key: str, backend: str
     plan = planned(BACKENDS[backend])
     files = export.export(plan) | TARGETS[key].write(spec_of(plan))
     first, again = (trained(key, files, tmp_path, **told) for told in AGAIN[key])
-    assert first.output == again.output and again.resume is True and first.epochs == 3
+    assert first.output == again.output and True in again.resume and first.epochs == 3
     other = trained(key, files, tmp_path, **{name: value.replace("7", "8") for name, value in AGAIN[key][0].items()})
     assert other.output != first.output  # nothing of the first is taken for its own
     if key == "slurm":
@@ -306,7 +306,31 @@ def test_a_job_that_is_started_again_goes_on_where_it_was(key: str, backend: str
         mine = trained(key, files, tmp_path, OUTPUT="/bucket", **AGAIN[key][1])
         assert mine.output == f"/bucket/{MANAGED}"
         once = trained(key, files, tmp_path)  # sky launch recovers nothing
-        assert (once.output, once.resume) == ("output", None)
+        assert (once.output, once.resume) == ("output", [])
+
+
+def test_a_restarted_job_goes_on_from_its_own_checkpoint_else_from_the_one_it_was_given(tmp_path: Path) -> None:
+    script = export.export(planned())["train.py"]
+    body = [n for n in ast.parse(script).body if getattr(n, "name", "") in ("checkpoint_of", "last_checkpoint")]
+    names: dict[str, Any] = {"argparse": argparse, "Path": Path}
+    exec(
+        compile(ast.Module([ast.parse("from __future__ import annotations").body[0], *body], []), "train.py", "exec"),
+        names,
+    )
+    output = tmp_path / "output"
+
+    def begin(*words: str) -> str | None:
+        found: str | None = names["checkpoint_of"](parsed(script, ["--output", str(output), *words]))
+        return found
+
+    for words in (["--resume", "given/checkpoint-9", "--resume"], ["--resume", "--resume", "given/checkpoint-9"]):
+        assert begin(*words) == "given/checkpoint-9"  # it was stopped before it saved anything
+    assert begin("--resume") is None and begin() is None
+    for step in (2, 10):
+        (output / f"checkpoint-{step}").mkdir(parents=True)
+        (output / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert begin("--resume", "given/checkpoint-9", "--resume") == str(output / "checkpoint-10")
+    assert begin("--resume", "given/checkpoint-9") == "given/checkpoint-9" and begin() is None
 
 
 def trained(key: str, files: dict[str, str], tmp_path: Path, **more: str) -> argparse.Namespace:
@@ -323,7 +347,7 @@ def test_a_restarted_pod_goes_on_where_its_job_was() -> None:
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in trainer["env"] if "fieldRef" in str(e)}
     assert fields == {"JOBSET_UID": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}
     given = parsed(files["train.py"], [word.replace("$(JOBSET_UID)", "4a1b") for word in trainer["args"][1:]])
-    assert (given.output, given.resume) == ("/workspace/output/4a1b", True)
+    assert (given.output, given.resume) == ("/workspace/output/4a1b", [True])
     claim, pod = yaml.safe_load(files["output.yaml"]), yaml.safe_load(files["fetch.yaml"])
     assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 

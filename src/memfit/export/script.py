@@ -167,7 +167,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default=DATA, help="{DATA_HELP}")
     parser.add_argument("--eval-data", default={{eval_data}}, help="the same for evaluation, at every checkpoint")
     parser.add_argument("--output", default="output")
-    parser.add_argument("--resume", nargs="?", const=True, help="from the last checkpoint, if any, or a named one")
+    resume = parser.add_argument("--resume", nargs="?", const=True, action="append", default=[])
+    resume.help = "from the last checkpoint in --output, or a named one"
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default={{max_steps}})
@@ -215,13 +216,19 @@ def ending(rejoin: bool = False) -> list[str]:
 _MAIN = '''\
 def main() -> None:
     args = arguments()
-    checkpoint = last_checkpoint(args.output) if args.resume is True else args.resume
+    checkpoint = checkpoint_of(args)
 {rejoin}\
     trainer = build(args)
     if args.resume and checkpoint is None and trainer.is_world_process_zero():
         print(f"{{args.output}} holds no checkpoint: training starts at the beginning")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
+
+
+def checkpoint_of(args: argparse.Namespace) -> str | None:
+    """Where to go on: a restarted job says --resume beside the checkpoint that its first start was given."""
+    named = next((path for path in args.resume if path is not True), None)
+    return (last_checkpoint(args.output) if True in args.resume else None) or named
 
 
 def last_checkpoint(output: str) -> str | None:

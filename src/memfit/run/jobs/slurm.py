@@ -14,7 +14,7 @@ CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
 def notes(spec: Spec) -> tuple[str, ...]:
     """What must be so on the cluster, and what becomes of a job that is stopped."""
     again = f"a requeued job goes on from its last checkpoint; sbatch {FILE} --output output/JOBID --resume continues one that ended"
-    return (*spec.needs(apart=True), again)
+    return (*spec.needs(apart=True, output="output/JOBID"), again)
 
 
 def write(spec: Spec) -> dict[str, str]:

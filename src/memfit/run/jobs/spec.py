@@ -122,14 +122,15 @@ class Spec:
             f'--rdzv-endpoint "{where}" {shlex.join(["train.py", *self.arguments(root)])} {more}'
         )
 
-    def needs(self, apart: bool) -> tuple[str, ...]:
-        """What must be so on machines that are the user's own, in lines; `apart`: none of them is this one."""
+    def needs(self, apart: bool, output: str = "output/") -> tuple[str, ...]:
+        """What must be so on machines that are the user's own, in lines; `apart`: none of them is this one. `output`: where
+        train.py writes there."""
         lines = ["pip install -r requirements.txt where it runs"]
         if self.inputs:
             lines.append(f"every node reads {', '.join(self.inputs.values())} under the same path")
         if apart or self.nodes > 1:
             lines.append(
-                "this folder is on a file system that all nodes share: train.py writes its checkpoints to output/"
+                f"this folder is on a file system that all nodes share: train.py writes its checkpoints to {output}"
             )
         if self.hub:
             lines.append(f"{self.hub}: {TOKEN} in the environment of {'sbatch' if apart else 'every node'}")
