@@ -179,6 +179,7 @@ CASES: dict[str, tuple[str, Cause]] = {
     "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
     "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
     "DDP's buckets": (TRACE + frame(LIB + "torch/nn/parallel/distributed.py", 798, "__init__", "self._ddp_init_helper(") + frame(LIB + "torch/nn/parallel/distributed.py", 1096, "_ddp_init_helper", "self.reducer = dist.Reducer(") + "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 51.77 GiB (GPU 4; 79.14 GiB total capacity; 51.83 GiB already allocated; 26.74 GiB free; 51.84 GiB reserved in total by PyTorch)", "replicated"),
+    "generating": (TRACE + frame(LIB + "transformers/generation/utils.py", 3200, "_sample", "outputs = model_forward(**model_inputs, return_dict=True)") + frame(LIB + "transformers/cache_utils.py", 450, "update", "self.key_cache[layer_idx] = torch.cat([self.key_cache[layer_idx], key_states], dim=-2)") + NOW, "eval-generate"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
     "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n" for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))), "ranks-on-one-gpu"),
     "before 1.4": (MESSAGES["1.3"][0], "other-process"),

@@ -105,6 +105,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("eval-generate", TOLD, (EVALUATION, r"predict_with_generate|kv[- ]?cache|generation-based|model\.generate|rouge|bleu|num_beams"), at=(*EVAL, "")),
     Sign("eval-generate", 78, (r"\beval\w*|validation", GENERATION), at=("",), never=RL),
     Sign("eval-generate", STRONG, (), at=("predict",)),
+    Sign("eval-generate", STRONG, (r"generation/utils\.py|model\.generate\(\*\*",), never=RL),
     Sign("eval-batch", 79, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|(?:eval\w*|validation|val) batch(?: size| of)|(?:eval\w*|validation) uses? (?:a )?batch",), at=("eval",)),
     Sign("eval-batch", 78, (r"yolo|ultralytics",), at=EVAL),  # its loader of the validation takes twice the batch
     Sign("eval-batch", 78, (r"eval[_ ](?:batch|bs\b)|per_device_eval|eval_batch_size|validation batch(?: size| of)|eval\w* uses (?:a )?batch", r"(?:\boom|memory\b|fail\w*|crash\w*).{0,60}(?:\beval|validat)|(?:\beval|validat)\w*\b.{0,60}(?:\boom|memory\b|fail|crash)"), at=("",)),
@@ -160,7 +161,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign("dequantized", 86, (r"gpt-?oss",), at=("load", "save", "prepare")),
     Sign("dequantized", 77, (r"gpt-?oss", r"lora|train|fine"), at=("",)),
     Sign("dequantized", 84, (QUANTIZED, r"dequant|unpack|(?:convert|upcast|cast|expand)\w* (?:back )?(?:to|into) (?:bf16|fp16|bfloat16|16)"), at=(*BEGIN, "save"), never=f"merge|state_dict|{ADAPTER} weights"),
-    Sign("quantize-peak", SURE, (r"load\w* ?(?:&|and|then|while|,) ?quanti|quanti\w+ (?:while|during|on|at|when) (?:the )?load|loading_workers|quantize.{0,20}worker|quantize_4bit|params4bit|hqq_quant|quantize_blockwise",)),
+    Sign("quantize-peak", SURE, (r"load\w* ?(?:&|and|then|while|,) ?quanti|quanti\w+ (?:while|during|on|at|when) (?:the )?load|loading_workers|quantize.{0,20}worker",)),
+    Sign("quantize-peak", TOLD, (r"quantize_4bit|params4bit|hqq_quant|quantize_blockwise",)),  # or the model is too large as it is
     Sign("quantize-peak", 80, (FOUR_BIT + "|8[-_ ]?bit|int8|quanti[sz]", r"peak|before (?:\w+ ){0,2}(?:quanti|conver|compress)|then quanti|first|although|temporar", "load"), at=BEGIN, never=f"{FSDP}|{ZERO3}|gpt-?oss|{EACH}"),
     Sign("quantize-peak", 74, (FOUR_BIT, r"shards? \d+ ?(?:of|/)|\d+% of (?:the )?shards"), at=("load",), never=f"{FSDP}|{ZERO3}|gpt-?oss"),
     Sign("quantize-peak", 77, (r"quanti[sz](?:e|es|ing)\b",), at=("load", "prepare"), never=f"{FSDP}|{ZERO3}"),
