@@ -83,6 +83,14 @@ def test_the_card_that_ran_out_is_told_of(
     assert json.loads(ran("explain", path, "--json")[1])["device"] == chosen
 
 
+def test_a_saved_tape_is_of_one_card(ran: Ran, saved: Any, tmp_path: Path) -> None:
+    tape = tmp_path / "run.tape.json.gz"
+    assert "this is card" in ran("replay", saved(cards((0, BUSY, None), (1, FULL, None))), "--save-tape", tape)[2]
+    for command in ("replay", "explain"):
+        assert "--device" not in ran(command, tape)[2], command
+    assert read(tape).device == 0
+
+
 def test_a_snapshot_of_one_card_names_none(ran: Ran, saved: Any) -> None:
     path = saved(cards((1, BUSY, None)))
     assert read(path).device == 1 and "this is card" not in "".join(ran("explain", path)[1:])
@@ -192,6 +200,26 @@ def test_a_number_without_a_snapshot_is_a_mistake(ran: Ran, tmp_path: Path) -> N
     code, _, err = ran("compare", recipe, recipe, "--gpu", "4xl4")
     assert code == 2 and "asks for 4 GPUs, and the recipe is for 1" in err
     assert ran("compare", recipe, recipe, "--gpu", "l40s")[0] == 0
+
+
+def test_a_card_there_is_not_is_a_mistake_whatever_the_files_are(ran: Ran, tmp_path: Path) -> None:
+    seen = outside(tmp_path, GIB)
+    assert ran("compare", seen, seen)[0] == 0
+    code, _, err = ran("compare", seen, seen, "--gpu", "nonsense")
+    assert code == 2 and "unknown GPU" in err and "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("tape", "said"),
+    [
+        (Tape((), "traced"), "the tape is empty"),
+        (Tape(FULL.events, "traced", {"alloc_conf": "no_such_key:1"}), "no_such_key"),
+    ],
+)
+def test_a_tape_that_cannot_be_replayed_is_a_mistake(tape: Tape, said: str) -> None:
+    with pytest.raises(BadInput, match=said) as error:
+        footprints.of_tape(tape)
+    assert error.value.hint
 
 
 def outside(tmp_path: Path, device: int) -> Path:

@@ -76,6 +76,8 @@ def _levels_alone(peak: PhasePeak, context: int) -> PhasePeak:
 
 def of_tape(tape: Tape, gpu: Gpu | None = None) -> Footprint:
     """A tape replayed as it was recorded; the context, which is not in it, is that of `gpu`, or of the card it names."""
+    if not tape.events:
+        raise BadInput("the tape is empty", hint="record a run")
     if tape.is_instant:
         raise BadInput(
             "it holds one instant, and no peak can be told from that",

@@ -52,9 +52,10 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
     """The run once more on the card it was recorded on: what failed there fails again, and is no part of its peaks.
 
     Where the model runs out of memory and the recorded run did not, on a card without a limit. Raises BadInput as
-    `replay` does.
+    `replay` does, and for settings that are none.
     """
-    torch, settings = made_with(tape)
+    torch, _ = made_with(tape)
+    settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     with suppress(OutOfMemory):  # of what was there at the start
         allocator = allocator_of(tape, settings, torch)
         walk = Walk(allocator, context, begun(allocator, tape.start))

@@ -31,11 +31,13 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """
-    from memfit import footprints
+    from memfit import cards, footprints
     from memfit.compare import compare
 
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
+    if flags["gpu"]:
+        cards.parse_gpu(flags["gpu"])  # a name that is none is a mistake, whatever the files are
     of_card = [_is_snapshot(file) and flags["device"] is not None for file in files]
     if flags["device"] is not None and not any(of_card):
         raise BadInput("only a snapshot has several devices", hint="leave --device out")
@@ -67,7 +69,6 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
         raise BadInput(
             f"{file} was measured on no card, the other file is about one", hint="watch the run where the card is"
         )
-
     for file, side, other in zip(files, (left, right), (right, left), strict=True):
         if footprints.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
             raise BadInput(

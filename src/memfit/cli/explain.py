@@ -321,6 +321,7 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     torch, settings = made_with(tape)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
     below = pictures(memory, stacks_of(Path(what), tape.device or 0), segments_of(tape))
-    page = timeline_html(template, Path(what).name, tape, settings, torch, room_of(tape), below=below, go_on=True)
+    met = room_of(tape) if "total_memory" in tape.about else None  # else it is the most it held, and no limit it met
+    page = timeline_html(template, Path(what).name, tape, settings, torch, met, below=below, go_on=True)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,8 @@ def write(
     if flags["save_tape"]:
         from memfit.tape_file import dumps
 
-        made[Path(flags["save_tape"])] = dumps(tape)
+        about = {key: said for key, said in tape.about.items() if key != "chosen"}  # a tape holds one card
+        made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
         from memfit.report.snapshot_pickle import snapshot_pickle
 

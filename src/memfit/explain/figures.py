@@ -332,18 +332,11 @@ BUCKETS = 0.8  # of all that is allocated, from which DDP's buckets are of all w
 def _buckets(evidence: Evidence) -> Clue | None:
     """DDP makes room for all gradients before the first step: a second time the weights, whole on every card."""
     message = evidence.message
-    if (
-        message is None
-        or not message.tried
-        or not message.allocated
-        or not _REDUCER.search(evidence.traced or evidence.text)
-    ):
+    if message is None or not message.tried or not message.allocated:
         return None
-    if message.tried < BUCKETS * message.allocated:
+    if message.tried < BUCKETS * message.allocated or not _REDUCER.search(evidence.traced or evidence.text):
         return None
-    said = (
-        f"{human(message.allocated)} of weights on every card, and DDP's reducer asks for as much for their gradients"
-    )
+    said = f"{human(message.allocated)} of weights on every card, and DDP's reducer asks for as much for gradients"
     return Clue("replicated", SURE, Proof(said, message.allocated + message.tried))
 
 
@@ -367,12 +360,5 @@ def _alone(evidence: Evidence) -> Clue | None:
 
 
 FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (
-    _sizing,
-    _logits,
-    _scores,
-    _measured,
-    _idle,
-    _listed,
-    _buckets,
-    _alone,
-)
+    _sizing, _logits, _scores, _measured, _idle, _listed, _buckets, _alone,
+)  # fmt: skip

@@ -59,9 +59,7 @@ class _Finder:
         self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
         self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
-        self.resting: set[int] = (
-            set()
-        )  # ids of parameters whose optimizer has none that is trained just now: a GAN's other net
+        self.resting: set[int] = set()  # ids of parameters whose optimizer trains none just now: a GAN's other net
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 

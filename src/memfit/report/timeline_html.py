@@ -70,8 +70,6 @@ def timeline_html(
     go_on: the page tells what happened, so it goes on where the program did after an out-of-memory.
     """
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
-    if go_on and "total_memory" not in tape.about:  # the most it ever held, and no limit it met
-        capacity = None
     top = _top(drawing, capacity)
     parts = {
         "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),

@@ -13,6 +13,7 @@ from torch.serialization import default_restore_location
 from memfit.virtual.patching import patched
 
 CPU = torch.device("cpu")
+_REAL = torch.load  # of PyTorch itself, also for a card within a card
 _FEWER = (
     "Attempting to deserialize object on CUDA device {} but torch.cuda.device_count() is {}. Please use torch.load with "
     "map_location to map your storages to an existing device."
@@ -65,7 +66,6 @@ def bytes_of(storage: Any) -> Tensor:
 def placed() -> Iterator[None]:
     """While the block runs torch.load makes room on the card for what belongs there: a build without CUDA makes no
     storage of a card by itself."""
-    real = torch.load
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         def locate(storage: Any, location: str) -> Any:
@@ -74,7 +74,7 @@ def placed() -> Iterator[None]:
                 return storage if device.type == "cpu" else default_restore_location(storage, str(device))
             return bytes_of(storage).to(device).untyped_storage()
 
-        return real(f, locate, *args, **kwargs)
+        return _REAL(f, locate, *args, **kwargs)
 
     with patched(torch, {"load": load}), patched(torch.serialization, {"load": load}):
         yield
