@@ -76,6 +76,9 @@ MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
             {"kind": "xpu", "tried": g(4), "total": g(15.91), "allocated": g(12)}),
     "mps": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: 18.13 GB). Tried to allocate 1.50 GB on private pool.",
             {"kind": "mps", "tried": g(1.5), "allocated": g(17.85), "total": g(18.13)}),
+    "tensorflow": ("OOM when allocating tensor with shape[32,512,128,128] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Conv2D]",
+                   {"kind": "tensorflow", "tried": g(1), "total": None}),
+    "jax": ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", {"kind": "jax", "tried": g(16)}),
     "cuda error": ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be reported", {"kind": "driver", "tried": None}),
     "cuda driver": ("RuntimeError: CUDA driver error: out of memory", {"kind": "driver"}),
     "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"kind": "cublas"}),
@@ -161,7 +164,7 @@ def frame(path: str, line: int, function: str, code: str) -> str:
 LIB = "/usr/lib/python3.12/site-packages/"
 TRACE = "Traceback (most recent call last):\n" + frame("/home/me/train.py", 41, "<module>", "trainer.train()")
 CASES: dict[str, tuple[str, Cause]] = {
-    "cross entropy": (TRACE + frame(LIB + "transformers/loss/loss_utils.py", 36, "fixed_cross_entropy", "loss = nn.functional.cross_entropy(source, target)") + NOW, "logits"),
+    "cross entropy": (TRACE + frame(LIB + "transformers/loss/loss_utils.py", 67, "ForCausalLMLoss", "loss = fixed_cross_entropy(logits, shift_labels)") + frame(LIB + "transformers/loss/loss_utils.py", 36, "fixed_cross_entropy", "loss = nn.functional.cross_entropy(source, target)") + NOW, "logits"),
     "eval gather": (TRACE + frame(LIB + "transformers/trainer.py", 4300, "evaluation_loop", "all_preds.add(logits)") + frame(LIB + "transformers/trainer_pt_utils.py", 120, "nested_concat", "return torch_pad_and_concatenate(tensors, new_tensors)") + NOW, "eval-logits"),
     "adam": (TRACE + frame(LIB + "torch/optim/adamw.py", 600, "_multi_tensor_adamw", "exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)") + NOW, "optimizer-step"),
     "adam init": (TRACE + frame(LIB + "torch/optim/adamw.py", 150, "_init_group", 'state["exp_avg"] = torch.zeros_like(p)') + NOW, "optimizer-states"),

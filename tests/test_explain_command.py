@@ -151,6 +151,12 @@ def test_a_card_full_of_tensors_is_not_in_pieces(asked: str, tmp_path: Path, cap
          "memory. Please try to raise your shared memory limit.", "--shm-size", "sbatch"),
         ("slurmstepd: error: Detected 1 oom-kill event(s). Some of your processes may have been killed by the cgroup out-of-memory handler.",
          "sbatch --mem", "--shm-size"),
+        ("OOM when allocating tensor with shape[32,512,128,128] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator "
+         "GPU_0_bfc [Op:Conv2D]", "TensorBoard's profiler", "_record_memory_history"),
+        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+         "jax.profiler.save_device_memory_profile", "_record_memory_history"),
+        ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: 18.13 GB). Tried to "
+         "allocate 1.50 GB on private pool.", "torch.mps", "_record_memory_history"),
     ],
 )  # fmt: skip
 def test_a_message_that_asks_for_something_gets_it(

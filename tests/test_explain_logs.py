@@ -66,6 +66,70 @@ def test_a_log_beside_which_memory_is_told_of_has_one(told: str, cause: Cause) -
     assert explain(read_text(told + OTHERWISE["an error of shapes"]))[0].cause == cause
 
 
+# ---- what libraries print in every run -------------------------------------------------------------------------------
+
+LAYER = "/env/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py"
+ORDINARY = (
+    TRACE + frame("train.py", "<module>", "trainer.train()")
+    + frame("/env/lib/python3.11/site-packages/transformers/trainer.py", "training_step", "loss = self.compute_loss(model, inputs)")
+    + frame(LAYER, "forward", "hidden_states = decoder_layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache)")
+    + frame(LAYER, "forward", "hidden_states, _ = self.self_attn(hidden_states)")
+    + frame(LAYER, "forward", "attn_output, attn_weights = attention_interface(")
+    + frame("/env/lib/python3.11/site-packages/transformers/integrations/sdpa_attention.py", "sdpa_attention_forward", "attn_output = torch.nn.functional.scaled_dot_product_attention(")
+    + FULL
+)  # fmt: skip
+IN_EVERY_RUN = (
+    "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`.",
+    'LlamaConfig {\n  "use_cache": true,\n  "vocab_size": 128256\n}',
+    "/env/lib/python3.11/site-packages/torch/utils/checkpoint.py:1399: UserWarning: torch.utils.checkpoint: the use_reentrant parameter should "
+    "be passed explicitly. Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception.",
+    "gradient_checkpointing=True,\ngradient_checkpointing_kwargs={'use_reentrant': False},",
+    'BitsAndBytesConfig {\n  "bnb_4bit_quant_storage": "uint8",\n  "load_in_4bit": true\n}',
+    "NCCL version 2.21.5+cuda12.4",
+    "LlamaForCausalLM(\n  (model): LlamaModel(\n    (embed_tokens): Embedding(128256, 4096)\n  )\n  (lm_head): Linear(in_features=4096, out_features=128256, bias=False)\n)",
+    "`loss_type=None` was set in the config but it is unrecognized. Using the default loss: `ForCausalLMLoss`.",
+    "the longest sample of the dataset has 2048 tokens",
+    "Saving vocabulary of 32000 words, rank 0 of 8 process groups",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", IN_EVERY_RUN)
+def test_what_is_printed_in_every_run_tells_nothing_of_this_one(line: str) -> None:
+    alone, after = explain(read_text(ORDINARY))[0], explain(read_text(f"{line}\n{ORDINARY}"))[0]
+    assert (after.cause, after.confidence) == (alone.cause, alone.confidence) == ("activations", "possible")
+
+
+def test_what_somebody_writes_around_a_log_is_heard() -> None:
+    said = f"Each evaluation comes out of validation sets that differ, and it dies in them.\n\nevery epoch it grows\n\n```\n{ORDINARY}\n```\n"
+    assert "it grows" in read_text(said).told and "epoch" in read_text(said).told
+    assert "it grows" not in read_text(said.replace("```", "")).told
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(RayTrainWorker pid=71) "])
+def test_code_further_out_says_nothing_whoever_prints_it(prefix: str) -> None:
+    """Python 3.13 prints all lines of a statement, torchrun and Ray put something before each."""
+    lines = ORDINARY.replace(
+        "decoder_layer(hidden_states, ", "decoder_layer(\n        hidden_states,\n        "
+    ).splitlines()
+    evidence = read_text("\n".join(prefix + line for line in lines))
+    assert "past_key_values" not in evidence.told and "scaled_dot_product_attention(" in evidence.told
+    assert [f.code for f in evidence.frames][-1] == "attn_output = torch.nn.functional.scaled_dot_product_attention("
+    first = explain(evidence)[0]
+    assert (first.cause, first.confidence, first.line) == ("activations", "possible", "train.py:7")
+
+
+def test_the_wrapper_around_every_pass_in_16_bits_is_no_loss() -> None:
+    path = "/env/lib/python3.11/site-packages/accelerate/utils/operations.py"
+    wrapped = frame(path, "__call__", "return convert_to_fp32(self.model_forward(*args, **kwargs))")
+    text = ORDINARY.replace(
+        frame(LAYER, "forward", "hidden_states, _"), wrapped + frame(LAYER, "forward", "hidden_states, _")
+    )
+    text = ORDINARY.replace(TRACE, TRACE + wrapped)
+    assert explain(read_text(text))[0].cause == "activations"
+    inside = TRACE + wrapped + frame(path, "_convert_to_fp32", "return tensor.float()") + FULL
+    assert explain(read_text(inside))[0].cause == "logits"
+
+
 # ---- which cause ----------------------------------------------------------------------------------------------------
 
 RANKS = "".join(f"Process {number} has {size} GiB memory in use. " for number, size in ((900, "29.60"), (901, "2.40"), (902, "2.40"), (903, "2.38")))  # fmt: skip
@@ -74,6 +138,15 @@ CAUSES: dict[str, tuple[str, Cause, str]] = {
     "a call has no shape": (TRACE + frame("fit.py", "main", "blend(net, views)") + FULL, "not-known", ""),
     "queries, keys and values": (TRACE + frame("fit.py", "main", "out = attend(q, k, v)") + FULL, "not-known", ""),
     "words of a vocabulary": (TRACE + frame("fit.py", "main", "h = project(x)  # (batch, seq, vocab_size)") + FULL, "logits", "vocab_size"),
+    "shapes of TensorFlow": ("OOM when allocating tensor with shape[32,512,128,128] and type float on /job:localhost/replica:0/task:0/device:GPU:0", "not-known", ""),
+    "DDP's start": (TRACE + frame("fit.py", "main", "model = DDP(model, device_ids=[local_rank])")
+                    + frame("/env/lib/python3.11/site-packages/torch/distributed/utils.py", "_sync_module_states", "_sync_params_and_buffers(process_group, module_states, broadcast_bucket_size, src)") + FULL,
+                    "replicated", "_sync_module_states"),
+    "pinned memory": (TRACE + frame("/env/lib/python3.11/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", "__init__", "self.single_partition_of_fp32_groups[i].pin_memory()")
+                      + frame("/env/lib/python3.11/site-packages/deepspeed/accelerator/cuda_accelerator.py", "pin_memory", "return tensor.pin_memory()") + "RuntimeError: CUDA error: out of memory",
+                      "host-ram", "pin_memory"),
+    "a classifier's loss": (TRACE + frame("fit.py", "main", "loss = F.cross_entropy(out, y)") + frame("/env/lib/python3.11/site-packages/torch/nn/functional.py", "cross_entropy", "return torch._C._nn.cross_entropy_loss(") + FULL,
+                            "logits", "cross_entropy"),
     "numbers of one": (TRACE + frame("gen.py", "call", "b = empty_strided_cuda((32768, 151936), (151936, 1))") + FULL, "logits", "151936"),
     "more than the card": (OLD.replace("6.01", "17.40") + "17.60 GiB reserved in total by PyTorch)", "spill", "17.4 GiB are allocated on a card of 10.8 GiB"),
     "ranks one after another": (OOM.format("100.00 MiB", "39.39 GiB", "20.00 MiB") + RANKS + HELD.format("28.40 GiB", "300.00 MiB"), "ranks-on-one-gpu", "3 processes"),

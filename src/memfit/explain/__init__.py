@@ -8,7 +8,8 @@ from dataclasses import replace
 from memfit.explain import learned
 from memfit.explain.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.clue import STRONG, Clue
-from memfit.explain.evidence import Evidence, Frame, Root, read_text
+from memfit.explain.evidence import Evidence, Root, read_text
+from memfit.explain.frames import Frame
 from memfit.explain.history import memory_clues
 from memfit.explain.memory import Memory, holders
 from memfit.explain.oom_text import Message, messages

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from memfit.explain.clue import Clue
 from memfit.explain.concepts import GROWS
 from memfit.explain.evidence import Evidence
+from memfit.explain.printed import is_printed
 from memfit.explain.remedies import NONE
 from memfit.finding import Proof, Remedy
 from memfit.units import human
@@ -17,11 +18,6 @@ TOO_LARGE = 60  # weight of activations where half the batch went through: they,
 GOES_ON = 400  # characters after the last words of an error in which the next try is told
 POOLS = 0.25  # of what is allocated: private pools from which they are worth telling
 
-# what programs print, and people do not write
-_PRINTED = re.compile(
-    r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
-    r"|\b(?:step|epoch) \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
-)
 # the line of an error: printed too, but people quote it in what they write
 _QUOTED = re.compile(r"\b[a-z_.]*(?:error|exception): ")
 _RAN_OUT = re.compile(
@@ -69,7 +65,7 @@ class Circumstance:
 
 def is_log(evidence: Evidence) -> bool:
     """Did a program print some of it?"""
-    return _PRINTED.search(evidence.text) is not None
+    return is_printed(evidence.text)
 
 
 def ran_out(evidence: Evidence) -> bool:

@@ -32,6 +32,17 @@ ENGINE = (
 CONVOLUTIONS = r"\bresnet|torchvision/models|batch_?norm\(|\bconv[123]d\b|densenet|mobilenet|efficientnet|\bvgg"  # images without tokens
 IMAGES = r"image|\bvision\b|\bvl\b|llava|video|pixel|screenshot|visual"
 
+# losses over classes, and those whose classes are the words of a vocabulary
+LOSSES = (
+    r"cross[_-]?entropy|nll_loss|log_softmax|masked_?ce\b|logits\.float\(|logits\.to\(torch\.float32|convert_(?:outputs_)?to_fp32|"
+    r"tensor\.float\(\)|shift_logits|entropy_from_logits|logprobs_from_logits|logsumexp|causallmloss|parallel_cross|"
+    r"log_probs_from_logits|gather_log_prob|generalized_jsd|token_logprobs"
+)
+CAUSAL = (
+    r"causallm|lm[_ -]?head|vocab|shift_logits|next[_ -]token|unembed|(?:sft|dpo|grpo|kto|orpo|gkd)_?trainer|language model|"
+    r"(?:view|reshape)\(-1, ?\w*logits|logprobs?_from_logits|parallel_cross|llama|qwen|mistral|mixtral|gemma|\bphi-?\d|deepseek|\bgpt|falcon|bloom|\bopt-"
+)
+
 # ---- what is done ---------------------------------------------------------------------------------------------------
 
 EVALUATION = r"\beval|validat|(?<!_)\btest (?:set|loop|epoch)|\bval\b"

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.explain.evidence import HEAD, TAIL, frames_of
+from memfit.explain.evidence import HEAD, TAIL
+from memfit.explain.frames import frames_of
 from memfit.explain.oom_text import begun
 
 AFTER = 16 << 10  # characters after a message that still tell of it

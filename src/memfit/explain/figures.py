@@ -31,7 +31,7 @@ STATES = 16  # bytes per weight of full training with AdamW: weights, gradients,
 ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
 OF_EXPERTS = 0.835  # of "8x7B": what experts have in common is there once. Source: Mixtral-8x7B 46.7 B, 8x22B 140.6 B
 
-_BILLIONS = re.compile(r"(?<![\w.])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/s)")
+_BILLIONS = re.compile(r"(?<![\w./])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/)")  # no part of a path, no bytes a second
 _MODEL = re.compile(r"(?<![\w.])[a-z][\w.]{0,40}-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
 _EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
 _CARDS = re.compile(

@@ -47,9 +47,15 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
         kept = sum(g.old for g in m.kept) + m.repeated[0]
-        enough = (m.turn < 0 or m.passed) and free > max(kept, _more(m))
+        if m.turn < 0 and free < m.asked + sum(root.waiting for root in e.models):
+            return None
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
-        return Clue("fragmentation", SURE + SHOWN + 5 if enough else STRONG, proof)
+        if free <= max(kept, _more(m)):
+            return Clue("fragmentation", WEAK + 10, proof)
+        if m.turn >= 0 and not m.passed:  # what the first pass would have needed further is not known
+            return Clue("fragmentation", WEAK + 10, proof)
+        much = m.passed or free >= CACHED * m.capacity
+        return Clue("fragmentation", SURE + SHOWN + 5 if much else TOLD, proof)
     idle = m.reserved - m.allocated
     if idle < max(CACHED * m.reserved, 2 * SEGMENT):
         return None
@@ -258,8 +264,10 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
         proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
         return Clue("temporaries", STRONG, proof, rest.line)
     if m.phase == "load" and (m.of("parameters") or e.when == "load"):
+        waiting = sum(root.waiting for root in e.models)
+        need = (m.of("parameters") or m.requested) + max(waiting, m.asked)
         return Clue(
-            "capacity", WEAK + 10, Proof("the weights alone", (m.of("parameters") or m.requested) + m.asked), e.line
+            "capacity", SURE - 2 if waiting and need > m.limit else WEAK + 10, Proof("the weights alone", need), e.line
         )
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)

@@ -150,11 +150,11 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
         return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
     if model.wide < TELLS * m.requested or m.phase != "load":
         return None
-    if model.bytes - model.wide < model.wide or m.requested + m.asked - model.wide // 2 <= m.capacity:
-        return Clue(
-            "wrong-dtype", SURE, Proof(f"{human(model.wide)} of '{model.name}' are in 32 bits", model.wide), e.line
-        )
-    return None
+    wide = model.wide + (model.waiting if 2 * model.wide > model.bytes else 0)
+    if m.requested + max(model.waiting, m.asked) - wide // 2 > m.capacity:
+        return None
+    proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits", wide)
+    return Clue("wrong-dtype", SURE, proof, e.line, seen=not model.trained)  # training may want them so
 
 
 def _upcast(m: Memory, e: Evidence) -> Clue | None:

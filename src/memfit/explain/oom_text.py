@@ -9,21 +9,22 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
+from math import prod
 from typing import Literal
 
 from memfit.units import GIB, KIB, MIB
 
 Kind = Literal[
-    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "on-chip", "host"
-]
+    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "tensorflow", "jax", "on-chip", "host"
+]  # fmt: skip
 LONGEST = 4000  # characters that one message may take
 ASKS = "tried to allocate"
 APART = 300  # characters between the two halves of a message
 MOST = 64  # messages read of one text: one per rank is usual
 
 # what a message begins with. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
-# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu, Triton's
-# OutOfResources, torch.distributed.elastic
+# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu, TensorFlow's
+# op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
 BEGINS: tuple[tuple[Kind, str], ...] = (
     ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"
@@ -37,6 +38,8 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("xpu", r"\bxpu out of memory"),
     ("driver", r"cuda (?:driver )?error: out of memory|cudaerrormemoryallocation|cuda_error_out_of_memory"
                r"|allocating [\d.]+ .ib on device \d+: cudamalloc failed"),
+    ("tensorflow", r"oom when allocating tensor with shape"),
+    ("jax", r"resource_?exhausted: out of memory"),
     ("on-chip", r"out of resources?: shared memory"),
     ("cuda", r"cuda out of memory|tried to allocate"),
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
@@ -53,7 +56,7 @@ WORDS = (
     b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda", b"available memory",
     b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator", b"unable to allocate", b"memoryerror",
     b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate", b"at least one request",
-    b"cudamalloc failed", b"out of resource",
+    b"cudamalloc failed", b"out of resource", b"oom when allocating",
 )  # fmt: skip
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
@@ -71,6 +74,9 @@ _FIELDS: dict[str, str] = {
 }  # fmt: skip
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
+# TensorFlow tells what it asked for as a shape
+_SHAPE = re.compile(r"tensor with shape ?\[([\d, ]{1,80})\] and type (\w{1,16})")
+_WIDTH = {"half": 2, "bfloat16": 2, "float": 4, "int32": 4, "double": 8, "int64": 8, "bool": 1, "uint8": 1, "int8": 1}
 _FACTOR = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
 FULL = 0.9  # of the card: the rest is context, and pieces as they are in any cache
 WSL = 1 << 60  # bytes no process has: what Windows' accounting gives where it does not know (17179869184 GiB)
@@ -150,6 +156,9 @@ def _message(kind: Kind, text: str) -> Message:
         sizes["reserved"] = allocated + unallocated
     elif allocated is not None and reserved is not None and unallocated is None:
         sizes["unallocated"] = max(reserved - allocated, 0)
+    shape = _SHAPE.search(text)
+    if shape and shape[2] in _WIDTH:
+        sizes["tried"] = _WIDTH[shape[2]] * prod(int(size) for size in shape[1].split(",") if size.strip())
     others = tuple((int(m[1]), _bytes(m[2], m[3])) for m in _PROCESS.finditer(text))
     advises = "expandable_segments" in text or "max_split_size_mb" in text
     return Message(kind, others=others, advises_expandable=advises, **sizes)

@@ -23,7 +23,7 @@ FRAMES: tuple[tuple[When, str], ...] = (
     ("backward", r"autograd/__init__|_tensor\.py|\.backward\(|run_backward|_engine_run|autograd/graph\.py|autograd/function\.py.{0,20}apply"),
     ("loss", r"cross_entropy|nll_loss|loss_utils|log_softmax|masked_ce|convert_to_fp32|logits\.float|logps\b|logprobs|linear_cross|compute_logits|causallmloss|compute_loss\b.*logits"),
     ("load", r"from_pretrained|load_pretrained|_load_state_dict_into|load_model|load_state_dict\b|load_checkpoint_in_model|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|materialize|to_empty|\.to\(device|\.cuda\(\)|_apply\b"),
-    ("prepare", r"prepare_model_for_kbit|get_peft_model|fully_shard|_cast_adapter"),
+    ("prepare", r"prepare_model_for_kbit|get_peft_model|fully_shard|_cast_adapter|_sync_module_states|_sync_params_and_buffers|_ddp_init_helper"),
     ("forward", r"\bforward\b|_call_impl"),
 )  # fmt: skip
 # the part that a report names after "phase:", or after "out of memory at": the first row that has one decides

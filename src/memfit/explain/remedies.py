@@ -122,6 +122,10 @@ ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
     ("optimizer-states", r"bit16_groups|partition_of_fp32|fp32_groups", OFFLOADED),
     ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
     ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context (-c), or a smaller quantisation", SLOWER)),
+    # allocators that torch.cuda.memory's history does not record
+    ("not-known", r"oom when allocating tensor with shape", Remedy("the memory page of TensorBoard's profiler (tf.profiler.experimental.start) names the holders", NONE)),
+    ("not-known", r"resource_?exhausted: out of memory", Remedy("jax.profiler.save_device_memory_profile(...), before the step that fails, names the holders", NONE)),
+    ("not-known", r"mps backend out of memory", Remedy("print torch.mps.current_allocated_memory() and driver_allocated_memory() in each phase", NONE)),
     ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error", Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
     ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit", Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
 )  # fmt: skip
@@ -153,11 +157,11 @@ BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same
 def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     """The remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
     found = (EARLIER,) if cause == "not-known" and evidence.memory else REMEDIES[cause]
-    if cause == "not-known" and evidence.message and evidence.message.full:
-        found = (*found, BATCH_1, CHECKPOINTING)
     asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
     if asked:
-        found = asked if cause in ("inference-engine", "capacity") else (*asked, *found)
+        found = asked if cause in ("inference-engine", "capacity", "not-known") else (*asked, *found)
+    if cause == "not-known" and evidence.message and evidence.message.full:
+        found = (*found, BATCH_1, CHECKPOINTING)
     if cause == "wrong-dtype" and any(root.is_double for root in evidence.roots):
         found = (FLOAT,)
     if cause == "leak":

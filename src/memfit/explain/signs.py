@@ -14,6 +14,7 @@ from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, WEAK
 from memfit.explain.concepts import (
     ADAPTER,
     AS_IT_COMES,
+    CAUSAL,
     CLIP,
     CONVOLUTIONS,
     DIFFUSION,
@@ -30,6 +31,7 @@ from memfit.explain.concepts import (
     LATER,
     LOADING,
     LONGEST,
+    LOSSES,
     MANY,
     ONE_CARD,
     OPTIMIZER,
@@ -75,9 +77,10 @@ EVAL: tuple[When, ...] = ("eval", "predict")
 
 SIGNS: tuple[Sign, ...] = (
     # the loss and its logits
-    Sign("logits", SURE, (r"cross[_-]?entropy|nll_loss|log_softmax|masked_?ce\b|logits\.float\(|logits\.to\(torch\.float32|convert_(?:outputs_)?to_fp32|tensor\.float\(\)|shift_logits|entropy_from_logits|logprobs_from_logits|logsumexp|causallmloss|parallel_cross|log_probs_from_logits|gather_log_prob|generalized_jsd|token_logprobs",), never="binary_cross|nested_concat"),
+    Sign("logits", SURE, (LOSSES, CAUSAL), never="binary_cross|nested_concat"),
+    Sign("logits", 84, (LOSSES,), never="binary_cross|nested_concat"),  # of a classifier as well
     Sign("logits", SURE, (r"selective_log_softmax|cross entropy",), never="binary|eval"),
-    Sign("logits", 86, (r"[\[(](?:(?:b|n|t|s|l|bsz?|batch\w*|seq\w*|len\w*|tokens?\w*|[\d.]+k?) ?[,x*×] ?)+v[\])]|[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:\w*vocab\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]?\d{3})[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
+    Sign("logits", 86, (r"[\[(](?:(?:b|n|t|s|l|bsz?|batch\w*|seq\w*|len\w*|tokens?\w*|[\d.]+k?) ?[,x*×] ?)+v[\])]|[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:\w*vocab\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)\d{3})[\])]|[\[(](?:[\w*.]+ ?[x*×] ?)+(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]\d{3}[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
     Sign("logits", 75, (r"\blogits|lm[_ -]?head|vocab|output (?:layer|projection|embedding)|unembed|log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
     Sign("logits", STRONG, (), at=("loss",)),
     Sign("logits", TOLD, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy|max_token_len|logits?\b"), never=r"num_generations|cache blocks"),
@@ -88,7 +91,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("group-batch", 62, (ROLLOUTS, "batch|completion"), never="vllm|colocat|logits_to_keep|prompt"),
     Sign("group-batch", WEAK, (ROLLOUTS,), at=PASS, never="vllm|colocat"),
     # evaluation
-    Sign("eval-logits", SURE, (r"nested_concat|pad_and_concatenate|pad_across_processes|preds_host|logits_host|all_preds\b|eval_accumulation_steps|preprocess_logits|distributed_concat|gather_for_metrics|batch_eval_metrics|include_(?:inputs_)?for_metrics|evalprediction",), at=(*EVAL, "")),
+    Sign("eval-logits", SURE, (r"nested_concat|pad_and_concatenate|pad_across_processes|preds_host|logits_host|all_preds\b|eval_accumulation_steps|preprocess_logits|distributed_concat|gather_for_metrics|batch_eval_metrics|include_(?:inputs_)?for_metrics|evalprediction",), at=(*EVAL, ""), never="training_step"),
     Sign("eval-logits", SURE, (r"prediction_loop|evaluation_loop", r"torch\.cat|concat"),),
     Sign("eval-logits", TOLD, (EVALUATION, GROWS), at=(*EVAL, ""), never=f"no_grad|{GENERATION}|after (?:each |every |the )?eval"),
     Sign("eval-logits", TOLD, (EVALUATION, r"compute_metrics|(?:all|keep\w*|stor\w*|gather\w*|collect\w*|concat\w*|accumulat\w*|cache\w*) (?:\w+ ){0,2}(?:logits|predictions|outputs|preds)|argmax"), at=(*EVAL, ""), never=GENERATION),
@@ -119,7 +122,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("optimizer-step", 84, (r"exp_avg_sq|_foreach_(?:sqrt|div|mul|add)|_multi_tensor_|_single_tensor_|zeropower|newton_?schulz|multi_tensor_appl|denom = |foreach|addcdiv|addcmul|exp_avg\.mul|fp32_partitioned_groups|" + CLIP,), never="load_state|zeros_like|_init_group|get_state_buffer"),
     Sign("optimizer-step", 78, (r"temporar|intermediate|copy of (?:the |all )?(?:param|weights)|cop(?:y|ies) of (?:the )?(?:param|weights|grad)|spike|peak",), at=("optimizer",)),
     Sign("optimizer-step", 80, (r"(?:init|materiali[sz]e)s? all states|lazy init",), at=("optimizer", "")),
-    Sign("optimizer-states", SURE, (r"bit16_groups.{0,80}\.float\(\)|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|get_state_buffer|momentum_buffer|lazy_init|shadow step|batch probe",)),
+    Sign("optimizer-states", SURE, (r"bit16_groups.{0,80}\.float\(\)|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|zeros_like\(p|state\[.exp_avg|init_state|get_state_buffer|momentum_buffer|lazy_init(?!_scale)|shadow step|batch probe",)),
     Sign("optimizer-states", 86, (STATES, FP32 + r"|8[-_ ]?bit|\bqmap"), at=("prepare", "init", "optimizer")),
     Sign("optimizer-states", TOLD, (r"\badam|prodigy|ademamix|optimi[sz]er", r"\bsgd\b|8[-_ ]?bit|adafactor|\blion\b|paged", r"instead of|switch|than|became|chang|replac|from|\bvs\b|but|with"), at=STEP, never=r"resum|packing|leak"),
     Sign("optimizer-states", 84, (r"(?:second|2nd|next) (?:step|iteration|batch)|(?:step|iteration) 2\b|second (?:backward|forward)", r"not (?:in |on |at |during )?(?:the )?first|first (?:step|iteration|batch|one)?|backward|" + OPTIMIZER), never="unallocated|reserved|segment|fragment|retry|resum"),
@@ -177,6 +180,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("modules-to-save", SURE, (r"modules_to_save|additional_target|train\w* (?:the )?(?:lm_head|embed)|embed_tokens.{0,12}lm_head|lm_head.{0,12}embed_tokens",)),
     Sign("modules-to-save", 80, (r"resize_token_embeddings|resiz\w+ (?:the )?embed|(?:add\w*|new|special|extra) (?:\w+ )?tokens|tokens? (?:are |were )?added|trainable embedding|embedding layers? (?:is|are) trained|trains? (?:\w+ ){0,2}embed", ADAPTER), never=ZERO3),
     Sign("replicated", SURE, (r"device_map\W{1,4}(?:\"\"|'')\W{1,4}\w*(?:rank|index|device)",), never="mxfp4"),
+    Sign("replicated", 84, (r"_sync_module_states|_sync_params_and_buffers|_ddp_init_helper",), at=("prepare",)),  # DDP's own start
     Sign("replicated", 84, (r"(?:model|weights|\d+b) (?:\w+ ){0,3}(?:on|onto) (?:each|every|all) (?:of the )?(?:\d+ )?(?:gpu|card)",), never=f"{ZERO3}|{FSDP}"),
     Sign("replicated", 86, (ZERO12, r"(?:whole|full|entire|complete) (?:\w+ )?(?:model|copy)|on each gpu|(?:param\w*|weights) (?:are |is )?not|not shard|does(?:n't| not) (?:shard|partition|split)|replicat"),),
     Sign("replicated", 76, (ZERO12,), at=("load",)),
@@ -205,15 +209,15 @@ SIGNS: tuple[Sign, ...] = (
     Sign("activations", 56, (r"(?:without|no|disabl\w*|not using) (?:gradient|activation|grad)[_ ]checkpoint|(?:gradient|activation|grad)_checkpoint\w*\W{1,3}(?:false|off|no)\b",), at=("forward", "backward", ""), never=ADAPTER),
     Sign("activations", 57, (CONVOLUTIONS,), at=("forward", "backward"), never="tokens|transformers"),
     Sign("input-grads", SURE, (r"not requir\w* grad|not have a grad_fn|make_inputs_require_grad|none of the inputs have requires_grad|enable_input_require_grads|requires?_grad=true\. gradients will be none",)),
-    Sign("input-grads", 86, (r"use_reentrant|reentrant",)),
+    Sign("input-grads", 86, (r"use_reentrant(?!\W{0,4}false)|(?<![\w-])reentrant\b",)),
     Sign("input-grads", TOLD, (ADAPTER, r"\bgc\b|(?:gradient|activation)[_ ]checkpoint\w*", r"slower|no effect|same memory|not (?:reduce|sav|work|help|take)|does(?:n't| not) (?:reduce|sav|work|help)|ignored|no (?:memory )?(?:sav|reduc|differ|change)|unchanged|(?:not|n't) change"), never=FSDP),
     Sign("input-grads", 76, (ADAPTER, r"\bgc\b|(?:gradient|activation)[_ ]checkpoint\w*", r"(?:is|are|was|be|when|must|to) (?:\w+ )?(?:off|disabled|dropped|removed)|turn\w* off|without (?:gradient|activation)")),
-    Sign("kv-cache", SURE, (r"use_cache|past_key_value|past_kv|(?:dynamic|hybrid|static|offloaded|encoderdecoder)_?cache|key_states = torch\.cat|kv[- ]cache (?:is )?(?:kept|built|created) (?:in|during) train",), at=PASS, never=f"{EVALUATION}|{ENGINE}"),
-    Sign("attention", SURE, (r"eager_attention_forward|attn_weights = |attention_scores = |attn_scores|attn_probs|torch\.(?:bmm|matmul)\(q|_prepare_4d|attention_probs|baddbmm|softcap|scaled_dot_product.{0,20}math|@ ?k\w*\.(?:transpose|mt\b|t\b|permute)|(?:matmul|bmm)\([^)]{0,60}\bk\w*\.(?:transpose|t\b)|einsum\(['\"][^'\"]*->[^'\"]*['\"], ?q\w*, ?k",)),
+    Sign("kv-cache", SURE, (r"use_cache(?!`?\W{1,3}false)|without use_cache|past_key_value|past_kv|(?:dynamic|hybrid|static|offloaded|encoderdecoder)_?cache|key_states = torch\.cat|kv[- ]cache (?:is )?(?:kept|built|created) (?:in|during) train",), at=PASS, never=f"{EVALUATION}|{ENGINE}"),
+    Sign("attention", SURE, (r"eager_attention_forward|(?<!, )attn_weights = |attention_scores = |attn_scores|attn_probs|torch\.(?:bmm|matmul)\(q|_prepare_4d|attention_probs|baddbmm|softcap|scaled_dot_product.{0,20}math|@ ?k\w*\.(?:transpose|mt\b|t\b|permute)|(?:matmul|bmm)\([^)]{0,60}\bk\w*\.(?:transpose|t\b)|einsum\(['\"][^'\"]*->[^'\"]*['\"], ?q\w*, ?k",)),
     Sign("attention", 84, (r"\b(\d{2,6}k?) ?[x×*] ?\1\b", r"attention|mask|scores|softmax")),
     Sign("attention", 84, (r"(?<!log_)(?<!log)softmax\b|attention scores",), at=("forward", "backward", ""), never="cross|logits|loss"),
     Sign("attention", 86, (r"(?:flash[- _]?att\w*|xformers|sdpa)\W+(?:\w+ )?(?:not|un|isn|missing|fail|disabled|off)",)),
-    Sign("attention", 86, (r"attn_impl\w*\W+(?:torch|eager|naive|math)|naive attention|(?:without|no|not using|disabl\w+) (?:flash|xformers|sdpa|memory[- ]efficient)|attention (?:matri\w+|scores|weights|mask) (?:of|is|shape)|quadratic|\beager\b(?! mode)|\(\d+, \d+, (\d{4,}), \1\)|\[\d+, \d+, (\d{4,}), \2\]",)),
+    Sign("attention", 86, (r"attn_impl\w*\W+(?:torch|eager|naive|math)|naive attention|(?:without|no|not using|disabl\w+) (?:flash|xformers|sdpa|memory[- ]efficient)|attention (?:matri\w+|scores|weights|mask) (?:of|is|shape)|quadratic|\beager\b(?! mode)|\(\d+, \d+, (\d{4,}), \1\)|\[\d+, \d+, (\d{4,}), \2\]",), at=(*PASS, "eval")),
     # the question itself
     Sign("capacity", 66, (r"how (?:much|many) (?:\w+ ){0,3}(?:v?ram|memory|gpus?|cards)|(?:v?ram|memory|hardware|gpu) requirements?|requirements? (?:for|to|of) (?:full |lora )?(?:fine|train)|minimum (?:\w+ )?(?:v?ram|memory|gpu|hardware)|smallest batch|is (?:it|\w+) (?:enough|sufficient)",), never=r"\beval|resum|(?:host|system|cpu) (?:ram|memory)"),
     # data
@@ -222,7 +226,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign("long-sample", 72, (LATER,), at=PASS, never=rf"{GROWS}|{IMAGES}|{EVALUATION}|swap|inactive|{RESERVED}|\bleak|fragment|{PREFERENCE}|host|\bram\b|contiguous"),
     Sign("long-sample", 84, (r"\b(?:one|a single) \w+ (?:with|of|has) [\d,.]{2,}k?\b",), at=PASS, never=r"\bimages|pictures|pages"),
     Sign("long-sample", 78, (SUDDEN,), at=PASS, never=rf"{IMAGES}|\beval|engine"),
-    Sign("image-tokens", SURE, (r"max_pixels|min_pixels|anyres|max_slice|longest_edge|num_crops|image_grid_thw|smart_resize|max_num_tiles|dynamic_patch|image_max|large images|(?:image|visual|vision) tokens|pixel_values|high[- ]res",), never="latents"),
+    Sign("image-tokens", SURE, (r"max_pixels|min_pixels|anyres|max_slice|longest_edge|num_crops|image_grid_thw|smart_resize|max_num_tiles|dynamic_patch|image_max|large images|(?:image|visual|vision) tokens|high[- ]res",), never="latents"),
+    Sign("image-tokens", TOLD, (r"pixel_values", r"\bvl\b|llava|\bvlm\b|multi-?modal|input_ids|language|\bvision"), never="latents"),
     Sign("image-tokens", TOLD, (r"screenshot|1080p|4k images|(?:image |video |input |full )resolution|(?:some|large|big|high-res\w*|many|\d+) (?:images|pictures|pages)|image (?:size|count)|tiles|patches|video",), at=(*PASS, "init"), never=f"latents|{DIFFUSION}|coco|detection|ground|\\d+ images x"),
     Sign("image-tokens", STRONG, (r"image|\bvision\b|\bvl\b|llava|\bvlm\b",), at=("forward", ""), never=rf"{GROWS}|{CONVOLUTIONS}|{DIFFUSION}|coco|detection|\bpx\b|fsdp|zero|over \d+ (?:epochs|steps)"),
     # preference and reinforcement
@@ -231,7 +236,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign("inference-engine", 66, (ENGINE,), at=("forward", "backward", "loss", "optimizer", "resume"), never="long sample"),  # it is there, and trains
     Sign("inference-engine", 78, (r"colocat|wake_?up|rollout engine|inference engine|hybrid engine",), never=r"unallocated"),
     Sign("reference-model", SURE, (r"ref_model|ref_policy|ref_logps|reference[ _](?:model|policy)|ref model|create_reference_model|compute_ref_log",)),
-    Sign("reference-model", 80, (r"(?:ref|reference|value|reward|critic|teacher)\b.{0,25}\bmodels?\b|two models|second model",), never=f"optimi[sz]er|{ROLLOUTS}"),
+    Sign("reference-model", 80, (r"(?:ref|reference|value|reward|critic|teacher)\b.{0,25}\bmodels?\b|two models",), never=f"optimi[sz]er|{ROLLOUTS}"),
+    Sign("reference-model", 80, (r"second model\b", rf"{PREFERENCE}|{RL}|frozen|teacher|reference|distill"), never=f"optimi[sz]er|{ROLLOUTS}"),
     Sign("reference-model", STRONG, (PREFERENCE,), never=FOUR_BIT + r"|\b(?:q?lora|peft)\b"),
     Sign("pairs", 76, (PREFERENCE, FOUR_BIT + "|" + ADAPTER), never="ref_model|reference"),
     Sign("pairs", TOLD, (PREFERENCE, "concat|chosen|twice the (?:batch|memory)|pairs?\\b"), never="ref_model|reference"),
@@ -239,7 +245,7 @@ SIGNS: tuple[Sign, ...] = (
     # processes and cards
     Sign("ranks-on-one-gpu", SURE, (r"(?:no|without|ignor\w+|unset|forgot) local_rank|mpirun|extra processes|cuda:0 oom|set_device(?!\(\d)|contexts? (?:of other ranks|on gpu 0)",), never="device_map.{0,8}local"),
     Sign("ranks-on-one-gpu", 86, (rf"(?:all|every|each|other|both|second|another|extra|more|\d+) (?:\w+ )?(?:process\w*|ranks?|workers?)\b.{{0,40}}(?:{ONE_CARD})|(?:processes|contexts)\b.{{0,50}}\bon (?:the )?(?:{ONE_CARD})",), never="nccl|fsdp.{0,30}full"),
-    Sign("ranks-on-one-gpu", 86, (rf"(?:{ONE_CARD}).{{0,40}}(?:processes|contexts?|more (?:\w+ )?(?:memory|than|process|thread)|much process|extra|larger|fuller|from (?:other|all|every))|map_location|device_ids", MANY), never=r"(?<!distributed)dataparallel|gather|vllm"),
+    Sign("ranks-on-one-gpu", 86, (rf"(?:{ONE_CARD}).{{0,40}}(?:processes|contexts?|more (?:\w+ )?(?:memory|than|process|thread)|much process|extra|larger|fuller|from (?:other|all|every))|map_location|device_ids(?!\W{{1,3}}[\w.]*(?:rank|gpu|device))", MANY), never=r"(?<!distributed)dataparallel|gather|vllm"),
     Sign("ranks-on-one-gpu", 75, (ONE_CARD, r"ranks|processes|torchrun|\bddp\b|usable of|only|larger|more than"), at=("init", "load"), never=FSDP + "|quantization|gpu 0; |gpu 0 has a total"),
     Sign("ranks-on-one-gpu", 89, (UNEVEN, r"process|\branks?\b|\bddp\b|torchrun|accelerate launch|horovod|distributed"), never=r"(?<!distributed)dataparallel|vllm"),
     Sign("data-parallel", 78, (UNEVEN,), at=STEP, never=f"process|ranks?\\b|{FSDP}|ddp|torchrun|zero|horovod|vllm|device_map|pipeline"),
@@ -255,12 +261,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign("other-process", 78, (r"\bheld by|second run|re-?run(?:ning)?\b|run(?:ning)? (?:it |the \w+ )?(?:again|twice)|\bserver process|deploy",), at=("load", "init", ""), never=f"second run inside|{MANY}|checkpoint|state_dict|{ROLLOUTS}"),
     Sign("nccl", 80, (r"communicators?\b|comminit|commcreate|nccl_cumem|symmetric memory",)),
     Sign("nccl", 84, (r"out[- ]of[- ]memory error from nccl|nccl\b.{0,40}out of memory|memory_reserved\W+(?:is )?(?:well |far )?below|although \S*reserved\S* .{0,30}below",)),
-    Sign("nccl", 86, (r"process groups?\b|nccl (?:buffer|communicator)|nccl_buffsize|process_group|communicators?", r"gb|gib|mb|mib|per|nccl"), never="init_process_group\\("),
+    Sign("nccl", 86, (r"(?:process groups?\b|process_group(?![,)])|communicators?).{0,80}(?:\d ?[gm]i?b\b|\bper\b|nccl)|(?:\d ?[gm]i?b\b|\bper\b|nccl).{0,80}(?:process groups?\b|process_group(?![,)])|communicators?)|nccl (?:buffer|communicator)|nccl_buffsize",), never="init_process_group\\("),
     Sign("nccl", 80, (r"\bnccl\b", r"(?:per|each|every) (?:[\w-]+ )?(?:process )?group|[\d.]+ ?[gm]i?b (?:per|each)")),
-    Sign("nccl", 72, (r"\bnccl\b", r"buffer|communicator|outside|overhead|alloc")),
-    Sign("buckets", SURE, (rf"bucket_size(?!{AS_IT_COMES})|gradient_as_bucket_view|bucket_cap",)),
+    Sign("nccl", 72, (r"\bnccl\b", r"buffer|communicator|outside|overhead|nccl\W+(?:\w+\W+){0,3}alloc")),
+    Sign("buckets", SURE, (rf"(?<!broadcast_)bucket_size(?!{AS_IT_COMES})|gradient_as_bucket_view|bucket_cap",)),
     Sign("buckets", 80, (r"stage 1 (?:\w+ ){0,3}(?:trains|works|runs|fits)\b.{0,20}stage 2|higher the stage|more memory (?:\w+ )?(?:stage|zero)",)),
-    Sign("buckets", 86, (rf"bucket(?!(?:[_ ]size)?{AS_IT_COMES})", r"zero|deepspeed|\bddp\b|gradient|buffer"), never="length|bucketing by|aspect|resolution"),
+    Sign("buckets", 86, (rf"(?<!broadcast_)(?<!position_)bucket(?!(?:[_ ]size)?{AS_IT_COMES})", r"zero|deepspeed|\bddp\b|gradient|buffer"), never="length|bucketing by|aspect|resolution"),
     Sign("buckets", 80, (r"ipg_bucket|grad_buffer|param_and_grad_buffer|main_grad|flat(?:tened)? (?:gradient|grad) buffer",), at=(*STEP, "init")),
     Sign("buckets", 72, (r"\bbuffers?\b", ZERO12 + r"|deepspeed|\bddp\b"), at=(*STEP, "init"), never="nccl|activation|replay|cache|optimi"),
     Sign("buckets", 87, (r"(?:zero|stage)[-_ /]*[12]\b.*(?:\boom|out of memory|\bfail|crash).*(?:works?|fits?|runs|fine|trains|ok\b).{0,40}(?:zero[-_ /]*[01]\b|\bddp\b)|(?:zero|stage)[-_ /]*[12]\b.{0,60}(?:\boom|out of memory|\bfail|crash).{0,30}(?:zero[-_ /]*[01]|\bddp) (?:\w+ )?(?:works|fits|runs|trains|is fine|does not)",), never=ZERO3),
@@ -287,6 +293,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("exception", 84, (r"retr(?:y|ies|ied)|tr(?:y|ied) again|smaller batch", r"except\b|caught|catch|after (?:an |the )?(?:oom|out of memory)|recover"), never="vllm|ray"),
     # the host
     Sign("host-ram", TOLD, (r"host oom|host (?:ram|memory)|system (?:ram|memory)|cpu (?:ram|memory)|cgroup|oom[- ]?kill|sigkill|signal 9|exit(?: ?code)? ?\(?-9|\bram\b",), never=rf"per rank|shared|instead of oom|fall|efficient|{FSDP}|vram"),
+    Sign("host-ram", SURE, (r"_groups\S{0,8}\.pin_memory|_accelerator\.py pin_memory|cudahostalloc|cachinghostalloc",)),  # pinned memory is the host's
     Sign("host-ram", SURE, (r"bad_alloc|node running low on memory|\bray oom|workers? (?:was |were )?killed due to memory|oomkilled|slurmstepd: .{0,60}memory|oom[-_ ]kill|return ?code -9|dataloader worker \(pid|bus error|\bhost (?:\w+ )?oom|\boom (?:\w+ )?(?:on|in) (?:the )?(?:host|cpu)|(?:host|cpu|system) (?:runs? |ran |is )?out of memory",)),
     Sign("host-ram", 88, ("offload", r"\d ?[gt]i?b (?:of )?(?:host |system |cpu )?ram\b|(?:cpu|host|system) (?:ram|memory)"), at=(*BEGIN, "optimizer"), never="cuda out of memory|tried to allocate"),
     Sign("host-ram", 89, (r"\b(?:ram|cpu memory|host memory)\b", r"process\w*|workers|ranks", r"\d ?g\w* (?:each|per)|each (?:\w+ )?(?:takes|uses|loads|holds|needs)"), never="vram"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from memfit.explain.circumstances import smaller_batch, went_on
@@ -15,6 +16,16 @@ from memfit.explain.signs import SIGNS, Sign
 from memfit.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
+# what asks is what these are: the frame that failed shows them. Of all others a traceback tells who asked last, not who was there
+SHOWN_BY_FRAMES: frozenset[Cause] = frozenset([
+    "attention", "data-parallel", "dequantized", "eval-generate", "eval-logits", "exception", "fsdp-upcast", "fsdp-wrap", "host-ram",
+    "inference-engine", "input-grads", "kbit-upcast", "load-peak", "logits", "merge", "optimizer-states", "optimizer-step", "quantize-peak",
+    "replicated", "resume-states", "save-gather", "zero3-init",
+])  # fmt: skip
+# the user's lines name what there is: never certain
+NAMED_BY_CODE: frozenset[Cause] = frozenset(
+    ["companion-models", "group-batch", "kv-cache", "pairs", "ranks-on-one-gpu", "reference-model"]
+)
 STRETCH = 2000  # characters around a sign's first words in which its others must be
 MOST_TRIES = 20  # places of the first words that are looked at
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
@@ -29,6 +40,8 @@ OVER = 1.02  # of the card: more than it has, beyond what is lost in printing
 def clues(evidence: Evidence) -> list[Clue]:
     """Everything that a text, its messages and its figures point at."""
     found = [clue for sign in SIGNS if (clue := _seen(sign, evidence))]
+    if evidence.memory is not None:  # the words of a traceback tell who asked last, a history who was there
+        found = [replace(clue, weight=min(clue.weight, STRONG - 1), seen=False) for clue in found]
     for message in evidence.messages:
         found += [clue for rule in RULES if (clue := rule(message, evidence))]
     found += [clue for figure in FIGURES if (clue := figure(evidence))]
@@ -41,15 +54,18 @@ def clues(evidence: Evidence) -> list[Clue]:
 def _seen(sign: Sign, evidence: Evidence) -> Clue | None:
     if sign.at and evidence.when not in sign.at:
         return None
-    if sign.forbidden and sign.forbidden.search(evidence.text):
+    shown, named = sign.cause in SHOWN_BY_FRAMES, sign.cause in NAMED_BY_CODE
+    text = evidence.told if shown or named else evidence.prose
+    if sign.forbidden and sign.forbidden.search(text):
         return None
-    hits = _together(sign.patterns, evidence.text)
+    hits = _together(sign.patterns, text)
     if hits is None:
         return None
     words = ", ".join(repr(hit[0][:80]) for hit in hits)
     said = f"it says {words}" if words else f"it failed in the phase: {evidence.when}"
-    seen = bool(evidence.frames) and all(pattern.search(evidence.traced) for pattern in sign.patterns)
-    return Clue(sign.cause, sign.weight, Proof(said), seen=seen)
+    seen = shown and bool(evidence.frames) and all(pattern.search(evidence.traced) for pattern in sign.patterns)
+    only_code = named and not all(pattern.search(evidence.prose) for pattern in sign.patterns)
+    return Clue(sign.cause, min(sign.weight, STRONG) if only_code else sign.weight, Proof(said), seen=seen)
 
 
 def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:

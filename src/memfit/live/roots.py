@@ -170,14 +170,18 @@ class _Finder:
         return [root for root in made if root is not None]
 
     def _model(self, name: Name, module: torch.nn.Module, apart: set[int]) -> Root | None:
-        weights = [p for p in module.parameters() if p.is_cuda and id(p) not in apart]
+        mine = [p for p in module.parameters() if id(p) not in apart]
+        weights = [p for p in mine if p.is_cuda]
         sizes = storages(weights)
         total = sum(sizes.values())
+        waiting = sum(p.numel() * p.element_size() for p in mine if p.device.type in ("cpu", "meta"))
         wide, double = (
             sum(storages(p for p in weights if p.dtype == dtype).values()) for dtype in (torch.float32, torch.float64)
         )
         trained = sum(storages(p for p in self._trained(module) if id(p) not in apart).values())
-        return Root(name.text, name.line, "model", total, len(sizes), wide, double, trained) if total >= SMALL else None
+        if total < SMALL:
+            return None
+        return Root(name.text, name.line, "model", total, len(sizes), wide, double, trained, waiting)
 
     def _saved_modules(self, name: Name, module: torch.nn.Module) -> Root | None:
         """What PEFT trains whole beside its adapters, with gradients and states."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple, get_args
 
-from memfit.explain.evidence import library
+from memfit.explain.frames import library
 from memfit.snapshot.shape import text_of
 from memfit.tape import Role
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from memfit.explain.evidence import library
+from memfit.explain.frames import library
 
 OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what it looks at
 OURS_ALONE = 3  # references to a frame's copy of its variables: the frame's, ours, and the call's that counts them
