@@ -179,7 +179,12 @@ def test_the_screen_says_what_a_peak_is_made_of(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("copies", "made", "cause"),
-    [(1, "before", "stale-checkpoint"), (1, "later", "two-copies"), (0, "before", "leak"), (0, "now", "long-sample")],
+    [
+        (1, "before", "stale-checkpoint"),
+        (1, "later", "two-copies"),
+        (0, "before", "temporaries"),
+        (0, "now", "long-sample"),
+    ],
 )
 def test_a_checkpoint_has_weights_and_is_older_than_training(copies: int, made: str, cause: Cause) -> None:
     """By its name alone, as of a list of hidden states, nothing is one."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+state = pytest.importorskip("accelerate.state")
 
 from memfit import virtual_gpu  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
@@ -47,7 +48,9 @@ INNER = 6  # frames
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
+    state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
+    state.AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()
 
 

@@ -42,6 +42,7 @@ def planted(path: Path) -> tuple[Explained, str, list[str]]:
     return found, head["cause"], told
 
 
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_the_planted_cause_is_named_with_its_line(path: Path) -> None:
     found, cause, told = planted(path)

@@ -41,8 +41,10 @@ class Mark:
     instant: str
 
 
+FORWARD = "forward"
 # a forward outside of training that keeps what a backward would need
 GRADIENTS_ON = "forward, gradients on"
+NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
 
 
 @dataclass(frozen=True, slots=True)

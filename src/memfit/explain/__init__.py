@@ -21,6 +21,7 @@ Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
 EVEN = 0.5  # probability from which a cause is called likely
 MOST = 4  # findings told
+LESS = 0.5  # of the bytes of the first cause, below which another is no rival
 RIVAL = 15  # how near another cause must be to leave no certainty
 NEAR = 25  # how much weaker a second finding may be and still be told
 
@@ -51,6 +52,7 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
         _finding(cause, _confidence(cause, best, chances, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
     ]
+    found.sort(key=lambda finding: finding.confidence != "certain")  # what holds most may be said less loudly
     first, *others = found or [_unknown(evidence, around)]
     return (_with(around, first), *others)
 
@@ -69,9 +71,16 @@ def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float
 
 def _certain(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> bool:
     """Seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words and settings never are."""
-    rivals = sum(other > best.get(cause, 0) - RIVAL for other in best.values())
+    rivals = [other for other in best if other != cause and best[other] > best.get(cause, 0) - RIVAL]
+    size = _shown(cause, told)
+    smaller = size and all(0 < _shown(rival, told) < LESS * size for rival in rivals)  # beside much, little is no rival
     seen = any(clue.seen and clue.weight >= CERTAIN for clue in told if clue.cause == cause)
-    return seen and rivals == 1 and cause != "not-known"
+    return seen and (not rivals or bool(smaller)) and cause != "not-known"
+
+
+def _shown(cause: Cause, told: list[Clue]) -> int:
+    """The most bytes that a history shows of a cause."""
+    return max((clue.proof.bytes or 0 for clue in told if clue.cause == cause and clue.seen), default=0)
 
 
 def _finding(

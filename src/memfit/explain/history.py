@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import SAVED, Evidence
-from memfit.explain.holding import HOLDING, TELLS
-from memfit.explain.memory import Memory
-from memfit.finding import Proof
+from memfit.explain.holding import FROM_FILE, HOLDING, TELLS
+from memfit.explain.memory import LASTING, Group, Memory
+from memfit.finding import Part, Proof
 from memfit.tape import GRADIENTS_ON, WRITTEN
 from memfit.units import human
 
@@ -24,6 +25,7 @@ SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of o
 CACHED = 0.25
 ROUNDS = 0.1  # by which the sizes of gradients and states may miss a whole ratio
 ALONE = 0.5  # share of a card from which one request says more than all that is there
+SOME, MANY = 0.5, 4.5  # times the weights that a checkpoint of them has: weights alone, with states and master weights
 COLLECTED = 5  # tensors of one line from which they are collected; without gradients a pass keeps two or three layers'
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
@@ -46,14 +48,18 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         free = m.capacity - m.allocated
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
-        kept = sum(g.old for g in m.kept) + m.repeated[0]
+        kept = sum(g.old for g in m.kept) + m.repeated[0] + m.growing[0]
         if m.turn < 0 and free < m.asked + sum(root.waiting for root in e.models):
             return None
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
-        if free <= max(kept, _more(m)):
+        _, growing = m.growing
+        remade = growing is not None and growing.line == m.line and m.asked > growing.largest
+        if remade or free <= max(kept, _more(m)):
             return Clue("fragmentation", WEAK + 10, proof)
         if m.turn >= 0 and not m.passed:  # what the first pass would have needed further is not known
             return Clue("fragmentation", WEAK + 10, proof)
+        if m.phase == "load" and not e.roots:  # a file does not say how much was to come
+            return Clue("fragmentation", WEAK, proof)
         much = m.passed or free >= CACHED * m.capacity
         return Clue("fragmentation", SURE + SHOWN + 5 if much else TOLD, proof)
     idle = m.reserved - m.allocated
@@ -97,23 +103,29 @@ def _states_so_far(m: Memory, made: int) -> str:
 
 def _all_states(m: Memory) -> int:
     """Bytes of the optimizer's states once every weight with a gradient has them, by the weights that have; 0: not told."""
-    sizes: dict[tuple[str, str], tuple[int, int]] = {}
-    for g in m.groups:
-        count, size = sizes.get((g.role, g.module), (0, 0))
-        sizes[g.role, g.module] = (count + g.count, size + g.bytes)
-    trained = {
-        name: sizes["parameters", name]
-        for role, title in sizes
-        if role == "gradients" and ("parameters", name := title.removeprefix("gradient of ")) in sizes
-    }
-    known = 0.0
-    for (role, title), (count, size) in sizes.items():
-        name = title.partition(" of ")[2]
-        if role == "optimizer_states" and name in trained:
-            known += size / count * trained[name][0]
-    stated = {title.partition(" of ")[2] for role, title in sizes if role == "optimizer_states"}
-    weights = sum(size for name, (_, size) in trained.items() if name in stated)
-    return round(known / weights * sum(size for _, size in trained.values())) if weights else 0
+    weights = {g.module: g for g in _joined(m, "parameters")}
+    trained = {g.module.removeprefix("gradient of ") for g in m.groups if g.role == "gradients"} & weights.keys()
+    times: dict[
+        str, float
+    ] = {}  # of a weight's bytes, for each of its states; the largest tells, as some may lack theirs yet
+    for g in _joined(m, "optimizer_states"):
+        name = g.module.partition(" of ")[2]
+        if name in trained:
+            times[name] = times.get(name, 0) + g.largest / weights[name].largest
+    stated = sum(weights[name].bytes for name in times)
+    needed = sum(weights[name].bytes * many for name, many in times.items())
+    return round(needed / stated * sum(weights[name].bytes for name in trained)) if stated else 0
+
+
+def _joined(m: Memory, role: Part) -> list[Group]:
+    """The groups of a role, those born at several lines as one."""
+    found: dict[str, Group] = {}
+    for g in (g for g in m.groups if g.role == role):
+        one = found.get(g.module)
+        found[g.module] = (
+            g if one is None else replace(one, bytes=one.bytes + g.bytes, largest=max(one.largest, g.largest))
+        )
+    return list(found.values())
 
 
 def _too_much(m: Memory, e: Evidence) -> Clue | None:
@@ -159,10 +171,35 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
     states = m.of("optimizer_states")
+    frozen = sum(root.bytes for root in e.models if not root.trained)
+    if states < (frozen if e.models else m.of("parameters") - states):  # a file does not say which weights are trained
+        return None
     if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2 and not stepped:
         proof = Proof(f"the first step had room; since it ended, {human(states)} of optimizer states are there", states)
         return Clue("optimizer-states", SURE + 3, proof, e.line)
     return None
+
+
+def _resuming(m: Memory, e: Evidence) -> Clue | None:
+    """A checkpoint is read onto the card, beside a model and its optimizer."""
+    if not m.asker.startswith(FROM_FILE):
+        return None
+    read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE)) + m.asked
+    if not m.of("optimizer_states") or read < TELLS * m.requested:
+        return None
+    return Clue(
+        "resume-states", SURE + SHOWN, Proof("is read from a file onto the card, beside what is there", read), e.line
+    )
+
+
+def _read(m: Memory, e: Evidence) -> Clue | None:
+    """What was read from a file before the first pass is still there; about as large as the model, it is a checkpoint."""
+    held = [g for g in m.groups if g.module.startswith(FROM_FILE) and g.turns == (-1,)]
+    size, weights = sum(g.bytes for g in held), m.of("parameters")
+    if m.turn < 0 or size < 2 * TELLS * m.requested or not SOME * weights <= size <= MANY * weights:
+        return None
+    proof = Proof("were read from a file, and are still there", size)
+    return Clue("stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, seen=False)  # or data, as large by chance
 
 
 def _evaluating(m: Memory, e: Evidence) -> Clue | None:
@@ -174,9 +211,9 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     if gradients >= TELLS * m.requested and gradients >= m.asked:
         return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
     alike = max(m.groups, key=lambda g: g.now, default=None)
-    if alike and alike.count >= COLLECTED and alike.now > 0.5 * m.demand:
+    if alike and alike.recent >= COLLECTED and alike.now > 0.5 * m.demand:
         proof = Proof(
-            f"{alike.count} tensors of {alike.line or alike.module} are kept, and no backward is to come", alike.now
+            f"{alike.recent} tensors of {alike.line or alike.module} are kept, and no backward is to come", alike.now
         )
         return Clue("eval-logits", SURE - 5, proof, alike.line)
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
@@ -251,7 +288,21 @@ def _mirror(m: Memory, e: Evidence) -> Clue | None:
     if twin is None or twin.bytes < TELLS * m.requested:
         return None
     proof = Proof(f"{twin.count} tensors of {twin.module} are as many and as large as the parameters", twin.bytes)
-    return Clue("temporaries", STRONG, proof, twin.line)
+    return Clue("two-copies" if twin.module.startswith("deepcopy") else "temporaries", STRONG, proof, twin.line)
+
+
+def _data(m: Memory, e: Evidence) -> Clue | None:
+    """What the program itself made before the first pass and holds since then: its data, as a rule."""
+    born = (g for g in m.groups if g.role not in LASTING and g.role != "unknown" and g.turns == (-1,))
+    most = max(born, key=lambda g: g.bytes, default=None)
+    if most is None or most.bytes < ALONE * (m.requested + m.asked):
+        return None
+    model = e.root("model")
+    if m.turn < 0 and (model is None or model.bytes >= TELLS * m.requested):  # perhaps the model, in the making
+        return None
+    what = f"{most.count} tensors" if most.count > 1 else "one tensor"
+    proof = Proof(f"{what} of the program's own, made before the first forward pass", most.bytes)
+    return Clue("temporaries", SURE + SHOWN - 2 if m.turn >= 0 else STRONG, proof, most.line)
 
 
 def _room(m: Memory, e: Evidence) -> Clue | None:
@@ -259,10 +310,6 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     if m.of("unknown") >= 0.5 * m.requested > 0:
         return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
-    model, rest = e.root("model"), max(m.groups, key=lambda g: g.bytes, default=None)
-    if m.turn < 0 and rest and rest.count > 2 and model is not None and model.bytes < TELLS * m.requested:
-        proof = Proof(f"{rest.count} tensors that are none of the model's, before the first forward pass", rest.bytes)
-        return Clue("temporaries", STRONG, proof, rest.line)
     if m.phase == "load" and (m.of("parameters") or e.when == "load"):
         waiting = sum(root.waiting for root in e.models)
         need = (m.of("parameters") or m.requested) + max(waiting, m.asked)
@@ -271,12 +318,18 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
         )
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
-    working = [g for g in m.groups if g.role in ("activations", "temporaries")]
-    size, kept = sum(g.bytes for g in working), m.of("activations")
+    working = [g for g in m.groups if g.role in ("activations", "temporaries") and (g.now or m.turn < 0)]
+    size = sum(g.now if m.turn >= 0 else g.bytes for g in working)
+    kept = sum(g.now if m.turn >= 0 else g.bytes for g in working if g.role == "activations")
     if m.asked >= ALONE * m.limit:
         return Clue("activations", WEAK, Proof("a single tensor is asked for", m.asked), e.line)
     if not working or size < TELLS * m.requested:
-        return None
+        mostly = lasting >= ALONE * m.limit
+        return (
+            Clue("capacity", WEAK, Proof("weights, gradients and optimizer states", lasting), e.line)
+            if mostly
+            else None
+        )
     line = e.line or max(working, key=lambda g: g.bytes).line
     if kept >= 0.5 * size:
         return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), line)
@@ -287,6 +340,6 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _fragmented, *HOLDING, _stepping, _saved_modules, _too_much, _grown, _evaluating, _logits,
-    _attention, _untold, _mirror, _room,
+    _fragmented, *HOLDING, _stepping, _saved_modules, _too_much, _grown, _resuming, _read, _evaluating, _logits,
+    _attention, _untold, _mirror, _data, _room,
 )  # fmt: skip

@@ -17,6 +17,7 @@ HALF = 0.5  # share of what is kept that a variable must keep to be the one who 
 MOST_OF_IT = 0.60  # share from which it explains nearly everything
 GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
 
+FROM_FILE = "torch.load"  # begins the labels of what was read from one
 _CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
 _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
@@ -25,7 +26,8 @@ _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
 def _again(m: Memory, e: Evidence) -> Clue | None:
     """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
     size, line = m.repeated
-    if size < max(TELLS * m.requested, m.asked):
+    error = e.root("exception")
+    if size < max(TELLS * m.requested, m.asked) or (error is not None and error.bytes >= HALF * size):
         return None
     root = e.root("models")
     size = max(size, root.bytes if root else 0)
@@ -37,8 +39,8 @@ def _again(m: Memory, e: Evidence) -> Clue | None:
 def _leaking(m: Memory, e: Evidence) -> Clue | None:
     held, grown = sum(g.old for g in m.kept), _swollen(m)
     explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
-    if not m.kept or held < TELLS * m.requested or not explains:
-        return None
+    if held < TELLS * m.requested or not explains:
+        return _growing(m)
     most = max(m.kept, key=lambda g: g.old)
     passes = len([t for t in most.turns if 0 <= t < m.turn])
     proof = Proof(
@@ -48,10 +50,21 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     if root is not None and root.bytes < HALF * held:
         root = None
     grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
+    grows |= bool(_CACHE.match(most.module))
     cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
     # before the backward that all of them may wait for, only who keeps them tells
     sure = root is not None or m.phase == "eval" or m.outlived
     return Clue(cause, SURE + SHOWN if sure else TOLD, proof, (root.line if root else "") or most.line)
+
+
+def _growing(m: Memory) -> Clue | None:
+    """One tensor that every pass makes anew, and larger."""
+    grown, most = m.growing
+    if most is None or grown < TELLS * m.requested:
+        return None
+    where = most.line or most.module
+    proof = Proof(f"every pass begins with more than the one before; the tensor of {where} is made anew, larger", grown)
+    return Clue(_kept_by(None, m), SURE + SHOWN, proof, most.line)
 
 
 def _swollen(m: Memory) -> int:
@@ -88,12 +101,20 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
         return None
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
         return None
-    return Clue(_kept_by(root, m), SURE, proof, root.line)
+    before = sum(g.old for g in m.groups if g.role not in LASTING and any(0 <= t < m.turn for t in g.turns))
+    fresh = root.what == "collection" and m.floors and before < HALF * root.bytes
+    cause = _kept_by(root, m)
+    return Clue("temporaries" if fresh and cause == "leak" else cause, SURE, proof, root.line)
 
 
 def _loaded(root: Root, m: Memory) -> bool:
     """A checkpoint, by its name and by what it has: all before the first pass, or the weights of a model, not made in training."""
-    if root.what != "collection" or not _CHECKPOINT.search(root.name):
+    if root.what != "collection":
+        return False
+    read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE))
+    if read >= HALF * root.bytes:
+        return root.copies > 0 or _CHECKPOINT.search(root.name) is not None
+    if not _CHECKPOINT.search(root.name):
         return False
     return m.turn < 0 or (root.copies > 0 and not m.kept and not m.from_training(root.bytes))
 
@@ -114,6 +135,18 @@ def _exception(m: Memory, e: Evidence) -> Clue | None:
         return None
     proof = Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes)
     return Clue("exception", SURE + SHOWN + 5, proof, root.line)
+
+
+def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
+    """Tensors of a pass that ran out of memory and was caught: its traceback keeps them, as long as somebody keeps that."""
+    caught = {turn for turn in m.caught if turn < m.turn}
+    left = (
+        g for g in m.groups if g.role not in LASTING and set(g.turns) & caught and set(g.turns) <= {*caught, m.turn}
+    )
+    size = sum(g.old for g in left)
+    if size < max(2 * TELLS * m.requested, m.asked):
+        return None
+    return Clue("exception", TOLD, Proof("are left of passes that ran out of memory before, and were caught", size))
 
 
 def _twice(m: Memory, e: Evidence) -> Clue | None:
@@ -170,5 +203,5 @@ def _upcast(m: Memory, e: Evidence) -> Clue | None:
 
 
 HOLDING: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _exception, _again, _leaking, _hoarded, _companions, _twice, _wide, _upcast,
+    _exception, _of_a_failure, _again, _leaking, _hoarded, _companions, _twice, _wide, _upcast,
 )  # fmt: skip

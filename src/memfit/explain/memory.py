@@ -13,6 +13,9 @@ _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
 MOST_HOLDERS = 8
 LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
+GROWING = (
+    4  # passes in a row that each begin with more than the one before: what is remade larger each time is alive once
+)
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
 SETS = 3  # models, or sets of states, from which they are one too many
 
@@ -38,6 +41,11 @@ class Group:
     def old(self) -> int:
         """Bytes born before the pass under way."""
         return self.bytes - self.now
+
+    @property
+    def recent(self) -> int:
+        """About how many were born in the pass under way."""
+        return round(self.now * self.count / self.bytes) if self.bytes else 0
 
     @property
     def line(self) -> str:
@@ -73,6 +81,7 @@ class Memory:
     asked_by: str = ""  # the operator and line of the request that failed
     trained: tuple[bool, ...] = ()  # of each forward pass: a backward came before the next
     batch: int = 0  # of the last floor, what was made since the step before it: the batch
+    caught: tuple[int, ...] = ()  # the passes in which a request failed before, and the run went on
 
     def of(self, *roles: Part) -> int:
         """Bytes of some roles."""
@@ -83,6 +92,20 @@ class Memory:
         """Places whose tensors of two earlier passes or more are alive: nothing of an ordinary step is."""
         groups = (g for g in self.groups if g.role not in LASTING)
         return tuple(g for g in groups if len([t for t in g.turns if 0 <= t < self.turn]) >= 2)
+
+    @property
+    def growing(self) -> tuple[int, Group | None]:
+        """(bytes, the tensor) of what each pass makes anew, larger by what it adds: a bank, outputs that are concatenated."""
+        rising = self.turn
+        while rising > 0 and self.floors[rising] > self.floors[rising - 1]:
+            rising -= 1
+        grown = self.floors[self.turn] - self.floors[rising] if self.floors else 0
+        if self.turn - rising < GROWING:
+            return 0, None
+        recent = (self.turn - 1, self.turn)
+        alike = (g for g in self.groups if g.role not in LASTING and g.turns and g.turns[0] in recent)
+        most = max(alike, key=lambda g: g.largest, default=None)
+        return (grown, most) if most is not None and most.largest >= KEEPS * grown else (0, None)
 
     @property
     def outlived(self) -> bool:

@@ -30,7 +30,7 @@ def memory_of(tape: Tape) -> Memory:
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
         settings.expandable_segments, failure.label if failure else "",
-        tuple(play.trained), play.batch,
+        tuple(play.trained), play.batch, tuple(sorted(play.caught)),
     )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ class _Play:
         self.evals: list[bool] = []
         self.trained: list[bool] = []
         self.batch = 0  # bytes made for the pass under way before it began
+        self.caught: set[int] = set()  # passes in which a request failed, and the run went on
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
@@ -110,6 +111,7 @@ class _Play:
                     self.allocator.empty_cache()
                 elif type(event) is Oom:
                     self._fail(event.size)
+                    self.caught |= {len(self.floors) - 1} if event is not events[-1] else set()
                 asked = event.size if type(event) is Oom else 0
         except OutOfMemory as error:
             return error.requested or asked

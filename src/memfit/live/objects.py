@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import _lru_cache_wrapper, partial
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -23,9 +34,15 @@ UNNAMED = "a model being made"
 CONTAINERS = (list, tuple, dict, set, deque)
 OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # what they hold is theirs
 LEAVES = (
-    Tensor, *OWNERS, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float,
-    complex, type(None), torch.device, torch.dtype, torch.Generator,
+    Tensor, *OWNERS, type, ModuleType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float, complex, type(None), torch.device,
+    torch.dtype, torch.Generator,
 )  # fmt: skip
+CALLS = (
+    FunctionType,
+    MethodType,
+    partial,
+    _lru_cache_wrapper,
+)  # what is called keeps what it closes over, is given or remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +103,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, type]]:
     elif isinstance(value, type):
         if file_of(value):
             yield from ((name, item, value) for name, item in list(vars(value).items()) if not name.startswith("__"))
-    elif not isinstance(value, (*CONTAINERS, *LEAVES)):
+    elif not isinstance(value, (*CONTAINERS, *LEAVES, *CALLS)):
         theirs = of_the_user(type(value))
         yield from ((n, item, type(value)) for n, item in _fields(value) if theirs or isinstance(item, OWNERS))
 
@@ -135,7 +152,7 @@ def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, (*CONTAINERS, *LEAVES))
+    return isinstance(value, (*CONTAINERS, *LEAVES, *CALLS))
 
 
 def _inside(value: Any) -> list[Any]:
@@ -143,7 +160,31 @@ def _inside(value: Any) -> list[Any]:
         return list(islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS))
     if isinstance(value, GeneratorType):
         return list(value.gi_frame.f_locals.values()) if value.gi_frame is not None else []
+    if isinstance(value, CALLS):
+        return _closed_over(value)
     return [] if isinstance(value, LEAVES) else [item for _, item in _fields(value)]
+
+
+def _closed_over(value: Any) -> list[Any]:
+    """What a function of the user's keeps: cells, defaults, given arguments, its object, results it remembers."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, _lru_cache_wrapper):
+        return [part for part in gc.get_referents(value) if not isinstance(part, type)][:MOST_ITEMS]
+    if not own(value.__code__.co_filename):
+        return []
+    cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+    return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # of a name that is bound later
+        return False
+    return True
 
 
 def tensors(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Tensor]:

@@ -10,6 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import _lru_cache_wrapper
+from inspect import unwrap
+from math import prod
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -99,6 +102,9 @@ class _Finder:
             found = self._state(name, value)
         elif isinstance(value, CONTAINERS) or not (isinstance(value, LEAVES) or of_the_user(type(value))):
             found = self._container(name, value)
+            if found is not None and isinstance(value, _lru_cache_wrapper):  # nothing stores into it by name
+                code = unwrap(value).__code__
+                found = replace(found, line=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}")
         else:
             return []
         return [found] if found is not None else []
@@ -137,7 +143,10 @@ class _Finder:
         return name.under(key) if "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values()) else name
 
     def _copies(self, found: list[Tensor]) -> int:
-        """How many tensors there are for every weight of a model, where these are nearly all of the bytes; 0: it is no copy."""
+        """How many tensors there are for every weight of a model, where these are nearly all of the bytes; 0: it is no copy.
+
+        A head of another shape, as in a checkpoint that is fine-tuned, makes no difference.
+        """
         fresh = self.held(found)
         mine = [t for t in found if t.is_cuda and t.untyped_storage()._cdata in fresh]
         shapes, total = Counter(tuple(t.shape) for t in mine), sum(t.numel() for t in mine)
@@ -145,8 +154,10 @@ class _Finder:
             for trained in (False, True):
                 weights = [p for p in module.parameters() if p.requires_grad or not trained]
                 wanted = Counter(tuple(p.shape) for p in weights)
-                times = min((shapes[shape] // count for shape, count in wanted.items()), default=0)
-                if len(weights) >= FEW and times * sum(p.numel() for p in weights) >= ALL_OF_IT * total > 0:
+                times = round(total / max(sum(p.numel() for p in weights), 1))
+                shared = {shape: min(shapes[shape], times * count) for shape, count in wanted.items() if shapes[shape]}
+                there = sum(prod(shape) * count for shape, count in shared.items())
+                if len(shared) >= min(FEW, len(wanted)) and len(weights) >= FEW and there >= ALL_OF_IT * total > 0:
                     return times
         return 0
 
@@ -202,7 +213,8 @@ class _Finder:
     def exception(self, name: str, error: BaseException, line: str = "") -> Root | None:
         """An error that is being handled, or was kept: its traceback keeps the frames, they keep their tensors."""
         theirs = frames_of(error)
-        found = [t for f in theirs if f not in self.frames for value in f.f_locals.values() for t in tensors(value)]
+        values = [value for f in theirs if f not in self.frames for value in f.f_locals.values()]
+        found = [t for value in values for t in (*tensors(value), *_of_models(value))]
         sizes = self.held(found)
         total = sum((sizes | self._graph(found)[0]).values())
         if not line and theirs:  # where it was caught, and is still being handled
@@ -234,28 +246,27 @@ class _Finder:
                     return
 
     def hooks(self) -> Iterator[Root]:
-        """What the hooks of modules keep in their closures: those of one line together."""
-        kept: dict[tuple[str, str], list[Root]] = {}
-        for root in self._hooks():
-            kept.setdefault((root.name, root.line), []).append(root)
-        for same in kept.values():
-            yield replace(same[0], bytes=sum(root.bytes for root in same), count=sum(root.count for root in same))
+        """What the hooks of modules keep in their closures: those of one line together, each tensor once."""
+        kept: dict[tuple[str, str], dict[int, int]] = {}
+        for name, line, sizes in self._hooks():
+            kept.setdefault((name, line), {}).update(sizes)
+        for (name, line), sizes in kept.items():
+            yield Root(name, line, "hook", sum(sizes.values()), len(sizes))
 
-    def _hooks(self) -> Iterator[Root]:
+    def _hooks(self) -> Iterator[tuple[str, str, dict[int, int]]]:
         for part in (part for module in self.modules for part in module.modules()):
             kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
             for hook in (hook for kind in kinds for hook in kind.values()):
                 yield from self._closure(hook)
 
-    def _closure(self, hook: Any) -> Iterator[Root]:
+    def _closure(self, hook: Any) -> Iterator[tuple[str, str, dict[int, int]]]:
         code = getattr(hook, "__code__", None)
         if code is None:
             return
         for name, cell in zip(code.co_freevars, hook.__closure__ or (), strict=False):
             sizes = self.held(tensors(cell.cell_contents)) if isinstance(cell.cell_contents, CONTAINERS) else {}
             if sizes:
-                line = Name((Found(name, code.co_filename, code.co_firstlineno, code.co_name),)).line
-                yield Root(name, line, "hook", sum(sizes.values()), len(sizes))
+                yield name, Name((Found(name, code.co_filename, code.co_firstlineno, code.co_name),)).line, sizes
 
     def _trained(self, module: torch.nn.Module) -> list[Tensor]:
         """The weights that will have a gradient, or have one or its states: of a module in training mode, or at rest."""
@@ -276,6 +287,15 @@ class _Finder:
         nodes = list(graph(found))
         leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
         return self.held(t for node in nodes for t in _saved(node)), max(leaves.values(), default=0)
+
+
+def _of_models(value: Any) -> Iterator[Tensor]:
+    """Weights, gradients and states of the models and optimizers among what a variable holds."""
+    for part in parts(value):
+        if isinstance(part, torch.nn.Module):
+            yield from (t for p in part.parameters() for t in (p, p.grad) if t is not None)
+        elif isinstance(part, torch.optim.Optimizer):
+            yield from tensors(dict(part.state))
 
 
 def _classes(held: list[Any]) -> str:

@@ -6,10 +6,11 @@ import re
 from typing import Any, Literal, NamedTuple, get_args
 
 from memfit.explain.frames import library
+from memfit.snapshot.origins import LABELS, Origin, made_for, of_both
 from memfit.snapshot.shape import text_of
 from memfit.tape import Role
 
-Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", ""]
+Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", "held", ""]
 # (place, is it said by a file's path or by a function's name, the words), the first that a frame has decides
 PLACES: tuple[tuple[Place, str, tuple[str, ...]], ...] = (
     ("cublas", "name", ("getCurrentCUDABlasHandle", "getCUDABlasLtWorkspace", "parseChosenWorkspaceSize")),
@@ -34,6 +35,7 @@ class Said(NamedTuple):
     line: str = ""
     own: bool = False
     operator: str = ""
+    made: Origin = ""
 
 
 class Reader:
@@ -56,15 +58,22 @@ class Reader:
         rank = len(PLACES)
         own = inner = None
         operator = ""
+        made: Origin = ""
         for frame in frames:
             said = self._of(frame)
             if said.place and _RANK[said.place] < rank:
                 place, rank = said.place, _RANK[said.place]
             operator = operator or (said.operator if own is None else "")
+            made = of_both(made, said.made) if own is None else made
             if said.name:
                 own = own or (said if said.own else None)
                 inner = inner or said
-        return place, _label(own or inner or Said(), operator)
+        if place == "forward" and made in ("file", "copy"):
+            place = "held"  # by nothing that a pass does
+        elif place == "forward" and made == "module":  # made on the card
+            place = "move"
+        found = own or inner or Said()
+        return place, _label(found._replace(name=LABELS.get(made, found.name)), operator)
 
     def _of(self, frame: object) -> Said:
         known = self._said.get(id(frame))
@@ -100,6 +109,8 @@ def _said(frame: Any) -> Said:
     name, path = text_of(frame.get("name", "")), text_of(frame.get("filename", "")).replace("\\", "/")
     texts = {"name": name, "filename": path}
     place: Place = next((row[0] for row in PLACES if any(word in texts[row[1]] for word in row[2])), "")
+    if path.endswith("swa_utils.py"):  # averages are no states of an optimizer
+        place = ""
     if place == "move" and "/torch/" not in path and "/transformers/" not in path:
         place = ""
     if not path.endswith((".py", ">")):
@@ -108,4 +119,5 @@ def _said(frame: Any) -> Said:
         return Said(place, node[1] or node[2] if node else "", operator=made)
     # stacks="python" tell no operators, but the functions of PyTorch that call them
     called = name if "/torch/" in path and name != "forward" and not path.endswith(CALLED) else ""
-    return Said(place, name, f"{path.rsplit('/', 1)[-1]}:{frame.get('line', 0)}", not of_library(path), called)
+    line = f"{path.rsplit('/', 1)[-1]}:{frame.get('line', 0)}"
+    return Said(place, name, line, not of_library(path), called, made_for(path, name))

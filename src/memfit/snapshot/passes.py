@@ -15,6 +15,9 @@ from memfit.tape import GRADIENTS_ON, Alloc, Event, Free, Mark, Oom, Phase
 
 Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
 INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called
+LOOPS = frozenset(
+    ["_inner_training_loop", "evaluation_loop", "prediction_loop"]
+)  # a Trainer's, of which a program has one line
 LOAD = "move"  # the place of a part in which weights come to the card, and for which there was no room
 MANY = 6  # allocations from which a pass shows whether it keeps what it makes
 KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients on; without, a layer's die with the next
@@ -22,10 +25,14 @@ KEEPS = 0.5  # share of them that is alive at the end of a pass with gradients o
 
 @dataclass(slots=True)
 class Turn:
-    """One part of a step: it begins at the `index`-th event. `sites`: where the program was; `trains`: a backward followed."""
+    """One part of a step: it begins at the `index`-th event. `sites`: where the program was; `trains`: a backward followed.
+
+    `called`: the event at which a module was called first, -1 where none was.
+    """
 
     index: int
     place: str
+    called: int = -1
     sites: set[Site] = field(default_factory=set)
     trains: bool = False
     made: int = 0
@@ -41,8 +48,8 @@ def site(frames: object) -> Site:
             continue  # C++: of the interpreter, later of an operator
         if path.endswith(CALLED) and found:
             return (*found, INSIDE)  # from here on it is the model's own code, whose loops are within a pass
-        if of_library(path):
-            continue  # a launcher, a Trainer
+        if of_library(path) and frame.get("name") not in LOOPS:
+            continue  # a launcher
         found.append((path, str(frame.get("name", "")), line))
     return tuple(found)
 
@@ -60,14 +67,25 @@ def goes_back(before: Site, now: Site) -> bool:
     return False
 
 
+def comes_back(now: Site, seen: set[Site], between: set[Site]) -> bool:
+    """A module is called again from where the pass called it, after something else was done. `between`: since any was called."""
+    return now[-1:] == (INSIDE,) and now in seen and any(other != now[: len(other)] for other in between)
+
+
 def marks(turns: Sequence[Turn], events: Sequence[Event], names: dict[str, str]) -> list[tuple[int, Mark]]:
     """(index, mark) of each part of a step; `names`: of places."""
+    first = next((turn for turn in turns if turn.place == "forward"), None)
+    if first is not None and first.called > first.index:  # what was made before the first module is called is data
+        first.index = first.called
     for turn, after in pairwise(turns):
         turn.trains = turn.place == "forward" and after.place == "backward"
     trained = {s for turn in turns if turn.trains for s in turn.sites}
     _count(turns, events)
-    modules, found, graph = loops(turns), [], False
+    modules, graph = loops(turns), False
+    found: list[tuple[int, Mark]] = []
     for turn in turns:
+        if modules and found and turn.place == "forward" and not loops([turn]):
+            continue  # no module is called in it: it belongs to the part before
         called = loops([turn]) if modules else bool(turn.sites)  # where there are modules, to copy weights is no pass
         evaluates = turn.place == "forward" and trained and called and not turn.sites & trained
         if evaluates and (turn.made >= MANY or turn is not turns[-1]):  # one that failed early is as the one before it

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from memfit.snapshot.frames import MAX_LABEL, Place, Reader, told
-from memfit.snapshot.passes import LOAD, Site, Turn, goes_back, site
+from memfit.snapshot.passes import INSIDE, LOAD, Site, Turn, comes_back, goes_back, site
 from memfit.snapshot.shape import text_of
 from memfit.tape import Alloc, Event, Free, Role
 
@@ -78,6 +78,7 @@ class Births:
         alive: dict[int, Place] = {number: self.places[number] for number in self.old}
         before: Place = ""
         last: Site = ()
+        between: set[Site] = set()  # where it was since a module was called
         for index, event in enumerate(events):
             if type(event) is Free:
                 place = alive.pop(event.id)
@@ -85,7 +86,9 @@ class Births:
                     role[event.id] = "temporaries"
                 continue
             place, here = self._asked(index, event)
-            begins = place != before or (place == "forward" and goes_back(last, here))
+            seen = self.turns[-1].sites if self.turns else set()
+            again = goes_back(last, here) or comes_back(here, seen, between)
+            begins = place != before or (place == "forward" and again)
             moved = place == LOAD and type(event) is Alloc  # between two passes, too
             if begins and place in INSTANTS and not moved:
                 _turn(before, place, alive, role)
@@ -93,12 +96,17 @@ class Births:
                 before, last = place, ()
             if here:
                 self.turns[-1].sites.add(here)
+                if here[-1] == INSIDE and self.turns[-1].called < 0:
+                    self.turns[-1].called = index
                 last = here
+                between = set() if here[-1] == INSIDE else between | {here}
             if type(event) is Alloc:
                 alive[event.id] = place
         for number, place in alive.items():
             if place in LASTING:
                 role.setdefault(number, LASTING[place])
+        if before == "backward":
+            self._gradients_so_far(alive, role)
         for number, place in enumerate(self.places):
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
@@ -109,6 +117,15 @@ class Births:
             a.id: replace(a, role=role.get(a.id, a.role), label=a.label or (stackless if a.id not in self.old else ""))
             for a in self.allocs
         }
+
+    def _gradients_so_far(self, alive: dict[int, Place], role: dict[int, Role]) -> None:
+        """Of a backward that did not come to its end: what is as large as a weight."""
+        weights = Counter(self.allocs[number].size for number, place in alive.items() if place == LOAD)
+        for number in [number for number, place in alive.items() if place == "backward" and number not in role]:
+            size = self.allocs[number].size
+            if weights[size]:
+                weights[size] -= 1
+                role[number] = "gradients"
 
     def _asked(self, index: int, event: Event) -> tuple[Place, Site]:
         """Where the program was as it asked for memory, whether it got some or not."""
