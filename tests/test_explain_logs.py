@@ -317,7 +317,7 @@ PIECES = OOM.format("2.00 GiB", "79.11 GiB", "1.00 GiB") + HELD.format("60.00 Gi
          "8.00 GiB KV cache is needed; the estimated maximum model length is 28672. Try increasing gpu_memory_utilization",
          "max_model_len=28672", "a smaller vllm"),
         ("TrainingArguments(gradient_checkpointing=True, per_device_train_batch_size=1, lr=1)\n" + TRACE
-         + frame("/x/site-packages/torchvision/models/vgg.py", "forward", "x = f(x)") + FULL, "max_length", "gradient_checkpointing"),
+         + frame("/x/site-packages/torchvision/models/vgg.py", "forward", "x = f(x)") + FULL, "smaller images", "gradient_checkpointing"),
         (PIECES, "expandable_segments", "max_split"),
         (OLD + "9.80 GiB reserved in total by PyTorch)", "max_split_size_mb:128 (torch 1.10", "PYTORCH_ALLOC_CONF"),
         (OLD + "3.50 GiB cached)", "a newer torch", "PYTORCH"),

@@ -33,7 +33,9 @@ headers = st.builds(
 )
 holders = st.builds(Holder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
 leaks = st.builds(Leak, sizes, sizes, sizes, sizes, st.lists(holders, max_size=2).map(tuple))
-alarms = st.builds(Alarm, st.sampled_from(["card", "band", "leak", "unsure"]), sizes, phases, sizes, sizes, st.text())
+alarms = st.builds(
+    Alarm, st.sampled_from(["card", "band", "leak", "unsure", "failed"]), sizes, phases, sizes, sizes, st.text()
+)
 shares = st.dictionaries(st.sampled_from(["parameters", "optimizer_states"]), sizes).map(lambda d: tuple(d.items()))
 watched = st.builds(
     Watched,

@@ -24,8 +24,11 @@ def doubt(samples: Iterable[Sample]) -> Alarm | None:
             ends.setdefault(sample.step, sample)
     steps = list(ends.values())
     counts = [s for s in steps if s.counted]
-    if not steps or steps[-1].step < WARMUP + FIRST_LOOK or len(counts) >= FIRST_LOOK:
+    late = [s for s in counts if s.step > WARMUP]  # what a test for leaks looks at
+    if not steps or len(late) >= FIRST_LOOK:
         return None
+    if steps[-1].step < WARMUP + FIRST_LOOK:
+        return _too_short(late)
     tensors, resident = _risen(counts), _resident([s.now.device for s in steps if s.step > WARMUP])
     if tensors < FLOOR and (resident < RESIDENT or len(counts) >= ENOUGH):
         return None
@@ -34,6 +37,18 @@ def doubt(samples: Iterable[Sample]) -> Alarm | None:
     times = "once" if len(counts) == 1 else f"{len(counts)} times"
     said = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: {', '.join(grown)}; {ADVICE}"
     return Alarm("unsure", steps[-1].step, "step", max(tensors, resident), 0, said)
+
+
+def _too_short(late: Sequence[Sample]) -> Alarm | None:
+    """A run of a few steps, at each of which more was alive than at the one before."""
+    grown = _risen(late)
+    if len(late) < ENOUGH or grown < FLOOR:
+        return None
+    said = (
+        f"the run ended after {late[-1].step} steps, too few to tell a leak: tensors grew by {human(grown)} from step {late[0].step} to "
+        f"{late[-1].step}, and never shrank"
+    )
+    return Alarm("unsure", late[-1].step, "step", grown, 0, said)
 
 
 def stopped(leak: Leak, samples: Iterable[Sample], told: int) -> Alarm | None:

@@ -85,12 +85,13 @@ class Leak:
     unit: Literal["step", "run"] = "step"
 
 
-AlarmKind = Literal["card", "band", "leak", "unsure"]
+AlarmKind = Literal["card", "band", "leak", "unsure", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something to look at now: the card is nearly full, the prediction is left, memory leaks, or nobody can say whether it does."""
+    """Something to look at now: the card is nearly full, the prediction is left, memory leaks, or nobody can say whether it does;
+    or the run ended in an error, of which `bytes` are what it asked for."""
 
     kind: AlarmKind
     step: int

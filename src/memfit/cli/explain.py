@@ -101,7 +101,8 @@ def run(what: str, **flags: Any) -> int:
         from memfit.report.explain import explain_view
 
         name = "standard input" if what == "-" else Path(what).name
-        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole, earlier))
+        over = planned.over if planned else 0
+        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole, earlier, over))
     if flags["html"]:
         _write(flags, what, tape, evidence.memory)
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
@@ -215,17 +216,23 @@ class _Planned:
         return planned
 
     def price(self, remedy: Remedy) -> int | None:
-        """Bytes of the reserved peak it saves; None where this run cannot take it."""
+        """Tensor bytes of the worst instant that it saves, as were missing; None where this run cannot take it."""
         from memfit import combinations
-        from memfit.formula.estimate import estimate
+        from memfit.planner.descend import tensor_bytes
 
-        job = self.job
         try:
-            changed = combinations.check(self.recipe.but(**dict(remedy.change)), job.architecture, job.gpu)
-            before, after = (estimate(job.architecture, r, job.gpu).peak.levels for r in (self.recipe, changed))
+            changed = combinations.check(self.recipe.but(**dict(remedy.change)), self.job.architecture, self.job.gpu)
+            return tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, changed)
         except MemfitError:
             return None
-        return before.reserved - after.reserved
+
+    @property
+    def over(self) -> int:
+        """Bytes by which the run as described is too much for the card, by estimate."""
+        from memfit.planner.engine import Estimator
+
+        _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
+        return max(judgement.need - judgement.usable, 0)
 
     def whole(self, shortfall: int) -> Remedy | None:
         """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
@@ -238,7 +245,7 @@ class _Planned:
 
         plan = Plan(self.job, self.recipe, *Estimator(self.job).shown(self.recipe, exact=True), ladder=())
         found = down(plan, shortfall)
-        saves = tensor_bytes(plan, self.recipe) - tensor_bytes(plan, found.recipe) if found else 0
+        saves = tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, found.recipe) if found else 0
         if found is None or saves < shortfall:
             return None
         altered = tuple(
@@ -302,7 +309,8 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
     if tape is None and what != "-" and not (flags["model"] or flags["from_"]):
         found.append(["memfit", "explain", what, "--model", "MODEL", "--gpu", "CARD"])
     if flags["model"]:
-        found.append(["memfit", "plan", flags["model"], *(["--gpu", flags["gpu"]] if flags["gpu"] else [])])
+        given = {name: flags[name] for name in ("gpu", *RECIPE_FIELDS) if flags.get(name) is not None}
+        found.append(["memfit", "plan", flags["model"], *shlex.split(_flags(given))])
     return [shlex.join(line) for line in found]
 
 

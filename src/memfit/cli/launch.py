@@ -54,6 +54,8 @@ def run(file: str, **flags: Any) -> int:
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
     check_ranges(flags)
+    if flags["hours"] == 0:
+        raise BadInput("--hours 0 leaves no time to run", hint="leave it out for no limit")
     row = target(flags["target"])
     check_flags(row, (name for name in ("hours", "image") if flags[name] is not None))
     if flags["submit"]:
@@ -113,4 +115,6 @@ def _show(json: bool, row: Target, paths: tuple[Path, ...], spec: Spec) -> None:
         return
     for path in paths:
         print(path)
-    terminal.note(f"submit it with: cd {shlex.quote(str(paths[0].parent))} && {row.line}")
+    several = row.key == "torchrun" and spec.nodes > 1
+    start, before = ("start it on every node with", "HEAD=first-node ") if several else ("submit it with", "")
+    terminal.note(f"{start}: cd {shlex.quote(str(paths[0].parent))} && {before}{row.line}")

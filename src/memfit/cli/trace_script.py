@@ -30,8 +30,9 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     from memfit.report.words import card_title
     from memfit.supported import check_trace
 
-    (gpu, cards), conf = _checked(flags), flags["alloc_conf"] or ""
+    gpu, cards = _checked(flags)
     check_trace()
+    conf = _alloc_conf(flags)
     launcher, world_size = _launched(Path(path), cards, flags)
     from memfit.virtual.answers import Answers
 
@@ -74,6 +75,17 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         terminal.note(line)
     assert answer.judgement is not None
     return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+
+
+def _alloc_conf(flags: dict[str, Any]) -> str:
+    """The allocator's settings: those of the flag, else of the environment, as the script would read them."""
+    from memfit.virtual import told_by_environment
+
+    if flags["alloc_conf"] is not None:
+        return str(flags["alloc_conf"])
+    if found := told_by_environment():
+        terminal.note(f"--alloc-conf {found}: as this shell's environment says")
+    return found
 
 
 def _without_ooms(tape: Tape, all_but: bool) -> Tape:

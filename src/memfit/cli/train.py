@@ -174,7 +174,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
     from memfit.cautions import cautions
-    from memfit.cli.train_checks import check, check_apart, check_cpu, check_data
+    from memfit.cli.train_checks import check, check_apart, check_cpu, check_data, check_packages
     from memfit.run import embedded
     from memfit.run.folder import create, fresh
 
@@ -186,6 +186,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             with fresh(folder, flags["force"]):
                 plan, notes = _planned(_embedded(folder, flags), flags, settings)
                 plan = _trained(plan, flags, embedded.TRAINING)
+                check_packages(plan)
                 check_cpu(plan, settings)
                 found = create(folder, _from_anywhere(plan), settings)
         else:
@@ -239,6 +240,10 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
     cpu = flags["cpu"] or (what is None and not has_gpu())
     if not cpu and not has_gpu():
+        if what and what.endswith(".toml") and not Path(what).is_file():
+            raise BadInput(
+                f"there is no file {what}", hint="memfit plan MODEL --gpu CARD --out run/ writes run/recipe.toml"
+            )
         raise BadInput(
             "there is no GPU in this machine", hint="--cpu trains on the CPU; memfit launch writes a job for others"
         )
@@ -275,7 +280,7 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
     flags["data"] = flags["data"] or str(assets / "prose.txt")
     flags["tokenizer"] = flags["tokenizer"] or "bytes"
     for name, value in (("sequence_length", embedded.SEQUENCE), ("effective_batch", embedded.BATCH)):
-        flags[name] = flags[name] or value
+        flags[name] = value if flags[name] is None else flags[name]
     return str(assets / embedded.NAME)
 
 

@@ -80,7 +80,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     sinks = open_sinks((part.strip() for part in (flags["to"] or "").split(",") if part.strip()), header)
     screen, relay = _screen(flags)
     recorder = Recorder(header, log, sinks, screen)
-    code, watched = run_child(command, recorder, meter, every, relay)
+    code, watched = run_child(command, recorder, meter, every, relay, aside=flags["json"])
     if flags["json"]:
         from memfit.watch_doc import watched_doc
 

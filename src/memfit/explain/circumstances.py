@@ -29,6 +29,7 @@ _RAN_OUT = re.compile(
 # what is said of a setting, and has not happened
 _AVOIDED = re.compile(
     r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|oom\w*|running out)(?: errors?)?"
+    r"|\boom[- ]?killer (?:is |was )?(?:disabled|off|not)\b"
 )
 _KILLED = re.compile(r"\bkilled\b|bus error")
 _STOPPED = re.compile(

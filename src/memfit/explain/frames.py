@@ -28,6 +28,7 @@ CUT = (
     "/runpy.py",
     "memfit/virtual/",
     "memfit/live/",
+    "memfit/run/",
 )  # the same in paths that a report has cut
 
 _TORCH = re.compile(r"[/\\]torch[/\\]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from memfit.explain.concepts import CONVOLUTIONS
 from memfit.explain.evidence import KEEPERS, Evidence
 from memfit.finding import Cause, Remedy
 
@@ -27,6 +28,7 @@ SHARDED = Remedy(
 )
 OFFLOADED = Remedy("optimizer states in host RAM: DeepSpeed offload_optimizer", SLOWER, (("offload", "optimizer"),))
 FLASH = Remedy('attn_implementation="sdpa" or "flash_attention_2"', NONE, (("attention", "sdpa"),))
+SMALLER = Remedy("smaller images, crops or clips", QUALITY)
 SHORTER = Remedy("cut or filter the longest samples: max_length", "long samples lose their end")
 EXPANDABLE = Remedy(
     "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)",
@@ -170,11 +172,19 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         found = (KEPT["state"], *found)
     if cause == "exception" and (error := evidence.root("exception")) is not None and error.name.startswith("sys."):
         found = SHOWN_LAST
+    if cause == "activations" and SHORTER in found and _no_text(evidence):
+        found = tuple(SMALLER if remedy is SHORTER else remedy for remedy in found)
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
         found = (*found, Remedy(f"max_model_len={longest[1]}, what the engine says has room", "no longer prompts"))
     return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
+
+
+def _no_text(evidence: Evidence) -> bool:
+    """Convolutions are what it is made of: there are no tokens to cut."""
+    labels = " ".join(group.module for group in evidence.memory.groups) if evidence.memory else ""
+    return re.search(rf"{CONVOLUTIONS}|convolution", f"{evidence.traced} {labels}") is not None
 
 
 def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, ...]:

@@ -23,7 +23,8 @@ def evidence_of(run: Watched) -> Evidence:
     if rest > 0:
         groups.append(Group("unknown", "in a step, or not told apart", rest, 1, rest))
     reserved = max(top.peak.reserved, size) if run.header.meter == "cuda" else size  # others do not know it
-    memory = Memory(size, size, reserved, run.header.total or None, 0, top.phase, "", tuple(groups))
+    failed = next((alarm.bytes for alarm in run.alarms if alarm.kind == "failed"), 0)
+    memory = Memory(size, size, reserved, run.header.total or None, failed, top.phase, "", tuple(groups))
     return Evidence(memory=memory, seen=tuple(map(_leak, run.leaks)))
 
 

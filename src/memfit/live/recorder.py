@@ -151,8 +151,5 @@ def _passes(events: tuple[Event, ...], sites: list[Site]) -> Iterator[_Pass]:
 
 def about(card: Card) -> dict[str, str]:
     """What a tape of this card says of itself."""
-    allocator = card.ledger.allocator
     known = {"gpu": card.gpu.name, "torch": str(torch.__version__), "alloc_conf": card.alloc_conf}
-    if allocator.capacity < card.gpu.total_bytes * 2:  # one without a limit has an endless capacity
-        known["capacity"] = str(allocator.capacity)
-    return known
+    return known if card.limit is None else {**known, "capacity": str(card.limit)}

@@ -33,12 +33,12 @@ def down(
     """
     job = _job(plan, {*LEARNED, *fixed})
     estimator = Estimator(job)
-    now = tensor_bytes(plan, plan.recipe)
+    now = tensor_bytes(plan.job, plan.recipe)
     smallest: tuple[int, Recipe] | None = None
     for recipe in _further(job, plan.recipe, estimator):
         if not runs(recipe):
             continue
-        size = tensor_bytes(plan, recipe)
+        size = tensor_bytes(plan.job, recipe)
         if size <= now - max(shortfall, 1):
             return _with(plan, recipe, estimator)
         if size < min(now, smallest[0] if smallest else now):
@@ -46,9 +46,9 @@ def down(
     return _with(plan, smallest[1], estimator) if smallest else None
 
 
-def tensor_bytes(plan: Plan, recipe: Recipe) -> int:
+def tensor_bytes(job: Job, recipe: Recipe) -> int:
     """Tensor bytes at the worst instant of training, by formula."""
-    return closed_form(Account(plan.job.architecture, recipe, plan.job.gpu)).requested
+    return closed_form(Account(job.architecture, recipe, job.gpu)).requested
 
 
 def _job(plan: Plan, fixed: set[str]) -> Job:

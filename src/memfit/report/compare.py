@@ -31,7 +31,7 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     words, style = WORDS[found.agreement]
     if found.agreement == "less" and found.refused[1]:  # it shows less because it ended
         words = "LESS UNTIL IT RAN OUT"
-    parts: list[RenderableType] = [text(f"{right} against {left}", "bold"), ""]
+    parts: list[RenderableType] = [text(f"{right} (right) against {left} (left)", "bold"), ""]
     parts += [hanging(Text(words, style), list(filter(None, (_said(found), _where(found), _outside(found))))), ""]
     parts += [_phases(found, unit), "", _roles(found, unit)]
     if found.terms:

@@ -26,14 +26,15 @@ def explain_view(
     next_up: Sequence[str] = (),
     whole: Remedy | None = None,
     earlier: Sequence[Finding] = (),
+    over: int = 0,
 ) -> Group:
     """The whole answer of `memfit explain`; `whole` is a recipe of the planner's that needs the shortfall less, `earlier` what
-    failed before in the same log."""
+    failed before in the same log, `over` by how much the run that is priced is too much for the card, by estimate."""
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
         shown = WRITTEN if evidence.memory.instant == WRITTEN else "in its highest instant"
-        parts.append(text(f"nothing failed in it; what was alive {shown}:", "dim"))
+        parts.append(text(f"no failure is recorded in it; what was alive {shown}:", "dim"))
         parts.append(text(_made_of(evidence.memory)))
     if earlier:
         parts += ["", *_before(earlier)]
@@ -43,7 +44,7 @@ def explain_view(
     if first.holders:
         parts += [who(first.holders), ""]
     if first.remedies:
-        parts += [*_remedies(first.remedies, evidence.shortfall), ""]
+        parts += [*_remedies(first.remedies, evidence.shortfall, over), ""]
     if whole is not None and whole.saves is not None:
         parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
     if lacks := wanted(evidence, findings):
@@ -134,14 +135,15 @@ def who(held: Sequence[Holder]) -> RenderableType:
     return made
 
 
-def _remedies(remedies: Sequence[Remedy], shortfall: int | None) -> list[RenderableType]:
+def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> list[RenderableType]:
     """What to change as a table; what this run has already, or would need as much with, is only named."""
     idle = [r for r in remedies if r.saves is not None and r.saves <= 0]
     useful = [r for r in remedies if r not in idle]
     priced = any(r.saves is not None for r in useful)
     made = table("to change", *([">saves"] if priced else []), "its cost")
     for r in useful:
-        enough = " (enough)" if shortfall is not None and r.saves is not None and r.saves >= shortfall else ""
+        missing = None if shortfall is None else max(shortfall, over)
+        enough = " (enough)" if missing is not None and r.saves is not None and r.saves >= missing else ""
         saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
         made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
     said = [

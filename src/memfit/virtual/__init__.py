@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
+from memfit.alloc_conf import VARIABLES
 from memfit.cards import find_gpu
 from memfit.gpu import Gpu
 from memfit.units import parse_size
@@ -14,7 +16,12 @@ from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, li
 from memfit.virtual.answers import Answers
 from memfit.virtual.card import Card
 
-__all__ = ["Answers", "Card", "virtual_gpu"]
+__all__ = ["Answers", "Card", "told_by_environment", "virtual_gpu"]
+
+
+def told_by_environment() -> str:
+    """The allocator's settings that PyTorch would read now."""
+    return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
 
 
 @contextmanager
@@ -22,7 +29,7 @@ def virtual_gpu(
     gpu: str | Gpu,
     *,
     capacity: int | str | None = -1,
-    alloc_conf: str = "",
+    alloc_conf: str | None = None,
     answers: Answers | None = None,
     world_size: int = 1,
     launched: bool = False,
@@ -32,9 +39,10 @@ def virtual_gpu(
     capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). A card that is named has
     no more than that; of one that is given as a noun others hold the rest. world_size: cards of its kind that
     torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
-    DeepSpeed asks for.
+    DeepSpeed asks for. alloc_conf: as PYTORCH_ALLOC_CONF says it; default: what that says in this process.
     """
     guard.install()
+    alloc_conf = told_by_environment() if alloc_conf is None else alloc_conf
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
     noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if isinstance(gpu, str) and size is not None and size >= 0:

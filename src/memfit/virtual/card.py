@@ -50,6 +50,12 @@ class Card:
         self.rows: list[Row] = []  # what was laid out by size
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes that its driver can hand out; None: any number."""
+        capacity = self.ledger.allocator.capacity
+        return capacity if capacity < 2 * self.gpu.total_bytes else None
+
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """A tensor of a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
         shape, stride, dtype = planned

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 from memfit.errors import BadInput, MemfitError
 from memfit.gpu import Gpu
 from memfit.tape import Phase, Tape
-from memfit.virtual import Answers, flash_attn, virtual_gpu
+from memfit.virtual import Answers, flash_attn, told_by_environment, virtual_gpu
 from memfit.virtual.files import Saves, guarded
 from memfit.virtual.host import hollow_host
 from memfit.virtual.imports import when_imported
@@ -121,6 +121,7 @@ def trace_script(
     )
     import torch._dynamo  # by the first optimizer that is made, which its frame would keep alive
 
+    before = told_by_environment()
     with card_of as card, environment(told):
         observer = ScriptObserver(card, steps)
         run = _Run(path, observer)
@@ -130,7 +131,11 @@ def trace_script(
             run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
         with run.prepared(list(args)):
             ending, error = run.attempt()
+            if (said := told_by_environment()) not in (alloc_conf, before):  # torch was there before the script
+                run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {said}")
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
+        if card.limit is not None:
+            about["capacity"] = str(card.limit)
         tape = observer.tape(about)
         for start, text in _APPROXIMATE:
             if any(label.startswith(start) for label in card.ledger.labels):

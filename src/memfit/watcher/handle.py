@@ -24,6 +24,7 @@ from memfit.tape import PHASES, Phase, Role
 from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS
+from memfit.watcher.failure import failed
 from memfit.watcher.hunt import APART, Hunt
 from memfit.watcher.meters import Meter, Reading
 from memfit.watcher.pace import Pace
@@ -160,6 +161,8 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not self._closed:
+            self.recorder.alarm(failed(error, self.done, self._phase))
         self.close()
 
     # --- what was found ---

@@ -62,6 +62,10 @@ def watch(
             f"memfit.watch takes one optimizer, not a {type(optimizer).__name__}",
             hint="the one whose steps are to be counted, or none and watch.step()",
         )
+    if count_every is not None and count_every < 1:
+        raise BadInput(
+            f"count_every must be at least 1, not {count_every}", hint="count_every=1 counts tensors at every step"
+        )
     meter = meter_for(model, reset_peaks, count_every)
     header = Header(
         name=name or Path(sys.argv[0] or "python").name, meter=meter.name, card=meter.card, total=meter.total,

@@ -16,21 +16,24 @@ from memfit.watcher.interrupts import passed_on
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder
 
+STDERR = 2  # its file, whatever sys.stderr is
 FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
 
 
 def run(
     command: Sequence[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, relay: Callable[[str], None] | None = None,
+    aside: bool = False,
 ) -> tuple[int, Watched]:  # fmt: skip
     """Run the command to its end; (its exit code as shells report it, what was seen).
 
-    relay: takes the command's output line by line, for a live view it would overwrite; None: it writes for itself.
+    relay: takes the command's output line by line, for a live view it would overwrite; None: it writes for itself,
+    to stderr alone where it is put `aside`.
     Raises BadInput for a command that cannot be started. Once it runs it is waited for, whatever fails beside it.
     """
     if relay:  # a live view's alone: Windows has nothing that tells what is in a pipe
         from memfit.watcher.relay import Relay
     began = time.monotonic()
-    child = _start(command, relay is not None)
+    child = _start(command, subprocess.PIPE if relay is not None else STDERR if aside else None)
     with passed_on(child):
         reader = Relay(child.stdout, relay) if relay and child.stdout else None
         try:
@@ -38,6 +41,8 @@ def run(
         except Exception as error:  # a card that is lost, a sink: the command is not
             _failed(recorder, "nothing is measured from here on", error)
         child.wait()
+        if isinstance(meter, RssMeter) and (most := meter.ended()) is not None:
+            recorder.add(Sample(time.monotonic() - began, 0, "step", most, most))
         if reader is not None:
             reader.finish()
     watched = recorder.watched()
@@ -83,9 +88,10 @@ def program_of(command: Sequence[str]) -> str:
     return program
 
 
-def _start(command: Sequence[str], piped: bool) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
     program = program_of(command)
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if piped else {}
+    piped = output == subprocess.PIPE
+    options: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT if piped else None}
     try:
         return subprocess.Popen([program, *command[1:]], **options)
     except OSError as error:

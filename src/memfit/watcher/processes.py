@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from memfit.errors import BadInput
 from memfit.footprint import Levels
 from memfit.sample import MeterName
+from memfit.units import KIB
 
 PROC = Path("/proc")
 DRIVER = Path("/proc/driver/nvidia")  # Linux; elsewhere nvidia-smi comes with the driver
@@ -58,6 +60,19 @@ class RssMeter:
     def read(self, pid: int) -> Levels:
         size = sum(_resident(member) for member in family(pid))
         return Levels(0, 0, 0, size)
+
+    def ended(self) -> Levels | None:
+        """The most that one process of the command had, between two looks as well, once it has ended; None: not known.
+
+        A child has what this process had until it becomes the command, so no less than that is told. Source: getrusage(2).
+        """
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        ours, theirs = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        unit = 1 if sys.platform == "darwin" else KIB
+        return Levels(0, 0, 0, theirs * unit) if theirs > ours else None
 
 
 def _resident(pid: int) -> int:
