@@ -206,6 +206,22 @@ def test_a_recipe_that_does_not_fit_is_not_sold_as_one_that_does(tmp_path: Path,
     assert "too much for the card" not in out
 
 
+def test_one_change_has_one_price(tmp_path: Path, capsys: Captured) -> None:
+    layer = "/x/site-packages/transformers/models/llama/modeling_llama.py"
+    trace = f'Traceback (most recent call last):\n  File "{layer}", line 7, in forward\n    hidden_states = self.mlp(hidden_states)\n'
+    small = NOW.replace("2.00 GiB", "344.00 MiB").replace("1.20 GiB", "211.00 MiB")
+    (tmp_path / "log.txt").write_text(trace + small)
+    for method in ("lora", "full"):
+        _, out, _ = run(
+            capsys, str(tmp_path / "log.txt"), "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--method", method
+        )
+        priced = next(line for line in out.splitlines() if line.startswith("gradient_checkpointing=True"))
+        whole = next(line for line in out.splitlines() if line.startswith("planner: checkpointing full:"))
+        size = " ".join(whole.split()[3:5])
+        assert size in priced and ("(enough)" in priced) == ("too much" not in whole)
+    assert "memfit plan llama-3.1-8b --gpu rtx-4090 --method full" in out
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -276,3 +276,55 @@ def test_transforms_of_functions_run_as_without_the_hook() -> None:
     found, _ = failed(300, program)
     assert found.evidence is not None and found.evidence.memory is not None
     assert found.evidence.memory.asked == 512 * MIB
+
+
+def test_what_hooks_of_one_line_share_is_counted_once() -> None:
+    def program() -> None:
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).cuda()
+        kept: list[torch.Tensor] = []
+
+        def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            kept.append(output.detach())
+
+        for layer in model:
+            layer.register_forward_hook(keep)
+        with torch.no_grad():
+            for _ in range(1000):
+                model(torch.randn(256, 512, device="cuda"))
+
+    found, _ = failed(80, program)
+    assert found.evidence is not None and found.evidence.memory is not None
+    hook = found.evidence.root("hook")
+    assert hook is not None and hook.bytes <= found.evidence.memory.requested
+
+
+def test_a_momentum_encoder_in_a_step_is_no_evaluation() -> None:
+    """Its pass has no gradients; a backward follows, of the other one."""
+
+    def program() -> None:
+        online, target = (torch.nn.Linear(512, 512).cuda() for _ in range(2))
+        optimizer = torch.optim.SGD(online.parameters())
+        for rows in (256, 256, 1 << 15):
+            x = torch.randn(rows, 512, device="cuda")
+            with torch.no_grad():
+                keys = target(x)
+            (online(x) * keys).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found, _ = failed(160, program)
+    memory = found.evidence.memory if found.evidence else None
+    assert memory is not None and memory.phase == "step" and not any(memory.evals)
+    assert found.findings[0].cause == "long-sample"
+
+
+def test_training_that_begins_at_another_line_is_no_evaluation() -> None:
+    def program() -> None:
+        model = torch.nn.Linear(512, 512).cuda()
+        for _ in range(3):
+            model(torch.randn(64, 512, device="cuda")).mean().backward()
+        model(torch.randn(1 << 16, 512, device="cuda")).mean().backward()
+
+    found, _ = failed(200, program)
+    memory = found.evidence.memory if found.evidence else None
+    assert memory is not None and memory.phase == "first_step" and "eval" not in found.findings[0].cause

@@ -490,3 +490,10 @@ def test_a_card_that_nobody_closes_ends_in_silence() -> None:
     program += "torch.ones(4, device='cuda', requires_grad=True).sum().backward()\n"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_the_settings_of_the_environment_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for conf, expandable in ((None, True), ("", False)):
+        with virtual_gpu("l4", alloc_conf=conf) as card:
+            assert card.ledger.allocator.settings.expandable_segments is expandable

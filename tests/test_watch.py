@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import memfit
 from memfit import watch_file
 from memfit.errors import BadInput
+from memfit.explain.watched import evidence_of
 from memfit.footprint import Footprint, Levels, PhasePeak
 from memfit.sample import Leak
 from memfit.units import GIB, MIB
@@ -236,6 +237,26 @@ def test_lists_are_refused_in_words(model: Any, optimizer: Any) -> None:
     with pytest.raises(BadInput, match="takes one") as refused:
         memfit.watch(model, optimizer, log=None, quiet=True)
     assert refused.value.hint
+
+
+def test_the_error_that_a_run_ends_in_is_its_last_alarm(card: Card, tmp_path: Path) -> None:
+    watch = memfit.watch(model_of(), log=tmp_path / "x.jsonl", quiet=True)
+    with pytest.raises(torch.OutOfMemoryError), watch:
+        torch.empty(card.gpu.total_bytes, dtype=torch.uint8, device="cuda")
+    alarm = watch_file.loads((tmp_path / "x.jsonl").read_bytes()).alarms[-1]
+    asked = pytest.approx(card.gpu.total_bytes, abs=GIB // 100)  # as it is printed
+    assert (alarm.kind, alarm.bytes) == ("failed", asked) and "OutOfMemoryError" in alarm.text
+    found = evidence_of(watch_file.loads((tmp_path / "x.jsonl").read_bytes()))
+    assert found.memory is not None and found.memory.asked == asked
+    with pytest.raises(ValueError), memfit.watch(model_of(), log=tmp_path / "y.jsonl", quiet=True):
+        raise ValueError("no tensor")
+    (alarm,) = watch_file.loads((tmp_path / "y.jsonl").read_bytes()).alarms
+    assert (alarm.kind, alarm.bytes, alarm.text) == ("failed", 0, "the run ended in ValueError: no tensor")
+
+
+def test_tensors_are_counted_at_every_step_at_the_most(card: Card) -> None:
+    with pytest.raises(BadInput, match="count_every must be at least 1, not 0"):
+        memfit.watch(model_of(), count_every=0, log=None)
 
 
 def test_an_unknown_phase_is_refused(card: Card) -> None:

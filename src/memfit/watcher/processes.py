@@ -57,6 +57,9 @@ class RssMeter:
     name: MeterName = "rss"
     card, total, whole_card = "", 0, False
 
+    def __init__(self) -> None:
+        self._before = _largest_child()
+
     def read(self, pid: int) -> Levels:
         size = sum(_resident(member) for member in family(pid))
         return Levels(0, 0, 0, size)
@@ -64,15 +67,20 @@ class RssMeter:
     def ended(self) -> Levels | None:
         """The most that one process of the command had, between two looks as well, once it has ended; None: not known.
 
-        A child has what this process had until it becomes the command, so no less than that is told. Source: getrusage(2).
+        A child has what this process had until it becomes the command, so no less than that is told.
         """
-        try:
-            import resource
-        except ImportError:  # Windows
-            return None
-        ours, theirs = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        unit = 1 if sys.platform == "darwin" else KIB
-        return Levels(0, 0, 0, theirs * unit) if theirs > ours else None
+        most = _largest_child()
+        return Levels(0, 0, 0, most) if most > self._before else None
+
+
+def _largest_child() -> int:
+    """The most bytes that this process or one of its children that have ended ever had. Source: getrusage(2)."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return most if sys.platform == "darwin" else most * KIB
 
 
 def _resident(pid: int) -> int:
