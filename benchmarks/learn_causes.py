@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--write", action="store_true")
-    way.add_argument("--without", metavar="LOTS", help="fit to all but these (klmnopqrstuvw), score these and lot z")
+    way.add_argument("--without", metavar="LOTS", help="fit to all but these (klmnopqrstuvwxy), score these and lot z")
     asked, told = parser.parse_args(), reports()
     if asked.write:
         TABLE.write_bytes(fitted(told).dumps())
@@ -166,7 +166,8 @@ def main() -> None:
         found = cross_validated(told)
     for lot in sorted({report.lot for report, *_ in found}):
         print(line(lot, [row for row in found if row[0].lot == lot]))
-    print(line("k to o", [row for row in found if row[0].lot in "klmno"]))
+    if together := [row for row in found if row[0].lot in "klmno"]:
+        print(line("k to o", together))
     print(line("all", found))
 
 

@@ -505,7 +505,7 @@ def test_the_words_were_fitted_to_these_reports() -> None:
     paths = (*BENCHMARK.DEFAULT, *(BENCHMARK.DATA / f"oom_{name}.csv" for name in ("cases_written", "phrases")))
     files = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
     table = words_of_causes()
-    assert table.about == {"reports": 1232, "files": files} and set(table.classes) <= set(CAUSES)
+    assert table.about == {"reports": 1306, "files": files} and set(table.classes) <= set(CAUSES)
     assert {len(table.weights(name)) for name in table.rows} == {len(table.classes)} == {len(table.bias)}
 
 
