@@ -168,7 +168,7 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
     """Refuse the value of a flag that is not from `low` to `high`; nan is in no range."""
     if not low <= value <= high:
         flag = "--" + name.replace("_", "-")
-        raise BadInput(f"{flag} must be from {low:g} to {high:g}, not {value:g}", hint=f"{flag} {low:g}")
+        raise BadInput(f"{flag} must be from {low:g} to {high:g}, not {value:g}", hint="see: memfit train --help")
     if name == "save_steps" and value > 1 and value % 1:
         raise BadInput(
             f"--save-steps is a number of steps or, below 1, a share of all, not {value:g}", hint="--save-steps 0.1"

@@ -27,6 +27,7 @@ class LineObserver(Observer):
         self._again = True
         self._run: set[int] = set()  # root modules that ran in the pass under way
         self._sites: list[Site] = []  # of each forward
+        self._forward = False  # is one under way that a backward is to follow?
         super().__init__(card)
 
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -66,6 +67,7 @@ class LineObserver(Observer):
                 instant = GRADIENTS_ON
         else:
             self._run = set()
+        self._forward = phase != "eval" and instant in (FORWARD, NEXT_PART)
         super().mark(phase, instant)
 
     def _backward(self, real: Any) -> Any:
@@ -93,6 +95,10 @@ class LineObserver(Observer):
         for root in self._roots:
             for name, p in root.named_parameters():
                 self._tag(p.grad, "gradients", f"gradient of {name}")
+        if self._forward:  # it failed before a backward could show what it keeps
+            for number in self.card.ledger.number_at.values():
+                if number >= self._began:
+                    self._roles.setdefault(number, "activations")
         tape, refused = super().tape(about), iter(sorted(self.card.ledger.refused))
         return replace(tape, events=tuple(self._with_line(event, refused) for event in self._with_phases(tape.events)))
 

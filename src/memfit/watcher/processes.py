@@ -67,20 +67,29 @@ class RssMeter:
     def ended(self) -> Levels | None:
         """The most that one process of the command had, between two looks as well, once it has ended; None: not known.
 
-        A child has what this process had until it becomes the command, so no less than that is told.
+        A child has what this process has until it becomes the command, so no less than that is told.
         """
         most = _largest_child()
-        return Levels(0, 0, 0, most) if most > self._before else None
+        return Levels(0, 0, 0, most) if most > max(self._before, _own_highest()) else None
 
 
 def _largest_child() -> int:
-    """The most bytes that this process or one of its children that have ended ever had. Source: getrusage(2)."""
+    """The most bytes that one of this process's children that have ended ever had. Source: getrusage(2)."""
     try:
         import resource
     except ImportError:  # Windows
         return 0
-    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return most if sys.platform == "darwin" else most * KIB
+
+
+def _own_highest() -> int:
+    """The most bytes that this process had since it runs this program. Source: proc(5), VmHWM."""
+    try:
+        text = (PROC / "self" / "status").read_text()
+        return next(int(line.split()[1]) * KIB for line in text.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return _resident(os.getpid())
 
 
 def _resident(pid: int) -> int:

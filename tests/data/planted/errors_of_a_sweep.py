@@ -40,7 +40,7 @@ def run_trial(trial, steps=8):
     model = Tagger(trial.width, trial.dropout).cuda()
     optimizer = torch.optim.Adam(model.parameters(), trial.rate, fused=True)
     for step in range(steps):
-        words, tags = torch.randint(30000, (16, 60)).cuda(), torch.randint(17, (16, 60)).cuda()
+        words, tags = torch.randint(30000, (16, 3)).cuda(), torch.randint(17, (16, 3)).cuda()
         loss = F.cross_entropy(model(words).flatten(0, 1), tags.flatten())
         optimizer.zero_grad()
         loss.backward()

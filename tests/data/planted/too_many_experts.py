@@ -1,5 +1,5 @@
 # The experts' weights alone are more than the card has, though already in bfloat16.
-# cause: capacity · card: 2048 MiB
+# cause: capacity · card: 160 MiB
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -34,7 +34,7 @@ class MoE(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, vocab=16000, width=768, hidden=2048, depth=6, experts=EXPERTS):
+    def __init__(self, vocab=16000, width=256, hidden=640, depth=4, experts=EXPERTS):
         super().__init__()
         self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
         self.mixers = nn.ModuleList(nn.GRU(width, width, batch_first=True) for _ in range(depth))
