@@ -101,6 +101,12 @@ def test_a_message_is_read_to_the_byte(name: str) -> None:
     assert {key: getattr(found, key) for key in wanted} == wanted
 
 
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_alone_has_no_words_of_a_reporter(name: str) -> None:
+    evidence = read_text(MESSAGES[name][0])
+    assert not any("reports with this cause say" in p.text for f in explain(evidence) for p in f.evidence)
+
+
 def test_the_same_message_of_many_ranks_is_read_once_the_fullest_first() -> None:
     found = messages("\n".join(["CUDA error: out of memory", NOW, NOW, NOW]))
     assert [x.kind for x in found] == ["cuda", "driver"]

@@ -33,15 +33,21 @@ FORM = frozenset(
     ["|", "repo:", "framework:", "model:", "hardware:", "config:", "phase:", "oom_message:"]
 )  # the form's words, not the reporter's
 _SIZE = r"[\d.]+ ?[kmgt]?i?b(?:ytes)?"
-PRINTED = re.compile(  # what Python, PyTorch in all its versions, and TensorFlow write themselves: frames and numbers are for the signs
+PRINTED = re.compile(  # what Python, PyTorch in all its versions, and other libraries write themselves: frames and numbers are for the signs
     r'traceback \(most recent call last\):.*?(?=[\w.]*error:|cuda out of memory|$)|file "[^"]*", line \d+, in \S+|\{\'[^}]*\}|'
-    rf"(?:torch\.)?(?:cuda\.)?outofmemoryerror:|runtimeerror:|cuda out of memory\.|tried to allocate {_SIZE}\.?"
-    rf"|\(gpu \d+; {_SIZE} total capacity[^)]*\)|gpu \d+ has a total capac\w+ of {_SIZE} of which {_SIZE} is free\.?"
+    rf"(?:torch\.)?(?:cuda\.)?outofmemoryerror:|runtimeerror:|(?:cuda|hip|xpu) out of memory\.|tried to allocate {_SIZE}\.?"
+    rf"|\(gpu \d+; {_SIZE} total capacity[^)]*\)|gpu \d+ has a total capac\w+ of {_SIZE}(?: of which {_SIZE} is free)?\.?|{_SIZE} allowed;"
     rf"|including non-pytorch memory, this process has {_SIZE} memory in use\.?|process \d+ has {_SIZE} memory in use\.?"
     rf"|of the allocated memory {_SIZE} is allocated by pytorch,?(?: with {_SIZE} allocated in private pools \([^)]*\),)?"
     rf" and {_SIZE} is reserved by pytorch but unallocated\.?"
     r"|oom when allocating tensor with shape ?\[[^\]]*\] and type \w+ on \S+(?: by allocator \S+)?(?: \[op:\w+\])?"
-    r"|if reserved (?:but unallocated )?memory is [^.]*\.|see documentation for memory management(?: and pytorch_\w+)?(?: \([^)]*\))?"
+    rf"|mps backend out of memory(?: \(mps allocated: {_SIZE}, other allocations: {_SIZE}, max allowed: {_SIZE}\)\.?)?|on (?:private|shared) pool\."
+    r"|use pytorch_mps_high_watermark_ratio=0\.0 to disable [^.]*\.|please use `empty_cache` to release all unoccupied cached memory\."
+    r"|cuda (?:driver )?error: out of memory|cuda kernel errors might be [^.]*\.|for debugging consider passing \w+=1\.?"
+    r"|compile with `\w+` to enable device-side assertions\.?|error out of memory at line \d+ in file \S+"
+    r"|(?:[\w.]*error: )?no available memory for the cache blocks\.|try increasing `gpu_memory_utilization`[^.]*engine\."
+    r"|(?:[\w.]*error: )?resource_?exhausted: out of memory(?: while trying to allocate| allocating)? \d+ bytes\.?"
+    r"|if reserved (?:but unallocated )?memory is [^.]*(?:\.|$)|see documentation for memory management(?: and pytorch_\w+)?(?: \([^)]*\))?"
 )
 SUBJECT = re.compile(r"memory|\bv?ram\b|\boom")  # a log that mentions none of it is not about it
 _WORD = re.compile(r"[a-z_]+|\d+")
