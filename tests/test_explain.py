@@ -107,6 +107,21 @@ def test_a_message_alone_has_no_words_of_a_reporter(name: str) -> None:
     assert not any("reports with this cause say" in p.text for f in explain(evidence) for p in f.evidence)
 
 
+@pytest.mark.parametrize(
+    "name", ["vlm", "dpo", "grpo", "fsdp_train", "logits", "load_model", "eval", "save_pretrained", "kv_cache"]
+)
+def test_what_a_script_is_called_tells_nothing(name: str) -> None:
+    def answer(script: str) -> list[tuple[str, str]]:
+        text = (
+            "Traceback (most recent call last):\n"
+            f'  File "/home/u/{script}.py", line 40, in <module>\n    main()\n'
+            f'  File "/home/u/{script}.py", line 20, in forward\n    return self.fc2(torch.relu(self.fc1(x)))\n{NOW}'
+        )
+        return [(finding.cause, finding.confidence) for finding in explain(read_text(text))]
+
+    assert answer(name) == answer("x")
+
+
 def test_the_same_message_of_many_ranks_is_read_once_the_fullest_first() -> None:
     found = messages("\n".join(["CUDA error: out of memory", NOW, NOW, NOW]))
     assert [x.kind for x in found] == ["cuda", "driver"]

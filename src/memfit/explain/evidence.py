@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.explain.clue import Clue
-from memfit.explain.frames import Frame, heard
+from memfit.explain.frames import Frame, heard, scripts
 from memfit.explain.memory import Memory
 from memfit.explain.oom_text import Message, messages
 from memfit.explain.phases import When, when_it_failed
@@ -134,8 +134,13 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
     """What a log, a traceback or a report says."""
     frames, quiet, said, prose = heard(text[-MOST_TEXT:])
     words, flat = _flat(text, said)
-    traced = " ".join([*(f"{f.path} {f.function} {f.code}" for f in quiet), *_ERROR.findall(words)]).lower()
-    when = when_it_failed([f"{f.path} {f.function} {f.code}" for f in frames], words, flat)
+    started = scripts(frames)
+
+    def shown(frame: Frame) -> str:
+        return f"{'' if frame.path in started else frame.path} {frame.function} {frame.code}"
+
+    traced = " ".join([*map(shown, quiet), *_ERROR.findall(words)]).lower()
+    when = when_it_failed(list(map(shown, frames)), words, flat)
     told, spoken = (_flat(text, heard_of(part))[1] for part in (said, prose))
     return Evidence(flat, messages(said), told, spoken, traced, frames, when, 0, memory, roots)
 

@@ -77,7 +77,7 @@ def heard(text: str) -> tuple[tuple[Frame, ...], tuple[Frame, ...], str, str]:
 
     A library's line of code tells what was done where it is one of the innermost; further out it names what it hands on,
     as every model's `attn_output, attn_weights = attention_interface(`. A user's line tells nothing of what is done with
-    the result of a call that failed.
+    the result of a call that failed; nor does the name of the script that was started.
     """
     found = _matches(text)
     frames = tuple(map(_frame, found))
@@ -87,18 +87,29 @@ def heard(text: str) -> tuple[tuple[Frame, ...], tuple[Frame, ...], str, str]:
         for frame, far in zip(frames, _far(text, found), strict=True)
     ]  # fmt: skip
     quiet = tuple(replace(frame, code="") if silent else frame for frame, silent in zip(frames, mute, strict=True))
-    said = _without(text, [match for match, silent in zip(found, mute, strict=True) if silent])
+    said = _without(text, found, mute)
     frames = tuple(replace(frame, code="") if frame.code in passed else frame for frame in frames)
-    return frames, quiet, said, _without(text, found)
+    return frames, quiet, said, _without(text, found, [True] * len(found))
 
 
-def _without(text: str, found: Sequence[re.Match[str]]) -> str:
-    """The text without the code of these frames."""
+def scripts(frames: Sequence[Frame]) -> frozenset[str]:
+    """The files that were started: what they are called says nothing of why one of their lines failed."""
+    return frozenset(frame.path for frame in frames if frame.function == "<module>" and not frame.library)
+
+
+def _without(text: str, found: Sequence[re.Match[str]], mute: Sequence[bool]) -> str:
+    """The text without the code of the frames that are mute, and without the names of scripts in any."""
+    started = scripts(tuple(map(_frame, found)))
     parts, end = [], 0
-    for match in (match for match in found if match["code"]):
-        parts.append(text[end : match.start("code")])
-        rest = _REST.match(text, match.end("code"))
-        end = rest.end() if rest else match.end("code")
+    for match, silent in zip(found, mute, strict=True):
+        path = "path" if match["path"] else "path2"
+        if match[path] in started:
+            parts.append(text[end : match.start(path)])
+            end = match.end(path)
+        if silent and match["code"]:
+            parts.append(text[end : match.start("code")])
+            rest = _REST.match(text, match.end("code"))
+            end = rest.end() if rest else match.end("code")
     return "".join([*parts, text[end:]])
 
 

@@ -193,6 +193,9 @@ def answered(card: Card) -> Iterator[None]:
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
         patched(torch.version, {"cuda": "13.0"}),
+        patched(
+            torch.backends.cudnn, {"is_acceptable": lambda _: False}
+        ),  # recurrent layers run without it: it is not built in
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules took some names by value
         patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),

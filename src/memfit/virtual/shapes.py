@@ -108,6 +108,10 @@ def _alike(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any, **___: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
 # operators of CUDA alone that have no shape function, or a stricter one, in some version at least, by one that returns the same
 _TWINS: dict[str, Any] = {
     "aten.convolution.default": _convolution,
@@ -124,6 +128,7 @@ _TWINS: dict[str, Any] = {
         for name in ("_logcumsumexp", "logcumsumexp", "_standard_gamma", "_sample_dirichlet")
     },
     **{f"aten.{name}.default": _alike for name in ("_standard_gamma_grad", "_dirichlet_grad")},
+    **{f"aten._ctc_loss_backward.{overload}": _ctc_backward for overload in ("default", "Tensor")},
     "aten.batch_norm_elemt.default": _alike,
     "aten.batch_norm_backward_elemt.default": _alike,
     **{f"aten.{name}.dtype{out}": _wider for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")},

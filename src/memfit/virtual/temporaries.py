@@ -279,6 +279,11 @@ def _cumsum(card: Card, args: Call, kwargs: Words) -> Script:
     return () if out.dtype == args[0].dtype else (_bytes(out),)
 
 
+def _ctc_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """LossCTC.cu: log_beta, as large as the log_alpha that the forward pass kept, before the gradient."""
+    return (_bytes(args[6]), ~0)
+
+
 def _second_first(card: Card, args: Call, kwargs: Words) -> Script:
     """Dropout.cu makes the mask, bitsandbytes the scales of the blocks, before the result."""
     return (~1, ~0)
@@ -304,6 +309,7 @@ SCRIPTS: dict[str, Row] = {
     "bitsandbytes.quantize_blockwise.default": _second_first,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.convolution.default": _convolution, "aten.convolution_backward.default": _convolution_backward,
+    **{f"aten._ctc_loss_backward.{overload}": _ctc_backward for overload in ("default", "Tensor")},
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.split_with_sizes_copy.out": _split_copy,
     "aten._chunk_cat.out": _chunk_cat,
