@@ -78,6 +78,7 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--cpu", "--save-steps", "1.5"), "a share of all, not 1.5"),
         (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "of another kind (masked-lm)"),
         (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
+        (("--cpu", "--sequence-length", "10000000"), "a smaller --sequence-length"),
         (("--cpu", "--compile"), "--no-compile"),
     ],
 )

@@ -111,6 +111,11 @@ def check_cpu(plan: Plan, settings: Settings) -> None:
     if not settings.cpu:
         return
     if recipe.checkpointing == "offload":
+        if "checkpointing" not in {*dict(plan.job.wanted), *plan.job.stated}:  # the planner's last way out
+            raise BadInput(
+                "this run needs more memory than this machine has, and a CPU has nowhere to offload to",
+                hint="a smaller --sequence-length, --micro-batch or model",
+            )
         raise BadInput("a CPU has no memory to offload activations from", hint="--checkpointing full")
     if recipe.compile:
         raise BadInput("memfit does not train compiled on a CPU", hint="--no-compile, or a machine with a GPU")
