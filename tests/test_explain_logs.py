@@ -90,6 +90,8 @@ IN_EVERY_RUN = (
     "`loss_type=None` was set in the config but it is unrecognized. Using the default loss: `ForCausalLMLoss`.",
     "the longest sample of the dataset has 2048 tokens",
     "Saving vocabulary of 32000 words, rank 0 of 8 process groups",
+    "Saving vocabulary to out/vocab.json: BPE merge indices are not consecutive. Please check that the tokenizer is not corrupted!",
+    "Detected DeepSpeed ZeRO-3: activating zero.init() for this model",
 )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("logits", 84, (LOSSES,), never="binary_cross|nested_concat"),  # of a classifier as well
     Sign("logits", SURE, (r"selective_log_softmax|cross entropy",), never="binary|eval"),
     Sign("logits", 86, (r"[\[(](?:(?:b|n|t|s|l|bsz?|batch\w*|seq\w*|len\w*|tokens?\w*|[\d.]+k?) ?[,x*×] ?)+v[\])]|[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:\w*vocab\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)\d{3})[\])]|[\[(](?:[\w*.]+ ?[x*×] ?)+(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]\d{3}[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
-    Sign("logits", 75, (r"\blogits|lm[_ -]?head|vocab|output (?:layer|projection|embedding)|unembed|log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
+    Sign("logits", 75, (r"\blogits|lm[_ -]?head|(?<!saving )vocab|output (?:layer|projection|embedding)|unembed|log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
     Sign("logits", STRONG, (), at=("loss",)),
     Sign("logits", TOLD, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy|max_token_len|logits?\b"), never=r"num_generations|cache blocks"),
     Sign("logits", TOLD, (r"distill|teacher", r"logits|kl[_ -]?div|vocab")),
@@ -186,7 +186,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("replicated", 76, (ZERO12,), at=("load",)),
     Sign("replicated", TOLD, (r"\bddp\b|distributed|device_map|torchrun|accelerate|multi[- ]?gpu|process|data parallel", EACH, rf"(?:{WHOLE}|loads?|holds?|own) (?:\w+ ){{0,2}}(?:model|weights|copy|\d+b)|cop(?:y|ies)|replica"), never=f"{ZERO3}|{FSDP}|dataparallel\\(|ref|mxfp4|context"),
     Sign("replicated", 80, (r"device_map.{0,6}auto", r"\bddp\b|process|torchrun|accelerate launch|ranks?\b|distributed"), never="mxfp4|gpt-?oss"),
-    Sign("zero3-init", SURE, (r"_initialize_missing_keys|gatheredparameters|hfdeepspeedconfig|partition_parameters|_zero_init|zero\.init\b|zero3_init|is_zero_init|is_deepspeed_zero3_enabled",), at=(*BEGIN, "forward")),
+    Sign("zero3-init", SURE, (r"_initialize_missing_keys|gatheredparameters|hfdeepspeedconfig|partition_parameters|_zero_init|(?<!activating )zero\.init\b|zero3_init|is_zero_init|is_deepspeed_zero3_enabled",), at=(*BEGIN, "forward")),
     Sign("zero3-init", SURE, (ZERO3, rf"{EACH}|args built after|host ram|before (?:the )?(?:model|training_?arg)|whole model|full model|all (?:the )?param|not (?:active|partition|shard)|(?:is|are|get)? ?not partition"), at=BEGIN, never=FSDP),
     Sign("zero3-init", 86, (ZERO3, r"gather|missing keys|resize_token|new tokens|init(?:iali[sz])?ation|\binit\b"), at=BEGIN, never=FSDP),
     Sign("zero3-init", 58, (ZERO3,), at=("load",), never=FSDP),
