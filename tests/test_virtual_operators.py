@@ -29,13 +29,18 @@ def encoder(device: str) -> Any:
         return model(real(device, 2, 10, 64), src_key_padding_mask=torch.zeros(2, 10, dtype=torch.bool, device=device))
 
 
+def connectionist(scores: Any) -> Any:
+    words = torch.ones(4, 10, dtype=torch.long, device=scores.device)
+    return F.ctc_loss(scores.log_softmax(-1), words, torch.full((4,), 50), torch.full((4,), 10))
+
+
 WORK: dict[str, Callable[[str], Any]] = {
     "gru": lambda d: nn.GRU(64, 32, 2, batch_first=True).to(d)(real(d, 4, 10, 64))[0],
     "gru cell": lambda d: nn.GRUCell(64, 32).to(d)(real(d, 4, 64)),
     "gru cell without bias": lambda d: nn.GRUCell(64, 32, bias=False).to(d)(real(d, 4, 64)),
     "lstm": lambda d: nn.LSTM(64, 32, 2).to(d)(real(d, 10, 4, 64))[0],
-    "ctc": lambda d: F.ctc_loss(real(d, 50, 4, 20).log_softmax(-1), torch.ones(4, 10, dtype=torch.long, device=d), torch.full((4,), 50), torch.full((4,), 10)),
-    "ctc, transposed": lambda d: F.ctc_loss(real(d, 4, 50, 20).log_softmax(-1).transpose(0, 1), torch.ones(4, 10, dtype=torch.long, device=d), torch.full((4,), 50), torch.full((4,), 10)),
+    "ctc": lambda d: connectionist(real(d, 50, 4, 20)),
+    "ctc, transposed": lambda d: connectionist(real(d, 4, 50, 20).transpose(0, 1)),
     "logcumsumexp": lambda d: real(d, 10, 10).logcumsumexp(0),
     "gamma": lambda d: torch.distributions.Gamma(real(d, 8, 3) + 1, real(d, 8, 3) + 1, validate_args=False).rsample(),
     "dirichlet": lambda d: torch.distributions.Dirichlet(real(d, 8, 3) + 1, validate_args=False).rsample(),
