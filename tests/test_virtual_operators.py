@@ -29,9 +29,9 @@ def encoder(device: str) -> Any:
         return model(real(device, 2, 10, 64), src_key_padding_mask=torch.zeros(2, 10, dtype=torch.bool, device=device))
 
 
-def connectionist(scores: Any) -> Any:
-    words = torch.ones(4, 10, dtype=torch.long, device=scores.device)
-    return F.ctc_loss(scores.log_softmax(-1), words, torch.full((4,), 50), torch.full((4,), 10))
+def connectionist(log_probs: Any) -> Any:
+    words = torch.ones(4, 10, dtype=torch.long, device=log_probs.device)
+    return F.ctc_loss(log_probs, words, torch.full((4,), 50), torch.full((4,), 10))
 
 
 WORK: dict[str, Callable[[str], Any]] = {
@@ -39,8 +39,8 @@ WORK: dict[str, Callable[[str], Any]] = {
     "gru cell": lambda d: nn.GRUCell(64, 32).to(d)(real(d, 4, 64)),
     "gru cell without bias": lambda d: nn.GRUCell(64, 32, bias=False).to(d)(real(d, 4, 64)),
     "lstm": lambda d: nn.LSTM(64, 32, 2).to(d)(real(d, 10, 4, 64))[0],
-    "ctc": lambda d: connectionist(real(d, 50, 4, 20)),
-    "ctc, transposed": lambda d: connectionist(real(d, 4, 50, 20).transpose(0, 1)),
+    "ctc": lambda d: connectionist(real(d, 50, 4, 20).log_softmax(-1)),
+    "ctc, transposed": lambda d: connectionist(real(d, 4, 50, 20).log_softmax(-1).transpose(0, 1)),
     "logcumsumexp": lambda d: real(d, 10, 10).logcumsumexp(0),
     "gamma": lambda d: torch.distributions.Gamma(real(d, 8, 3) + 1, real(d, 8, 3) + 1, validate_args=False).rsample(),
     "dirichlet": lambda d: torch.distributions.Dirichlet(real(d, 8, 3) + 1, validate_args=False).rsample(),
