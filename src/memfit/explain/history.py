@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import SAVED, Evidence
-from memfit.explain.holding import FROM_FILE, HOLDING, TELLS
+from memfit.explain.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.finding import Part, Proof
 from memfit.tape import GRADIENTS_ON, WRITTEN
 from memfit.units import human
 
 MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
+LARGER = 1.25  # times as large as any before: what a pass has made until it failed tells what it comes to
 ORDINARY = 0.05  # share of a full card that lies in pieces in any run
 SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
 # share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
@@ -48,7 +49,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         free = m.capacity - m.allocated
         if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
             return None
-        kept = sum(g.old for g in m.kept) + m.repeated[0] + m.growing[0]
+        kept = (0 if m.steady else sum(g.old for g in m.kept)) + m.repeated[0] + m.growing[0]
         if m.turn < 0 and free < m.asked + sum(root.waiting for root in e.models):
             return None
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
@@ -71,7 +72,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _stepping(m: Memory, e: Evidence) -> Clue | None:
-    if not m.instant.startswith("optimizer step"):
+    if not m.instant.startswith("optimizer step") or m.asker.startswith((FROM_FILE, COPIED, OF_CACHE)):
         return None
     fresh = [g for g in m.groups if g.fresh]
     states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.module))
@@ -146,6 +147,7 @@ def _demand(m: Memory) -> tuple[int, int]:
 def _more(m: Memory) -> int:
     """By how much the pass under way is larger than any before it, where it is no longer like them: that much has to be found."""
     demand, before = _demand(m) if m.floors else (0, 0)
+    demand = max(demand, round(m.scale * before))  # what it comes to, by the tensors that it has made so far
     return demand - before if demand > MORE * before else 0
 
 
@@ -162,7 +164,7 @@ def _saved_modules(m: Memory, e: Evidence) -> Clue | None:
 def _grown(m: Memory, e: Evidence) -> Clue | None:
     """What this pass starts with, and asks for, more than an earlier one of its kind."""
     alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
-    if not alike or m.instant.startswith("optimizer") or m.phase == "load":
+    if not alike or m.instant.startswith("optimizer") or m.phase == "load" or m.asker.startswith((FROM_FILE, COPIED)):
         return None
     demand, before = _demand(m)
     stepped = sum(m.trained[: m.turn]) > 1  # the states are no news: a step had room beside them
@@ -170,6 +172,12 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
+    if m.passed and m.scale > LARGER:
+        more = round((m.scale - 1) * before)
+        proof = Proof(
+            f"its tensors are {m.scale:.1f} times as large as those of any pass before it: it comes to more by", more
+        )
+        return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE, proof, e.line)
     states = m.of("optimizer_states")
     frozen = sum(root.bytes for root in e.models if not root.trained)
     if states < (frozen if e.models else m.of("parameters") - states):  # a file does not say which weights are trained
@@ -210,6 +218,11 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     gradients = m.of("gradients")
     if gradients >= TELLS * m.requested and gradients >= m.asked:
         return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
+    cached = [g for g in m.groups if g.module.startswith(OF_CACHE)]  # each token is a pass of its own
+    size = sum(g.bytes for g in cached) + m.asked * m.asker.startswith(OF_CACHE)
+    if size >= max(2 * TELLS * m.requested, ALONE * m.demand):
+        proof = Proof("keys and values of what is generated in the evaluation", size)
+        return Clue("eval-generate", SURE, proof, e.line or (cached[0].line if cached else ""))
     alike = max(m.groups, key=lambda g: g.now, default=None)
     if alike and alike.recent >= COLLECTED and alike.now > 0.5 * m.demand:
         proof = Proof(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from memfit.explain.clue import SHOWN, SURE, TOLD, Clue
+from memfit.explain.clue import SHOWN, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, Evidence, Root
 from memfit.explain.memory import LASTING, Memory
 from memfit.finding import Cause, Proof
@@ -17,7 +17,8 @@ HALF = 0.5  # share of what is kept that a variable must keep to be the one who 
 MOST_OF_IT = 0.60  # share from which it explains nearly everything
 GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
 
-FROM_FILE = "torch.load"  # begins the labels of what was read from one
+# begin the labels of what a library's function made for something: what was read from a file, copied, generated with
+FROM_FILE, COPIED, OF_CACHE = "torch.load", "deepcopy", "DynamicCache"
 _CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
 _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
@@ -37,6 +38,8 @@ def _again(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _leaking(m: Memory, e: Evidence) -> Clue | None:
+    if m.steady:
+        return None
     held, grown = sum(g.old for g in m.kept), _swollen(m)
     explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
     if held < TELLS * m.requested or not explains:
@@ -104,6 +107,8 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     before = sum(g.old for g in m.groups if g.role not in LASTING and any(0 <= t < m.turn for t in g.turns))
     fresh = root.what == "collection" and m.floors and before < HALF * root.bytes
     cause = _kept_by(root, m)
+    if m.steady and cause == "leak":  # a buffer that is full: it was so when there was room
+        return Clue("temporaries", WEAK, proof, root.line)
     return Clue("temporaries" if fresh and cause == "leak" else cause, SURE, proof, root.line)
 
 
@@ -147,6 +152,16 @@ def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
     if size < max(2 * TELLS * m.requested, m.asked):
         return None
     return Clue("exception", TOLD, Proof("are left of passes that ran out of memory before, and were caught", size))
+
+
+def _copying(m: Memory, e: Evidence) -> Clue | None:
+    """It failed in copying a model, or whatever has as much."""
+    if not m.asker.startswith(COPIED):
+        return None
+    size = m.asked + sum(g.bytes for g in m.groups if g.module.startswith(COPIED) and g.line == m.line)
+    if size < TELLS * (m.requested + m.asked):
+        return None
+    return Clue("two-copies", SURE + SHOWN, Proof("of a copy that is being made (copy.deepcopy)", size), e.line)
 
 
 def _twice(m: Memory, e: Evidence) -> Clue | None:
@@ -203,5 +218,5 @@ def _upcast(m: Memory, e: Evidence) -> Clue | None:
 
 
 HOLDING: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _exception, _of_a_failure, _again, _leaking, _hoarded, _companions, _twice, _wide, _upcast,
+    _exception, _of_a_failure, _again, _leaking, _hoarded, _companions, _copying, _twice, _wide, _upcast,
 )  # fmt: skip

@@ -17,6 +17,8 @@ GROWING = (
     4  # passes in a row that each begin with more than the one before: what is remade larger each time is alive once
 )
 KEEPS = 0.5  # share of what a pass had at its highest that may be there when the next begins: outputs, a leak
+LEVEL = 0.05  # share of what is kept by which a pass may begin with less and still have been like the one under way
+REPLACED = 0.25  # share of it that came since, for which as much went: it is full, and grows no more
 SETS = 3  # models, or sets of states, from which they are one too many
 
 
@@ -83,6 +85,8 @@ class Memory:
     batch: int = 0  # of the last floor, what was made since the step before it: the batch
     caught: tuple[int, ...] = ()  # the passes in which a request failed before, and the run went on
 
+    scale: float = 1.0  # of this pass's tensors to the largest that those before it made at the same places
+
     def of(self, *roles: Part) -> int:
         """Bytes of some roles."""
         return sum(group.bytes for group in self.groups if group.role in roles)
@@ -92,6 +96,15 @@ class Memory:
         """Places whose tensors of two earlier passes or more are alive: nothing of an ordinary step is."""
         groups = (g for g in self.groups if g.role not in LASTING)
         return tuple(g for g in groups if len([t for t in g.turns if 0 <= t < self.turn]) >= 2)
+
+    @property
+    def steady(self) -> bool:
+        """What is kept grows no more: a pass began with as much already, and what came since took the place of other tensors."""
+        held = sum(g.old for g in self.kept)
+        level = self.floors[self.turn] - LEVEL * held if self.floors else 0
+        full = next((t for t in range(self.turn) if self.floors[t] >= level), self.turn)
+        came = sum(g.old * len([t for t in g.turns if full <= t < self.turn]) / len(g.turns) for g in self.kept)
+        return came >= REPLACED * held > 0
 
     @property
     def growing(self) -> tuple[int, Group | None]:

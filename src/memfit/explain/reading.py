@@ -30,7 +30,7 @@ def memory_of(tape: Tape) -> Memory:
         allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
         play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
         settings.expandable_segments, failure.label if failure else "",
-        tuple(play.trained), play.batch, tuple(sorted(play.caught)),
+        tuple(play.trained), play.batch, tuple(sorted(play.caught)), play.scale(failure.label if failure else "", asked),
     )  # fmt: skip
 
 
@@ -87,6 +87,8 @@ class _Play:
         self.trained: list[bool] = []
         self.batch = 0  # bytes made for the pass under way before it began
         self.caught: set[int] = set()  # passes in which a request failed, and the run went on
+        self.sizes: dict[str, int] = {}  # label -> largest tensor made there in the pass under way
+        self.before: dict[str, int] = {}  # the same of all passes before it
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
@@ -99,6 +101,8 @@ class _Play:
                     asked = event.size
                     live[event.id] = self.allocator.malloc(event.size, event.stream)
                     self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
+                    if event.size > self.sizes.get(event.label, 0):
+                        self.sizes[event.label] = event.size
                     if self.peaks and self.mark.instant != STEPPED and self.allocator.requested > self.peaks[-1]:
                         self.peaks[-1] = self.allocator.requested
                 elif type(event) is Free:
@@ -128,12 +132,27 @@ class _Play:
             self.low = self.allocator.requested
         if mark.instant.startswith("forward"):
             self.batch, self.low = self.allocator.requested - self.low if self.low >= 0 else 0, -1
+            if self.floors:
+                self._measured()
             self.floors.append(self.allocator.requested)
             self.peaks.append(self.allocator.requested)
             self.evals.append(mark.phase == "eval")
             self.trained.append(False)
         if mark.instant == "backward" and self.trained:
             self.trained[-1] = True
+
+    def _measured(self) -> None:
+        """A pass is over: the next is measured by it as well."""
+        for label, size in self.sizes.items():
+            self.before[label] = max(self.before.get(label, 0), size)
+        self.sizes = {}
+
+    def scale(self, asker: str, asked: int) -> float:
+        """How many times as large as in any pass before are the tensors of this one, at the places where both made some."""
+        now = self.sizes | {asker: max(asked, self.sizes.get(asker, 0))}
+        both = [label for label in now if label and self.before.get(label)]
+        there = sum(self.before[label] for label in both)
+        return sum(now[label] for label in both) / there if there else 1.0
 
     def groups(self) -> tuple[Group, ...]:
         """Who is alive, the largest first."""

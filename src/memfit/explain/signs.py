@@ -135,6 +135,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("resume-states", TOLD, (r"load\w* (?:\w+ ){0,3}(?:optimi[sz]er|optim)\b|load_checkpoint|load_state\b",), at=("resume", "load")),
     Sign("resume-states", STRONG, (), at=("resume",)),
     Sign("stale-checkpoint", SURE, (r"checkpoint dict|checkpoint\s?=\s?torch\.load|init_from\W+resume|module-level reference|dcp_load",), at=("resume", "", "load")),
+    Sign("stale-checkpoint", 83, (r"serialization\.py", r"torch\.load\([^)\n]{0,200}map_location\W{1,12}(?:device|cuda)"), at=("resume", "load", "")),
     Sign("stale-checkpoint", SURE, (r"reserved [\d.,]+ ?[mg]i?b (?:vs|against|but) ?(?:\w+ )?(?:allocated )?[\d.,]+ ?[mg]i?b",), at=("resume",)),
     Sign("stale-checkpoint", 86, (r"checkpoint|ckpt|state[_ ]?dict|torch\.load", r"(?:still |stays? |kept |is |are |being )(?:\w+ )?(?:referenc|alive|on (?:the )?(?:gpu|cuda)|in (?:gpu )?memory)|(?:never|not) (?:freed|released|deleted|garbage)|\bdel (?:the )?(?:checkpoint|ckpt|state|loaded)"), never=f"{FSDP}|process"),
     Sign("stale-checkpoint", 87, (r"checkpoint|ckpt|state[_ ]?dict|torch\.load", r"(?:second|another|extra|two|additional) (?:\w+ )?cop(?:y|ies)|twice"), at=("resume", ""), never=f"{OPTIMIZER}|process|rank"),

@@ -20,7 +20,7 @@ from memfit.units import GIB, MIB, human
 SHOWN_BY_FRAMES: frozenset[Cause] = frozenset([
     "attention", "data-parallel", "dequantized", "eval-generate", "eval-logits", "exception", "fsdp-upcast", "fsdp-wrap", "host-ram",
     "inference-engine", "input-grads", "kbit-upcast", "load-peak", "logits", "merge", "optimizer-states", "optimizer-step", "quantize-peak",
-    "replicated", "resume-states", "save-gather", "zero3-init",
+    "replicated", "resume-states", "save-gather", "stale-checkpoint", "zero3-init",
 ])  # fmt: skip
 # the user's lines name what there is: never certain
 NAMED_BY_CODE: frozenset[Cause] = frozenset(

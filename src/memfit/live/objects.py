@@ -80,12 +80,12 @@ def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
     for found, value in roots.named():
         if own(found.file):
             todo.append((Name((found,)), value, 0))
-        elif isinstance(value, torch.nn.Module) and id(value) not in seen:
+        elif isinstance(value, torch.nn.Module) and id(value) not in seen and not unmade(value):
             seen.add(id(value))  # only just being made: it has no name of the user's yet
             yield Name((Found(UNNAMED, "", 0, ""),)), value
     while todo:
         name, value, far = todo.popleft()
-        if id(value) in seen:
+        if id(value) in seen or unmade(value):
             continue
         seen.add(id(value))
         yield name, value
@@ -146,9 +146,17 @@ def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
         part, depth = todo.popleft()
         yield part
         if depth < DEEP:
-            fresh = [item for item in _inside(part) if id(item) not in seen and (id(item) not in apart or _plain(item))]
+            inside = (item for item in _inside(part) if id(item) not in seen and not unmade(item))
+            fresh = [item for item in inside if id(item) not in apart or _plain(item)]
             seen.update(map(id, fresh))
             todo += ((item, depth + 1) for item in fresh)
+
+
+def unmade(value: Any) -> bool:
+    """A model or an optimizer that has none of its attributes yet: one that is being copied or read."""
+    if isinstance(value, torch.nn.Module):
+        return not vars(value).keys() >= {"_modules", "_parameters", "_buffers"}
+    return isinstance(value, torch.optim.Optimizer) and not vars(value).keys() >= {"state", "param_groups"}
 
 
 def _plain(value: Any) -> bool:

@@ -97,7 +97,7 @@ class _Finder:
         if isinstance(value, torch.nn.Module):
             return self._models(name, value)
         if isinstance(value, BaseException):
-            found = self.exception(name.text, value, name.line)
+            found = self.exceptions(name.text, [value], name.line)
         elif isinstance(value, Tensor):
             found = self._state(name, value)
         elif isinstance(value, CONTAINERS) or not (isinstance(value, LEAVES) or of_the_user(type(value))):
@@ -119,8 +119,12 @@ class _Finder:
     def _container(self, name: Name, value: Any) -> Root | None:
         """A container, or an object of a library's: of what it holds, the kind that most is of."""
         held = list(parts(value, self.named))
-        kept = [self.exception(name.text, part, name.line) for part in held if isinstance(part, BaseException)]
-        kept += [self._several(name, held), self._collection(name, value, held)]
+        errors = [part for part in held if isinstance(part, BaseException)]
+        kept = [
+            self.exceptions(name.text, errors, name.line) if errors else None,
+            self._several(name, held),
+            self._collection(name, value, held),
+        ]
         return max((root for root in kept if root is not None), key=lambda root: root.bytes, default=None)
 
     def _collection(self, name: Name, value: Any, held: list[Any]) -> Root | None:
@@ -210,15 +214,17 @@ class _Finder:
         total = sum(sizes.values())
         return Root(name.text, name.line, "models", total, len(sizes)) if total >= SMALL else None
 
-    def exception(self, name: str, error: BaseException, line: str = "") -> Root | None:
-        """An error that is being handled, or was kept: its traceback keeps the frames, they keep their tensors."""
-        theirs = frames_of(error)
-        values = [value for f in theirs if f not in self.frames for value in f.f_locals.values()]
+    def exceptions(self, name: str, errors: list[BaseException], line: str = "") -> Root | None:
+        """Errors that are being handled, or were kept: their tracebacks keep the frames, these their tensors."""
+        theirs = {id(frame): frame for error in errors for frame in frames_of(error)}
+        mine = {id(frame) for frame in self.frames}
+        values = [value for key, f in theirs.items() if key not in mine for value in f.f_locals.values()]
         found = [t for value in values for t in (*tensors(value), *_of_models(value))]
         sizes = self.held(found)
         total = sum((sizes | self._graph(found)[0]).values())
         if not line and theirs:  # where it was caught, and is still being handled
-            first = next((frame for frame in theirs if own(frame.f_code.co_filename)), theirs[0])
+            own_first = (frame for frame in theirs.values() if own(frame.f_code.co_filename))
+            first = next(own_first, next(iter(theirs.values())))
             line = f"{first.f_code.co_filename.rsplit('/', 1)[-1]}:{first.f_lineno}"
         return Root(name, line, "exception", total, len(sizes)) if total >= SMALL else None
 
@@ -228,7 +234,7 @@ class _Finder:
         while earlier is not None:
             root = None
             if not type(earlier).__module__.startswith("memfit"):
-                root = self.exception(type(earlier).__name__, earlier)
+                root = self.exceptions(type(earlier).__name__, [earlier])
             if root is not None:
                 yield root
             earlier = earlier.__context__
@@ -240,7 +246,7 @@ class _Finder:
         for name, last in kept:
             if isinstance(last, BaseException) and last is not error:
                 path = f"sys.{name}"
-                root = self.exception(path, last, Name(tuple(Found(path, file, 0, "") for file in files)).line)
+                root = self.exceptions(path, [last], Name(tuple(Found(path, file, 0, "") for file in files)).line)
                 if root is not None:
                     yield root
                     return

@@ -49,7 +49,9 @@ def line_of(found: Found) -> str:
     Looked at is the function that owns it, and the whole file where that has none. Lines that store under the path's key
     go before those that name no key, and those before lines that store under another.
     """
-    name, keys = _identifiers(found.path)[0], _keys(found.path)
+    if not (found_names := _identifiers(found.path)):  # a generator expression's own: ".0"
+        return ""
+    name, keys = found_names[0], _keys(found.path)
     inside = _extent(found.file, found.first, found.function)
     stores = _stores(found.file).get(name, ())
     under = [store for store in stores if store.key in keys] or [store for store in stores if store.key is None]
