@@ -140,3 +140,12 @@ def test_a_profile_is_taken_without_complaint(activities: tuple[str, ...], capfd
         real("cuda", 8, 8).sum()
     assert "aten::sum" in found.key_averages().table(sort_by="cpu_time_total")
     assert "Failed to record" not in capfd.readouterr().err
+
+
+def test_a_negative_size_is_refused_in_pytorchs_words() -> None:
+    said = []
+    for device in ("cpu", "cuda"):
+        with virtual_gpu(CARD), pytest.raises(RuntimeError) as error:
+            torch.empty(3, -5, device=device)
+        said.append(str(error.value))
+    assert said[0] == said[1]

@@ -32,7 +32,7 @@ COLLECTED = 5  # tensors of one line from which they are collected; without grad
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
 _ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)(?<!log)softmax|scaled_dot_product", re.IGNORECASE)
 _SOFTMAX = re.compile(r"(?<!log_)(?<!log)softmax", re.IGNORECASE)  # not a loss's
-_PRODUCTS = re.compile(r"\b(?:bmm|baddbmm)\b|Backward")  # of score matrices, where they are as large
+_PRODUCTS = re.compile(r"\b(?:bmm|baddbmm|native_dropout)\b|Backward")  # of score matrices, where they are as large
 _NODE = re.compile(r"Backward\d")  # without its nodes a history takes the workspace of a backward for a gradient
 _STATES = re.compile(r"zero|full|exp_avg|momentum|_init_group", re.IGNORECASE)
 
@@ -218,6 +218,9 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     gradients = m.of("gradients")
     if gradients >= TELLS * m.requested and gradients >= m.asked:
         return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
+    if m.scale > LARGER and any(m.trained) and not any(m.evals[: m.turn]):
+        said = f"its tensors are {m.scale:.1f} times as large as those of any pass of the training"
+        return Clue("eval-batch", SURE + SHOWN + 1, Proof(said, m.demand), e.line)
     cached = [g for g in m.groups if g.module.startswith(OF_CACHE)]  # each token is a pass of its own
     size = sum(g.bytes for g in cached) + m.asked * m.asker.startswith(OF_CACHE)
     if size >= max(2 * TELLS * m.requested, ALONE * m.demand):
@@ -326,9 +329,9 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     if m.phase == "load" and (m.of("parameters") or e.when == "load"):
         waiting = sum(root.waiting for root in e.models)
         need = (m.of("parameters") or m.requested) + max(waiting, m.asked)
-        return Clue(
-            "capacity", SURE - 2 if waiting and need > m.limit else WEAK + 10, Proof("the weights alone", need), e.line
-        )
+        several = len(e.models) > 1 and max(root.bytes + root.waiting for root in e.models) <= m.limit  # each has room
+        sure = waiting and need > m.limit and not several
+        return Clue("capacity", SURE - 2 if sure else WEAK + 10, Proof("the weights alone", need), e.line)
     if lasting >= 0.7 * m.limit:
         return Clue("capacity", STRONG, Proof("weights, gradients and optimizer states", lasting), e.line)
     working = [g for g in m.groups if g.role in ("activations", "temporaries") and (g.now or m.turn < 0)]

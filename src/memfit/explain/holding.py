@@ -165,14 +165,23 @@ def _copying(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _twice(m: Memory, e: Evidence) -> Clue | None:
-    """Two models of a size on the card."""
-    models = e.models
-    if len(models) < 2 or models[1].bytes < HALF * models[0].bytes or models[1].bytes < TELLS * m.requested:
+    """Two models of a size on the card, or one there and another on its way."""
+    models = sorted(e.models, key=_whole, reverse=True)
+    if len(models) < 2 or not _alike(models) or models[1].bytes < TELLS * m.requested:
         return None
     second = next((root for root in models if OTHER_MODEL.search(root.name)), models[1])
     names = " and ".join(f"'{root.name}'" for root in models[:2])
     cause: Cause = "reference-model" if REFERENCE.search(second.name) else "two-copies"
-    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", models[1].bytes), second.line)
+    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", _whole(models[1])), second.line)
+
+
+def _whole(model: Root) -> int:
+    """Bytes of the weights that are on the card, and of those that were still to come."""
+    return model.bytes + model.waiting
+
+
+def _alike(models: Sequence[Root]) -> bool:
+    return _whole(models[1]) >= HALF * _whole(models[0])
 
 
 def _companions(m: Memory, e: Evidence) -> Clue | None:
@@ -181,8 +190,16 @@ def _companions(m: Memory, e: Evidence) -> Clue | None:
     size = sum(root.bytes for root in frozen)
     if not frozen or len(frozen) == len(e.models) or size < HALF * m.requested:
         return None
+    reference = REFERENCE.search(frozen[0].name)
+    if (
+        len(e.models) == 2
+        and not reference
+        and m.phase == "load"
+        and _alike(sorted(e.models, key=_whole, reverse=True))
+    ):
+        return None  # which of two that are alike is to be trained is not known yet
     names = ", ".join(f"'{root.name}'" for root in frozen)
-    cause: Cause = "reference-model" if REFERENCE.search(frozen[0].name) else "companion-models"
+    cause: Cause = "reference-model" if reference else "companion-models"
     return Clue(cause, SURE + SHOWN, Proof(f"{names}: weights of models that are not trained", size), frozen[0].line)
 
 

@@ -20,11 +20,12 @@ FRAMES: tuple[tuple[When, str], ...] = (
     ("predict", r"\bpredict\b|predict_with_generate"),
     ("eval", r"evaluation_loop|prediction_loop|prediction_step|\bevaluate\b|nested_concat|_maybe_log_save_evaluate|validat|eval_step|eval_epoch|eval_loop|val_loop|_run_eval"),
     ("optimizer", r"torch/optim/|bitsandbytes/optim|optimizer\.step|adamw?\.py|_foreach_|exp_avg|optimizer_step|clip_grad|unscale_|deepspeed/ops/adam|apex/optimizers|torch_optimizer|_take_model_step|muon|adafactor\.py|lion\.py"),
-    ("backward", r"autograd/__init__|_tensor\.py|\.backward\(|run_backward|_engine_run|autograd/graph\.py|autograd/function\.py.{0,20}apply"),
+    ("backward", r"autograd/__init__|_tensor\.py|\.backward\(|run_backward|_engine_run|autograd/graph\.py|autograd/function\.py apply .{0,20}user_fn"),
     ("loss", r"cross_entropy|nll_loss|loss_utils|log_softmax|masked_ce|convert_to_fp32|logits\.float|logps\b|logprobs|linear_cross|compute_logits|causallmloss|compute_loss\b.*logits"),
-    ("load", r"from_pretrained|load_pretrained|_load_state_dict_into|load_model|load_state_dict\b|load_checkpoint_in_model|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|materialize|to_empty|\.to\(device|\.cuda\(\)|_apply\b"),
+    ("load", r"from_pretrained|load_pretrained|_load_state_dict_into|load_model|load_state_dict\b|load_checkpoint_in_model|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|materialize|to_empty|_apply\b"),
     ("prepare", r"prepare_model_for_kbit|get_peft_model|fully_shard|_cast_adapter|_sync_module_states|_sync_params_and_buffers|_ddp_init_helper"),
     ("forward", r"\bforward\b|_call_impl"),
+    ("load", r"\.to\(device|\.cuda\(\)"),  # a batch is moved in any line that calls a model
 )  # fmt: skip
 # the part that a report names after "phase:", or after "out of memory at": the first row that has one decides
 NOUNS: tuple[tuple[When, str], ...] = (

@@ -81,7 +81,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("logits", 84, (LOSSES,), never="binary_cross|nested_concat"),  # of a classifier as well
     Sign("logits", SURE, (r"selective_log_softmax|cross entropy",), never="binary|eval"),
     Sign("logits", 86, (r"[\[(](?:(?:b|n|t|s|l|bsz?|batch\w*|seq\w*|len\w*|tokens?\w*|[\d.]+k?) ?[,x*×] ?)+v[\])]|[\[(](?:[\w*.]+ ?[,x*×] ?)+(?:\w*vocab\w*|(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)\d{3})[\])]|[\[(](?:[\w*.]+ ?[x*×] ?)+(?:3[02]|49|[5-9]\d|1\d\d|2[0-6]\d)[, ]\d{3}[\])]|[\[(](?:12[89]|15[012]|25[0-9]|26[0-3])\d{3}, \d+|(?:full|whole|entire)[- ]vocab|(?:tokens|seq\w*|batch) ?[x*×] ?vocab",), never=r"(\d{4,})[,x* ]+\1|modules_to_save"),
-    Sign("logits", 75, (r"\blogits|lm[_ -]?head|(?<!saving )vocab|output (?:layer|projection|embedding)|unembed|log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
+    Sign("logits", 75, (r"\blogits|lm[_ -]?head|(?<!saving )vocab|output (?:layer|projection|embedding)|unembed|(?<!chunked)(?<!chunked[_ ])log[- _]?prob",), at=PASS, never=r"\beval|train\w* (?:the )?(?:lm_head|embed)|cast\w* (?:of )?(?:the )?(?:lm_|embed|head|layer)|expected"),
     Sign("logits", STRONG, (), at=("loss",)),
     Sign("logits", TOLD, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy|max_token_len|logits?\b"), never=r"num_generations|cache blocks"),
     Sign("logits", TOLD, (r"distill|teacher", r"logits|kl[_ -]?div|vocab")),

@@ -79,21 +79,26 @@ def marks(turns: Sequence[Turn], events: Sequence[Event], names: dict[str, str])
         first.index = first.called
     for turn, after in pairwise(turns):
         turn.trains = turn.place == "forward" and after.place == "backward"
-    trained = {s for turn in turns if turn.trains for s in turn.sites}
     _count(turns, events)
     modules, graph = loops(turns), False
+    trained = {s for turn in turns if turn.trains for s in _calls(turn, modules)}
     found: list[tuple[int, Mark]] = []
     for turn in turns:
         if modules and found and turn.place == "forward" and not loops([turn]):
             continue  # no module is called in it: it belongs to the part before
         called = loops([turn]) if modules else bool(turn.sites)  # where there are modules, to copy weights is no pass
-        evaluates = turn.place == "forward" and trained and called and not turn.sites & trained
+        evaluates = turn.place == "forward" and trained and called and not _calls(turn, modules) & trained
         if evaluates and (turn.made >= MANY or turn is not turns[-1]):  # one that failed early is as the one before it
             graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
         instant = GRADIENTS_ON if evaluates and graph else names[turn.place]
         phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"
         found.append((turn.index, Mark(phase, instant)))
     return found
+
+
+def _calls(turn: Turn, modules: bool) -> set[Site]:
+    """From where modules are called in it; what else a loop does is the same in any pass: it logs, it looks for infinities."""
+    return {s for s in turn.sites if s[-1:] == (INSIDE,)} if modules else turn.sites
 
 
 def _count(turns: Sequence[Turn], events: Sequence[Event]) -> None:

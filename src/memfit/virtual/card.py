@@ -62,7 +62,9 @@ class Card:
         self.settle()
         size = _storage_bytes(shape, stride, dtype.itemsize)
         ledger = self.ledger
-        if not size:
+        if size <= 0:
+            if (least := min(shape, default=0)) < 0:
+                raise RuntimeError(f"Trying to create tensor with negative dimension {least}: {list(shape)}")
             return self.storages.tensor(NOTHING, 0, shape, stride, dtype)
         number = self.allocate(size, label)
         return self.storages.tensor(number, ledger.address(number), shape, stride, dtype)
