@@ -75,6 +75,9 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--cpu", "--data", "../uneven.jsonl"), "3 input_ids, 2 labels"),
         (("--cpu", "--data", "../tools.jsonl"), "line 1: 'tools' is text, and no JSON"),
         (("qwen2.5-0.5b", "--cpu", "--data", "../foreign.jsonl"), "line 2: token 151,936 is none of the 151,936"),
+        (("--cpu", "--data", "../number.jsonl"), "line 2: what is text in other samples is a number here"),
+        (("--cpu", "--data", "../list.jsonl"), "line 8: 'text' is not text but a list"),
+        (("--cpu", "--data", "../bare.jsonl"), "line 2: a sample must be an object with fields, not a list"),
         (("--cpu", "--save-steps", "1.5"), "a share of all, not 1.5"),
         (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "of another kind (masked-lm)"),
         (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
@@ -86,6 +89,9 @@ def test_bad_input_is_refused_with_a_hint(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "number.jsonl").write_text('{"text": "a"}\n{"text": NaN}\n')
+    (tmp_path / "list.jsonl").write_text('{"text": "a"}\n' + '{"text": null}\n' * 6 + '{"text": ["a", "b"]}\n')
+    (tmp_path / "bare.jsonl").write_text('{"text": "a"}\n[1, 2]\n')
     (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "uneven.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [1, 2]}\n')
     (tmp_path / "foreign.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [5, 151936]}\n')

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.cli import terminal
-from memfit.data.samples import BAD_TOOLS, NO_ROLE, UNEVEN
+from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 # broken lines that memfit counts, and that datasets or train.py refuse
-UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, UNEVEN, BAD_TOOLS)
+UNREADABLE = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, NO_OBJECT, NO_TEXT, UNEVEN, BAD_TOOLS)
 
 
 def check_data(data: str, vocabulary: int | None = None) -> None:
@@ -48,8 +48,14 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
             f"{data}, line {line}: token {highest:,} is none of the {vocabulary:,} that the model knows",
             hint="tokenise the data with the model's own tokenizer, or give the text",
         )
-    for broken in found.examples:
-        if broken.reason.startswith(UNREADABLE):
+    numbers, line = found.numbers
+    if 0 < numbers < found.lengths.count:
+        raise BadInput(
+            f"{data}, line {line}: what is text in other samples is a number here, or true or false",
+            hint=f'write it as text, between quotes: "..."; there are {numbers:,} such samples',
+        )
+    for broken in found.reasons:
+        if any(words in broken.reason for words in UNREADABLE):
             raise BadInput(
                 f"{data}, line {broken.line}: {broken.reason}", hint=f"mend that line; see: memfit data {data}"
             )

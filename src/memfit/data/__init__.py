@@ -22,6 +22,7 @@ from memfit.lengths import Lengths
 from memfit.units import MIB
 
 BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # what is tokenised at once
+REASONS = 100  # different ones of broken lines, of each of which the first line is kept
 KEPT = 5  # examples of broken lines and longest samples that are kept
 Progress = Callable[[int, int], None]  # (bytes read, bytes of the file)
 
@@ -44,6 +45,8 @@ class Dataset:
     notes: tuple[str, ...]
     highest: tuple[int, int] = (-1, 0)  # (the largest of ready token ids, its line); -1: there are none
     empty: int = 0  # samples without anything to learn from; they are counted, and training leaves them out
+    reasons: tuple[Broken, ...] = ()  # of the broken lines, the first of each reason
+    numbers: tuple[int, int] = (0, 0)  # (samples whose text is written as a number, the first one's line)
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -121,6 +124,8 @@ class _Tally:
     notes: set[str] = field(default_factory=set)
     complete: bool = True
     empty: int = 0
+    reasons: dict[str, Broken] = field(default_factory=dict)
+    numbers: tuple[int, int] = (0, 0)
     highest: tuple[int, int] = (-1, 0)
 
     def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Sample]:
@@ -137,8 +142,11 @@ class _Tally:
                 found += 1
             except UnusableError as error:
                 self.broken += 1
+                broken = Broken(record.line, str(error))
                 if len(self.examples) < KEPT:
-                    self.examples.append(Broken(record.line, str(error)))
+                    self.examples.append(broken)
+                if len(self.reasons) < REASONS:
+                    self.reasons.setdefault(broken.reason, broken)
 
     def add(self, batch: list[Sample], tokens: Tokens) -> None:
         """Count one batch."""
@@ -149,6 +157,8 @@ class _Tally:
             self.counts[total] += 1
             self.layouts[sample.layout] += 1
             self.empty += sample.empty
+            if sample.number:
+                self.numbers = (self.numbers[0] + 1, self.numbers[1] or sample.line)
             self.highest = max(self.highest, (sample.highest, sample.line))
             heapq.heappush(self.longest, (total, -sample.line))
             if len(self.longest) > KEPT:
@@ -179,4 +189,6 @@ class _Tally:
             notes=tuple(sorted(self.notes)),
             highest=self.highest,
             empty=self.empty,
+            reasons=tuple(self.reasons.values()),
+            numbers=self.numbers,
         )

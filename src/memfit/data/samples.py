@@ -16,6 +16,7 @@ ALPACA = (
 )
 UNEVEN = "labels or masks are not as many as the tokens"
 BAD_TOOLS = "'tools' is text, and no JSON"
+NO_OBJECT, NO_TEXT = "a sample must be an object with fields", "is not text but"
 NO_ROLE = "a message says neither its role nor whom it is from"
 NOT_TEXT = "images, audio and other parts of messages that are not text were not counted"
 CHAT_NOTE = (
@@ -42,6 +43,7 @@ class Sample(NamedTuple):
     notes: tuple[str, ...] = ()  # what the count takes for granted
     empty: bool = False  # nothing to learn from: train.py leaves it out
     highest: int = -1  # of ready token ids; -1: there are none
+    number: bool = False  # one of its texts is written as a number, or as true or false
 
 
 class UnusableError(Exception):
@@ -52,14 +54,15 @@ def sample_of(record: Record, text_field: str = "") -> Sample:
     """Read a record by its layout, or the one field that was named; raises UnusableError where neither is there."""
     value = {"text": record.value} if isinstance(record.value, str) else record.value
     if not isinstance(value, dict):
-        raise UnusableError(f"a sample must be an object with fields, not {_kind(value)}")
+        raise UnusableError(f"{NO_OBJECT}, not {_kind(value)}")
     if text_field and not isinstance(record.value, str):
         return Sample(record.line, text_field, [_text(value, text_field)], END)
     if value.get("chosen") is not None and value.get("rejected") is not None:
         raise UnusableError("preferences (chosen, rejected), and memfit trains on examples alone")
     for layout, needed, read in LAYOUTS:
         if all(value.get(name) is not None for name in needed):
-            return read(record.line, layout, value)._replace(empty=value[needed[-1]] in ("", []))
+            number = any(isinstance(value[name], bool | int | float) for name in needed)
+            return read(record.line, layout, value)._replace(empty=value[needed[-1]] in ("", []), number=number)
     found = ", ".join(f"'{str(name)[:30]}'" for name in list(value)[:6]) or "none"
     raise UnusableError(f"no known fields; found {found}")
 
@@ -145,7 +148,7 @@ def _text(value: dict[str, Any], name: str) -> str:
     if isinstance(found, bool | int | float):  # train.py writes it out, too
         return str(found)
     if not isinstance(found, str):
-        raise UnusableError(f"'{name}' is {'missing' if found is None else f'not text but {_kind(found)}'}")
+        raise UnusableError(f"'{name}' {'is missing' if found is None else f'{NO_TEXT} {_kind(found)}'}")
     return _sound(found)
 
 
