@@ -37,6 +37,7 @@ def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
         ("gone", "data.txt, which the run reads, is gone"),
         ("tokenizer", "model has changed since the run began"),
         ("weights", "model has changed since the run began"),
+        ("recipe", "recipe.toml has been edited since the run wrote it"),
     ],
 )
 def test_a_run_whose_inputs_changed_is_not_resumed(
@@ -45,23 +46,28 @@ def test_a_run_whose_inputs_changed_is_not_resumed(
     model, data = own
     run = runs.make_run(tmp_path / "run", own)
     supervise(run, stopping_at(3), silent)
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     rows = data.read_text().splitlines(keepends=True)
-    weights, tokens = model / "model.safetensors", model / "tokenizer.json"
+    weights, tokens, recipe = model / "model.safetensors", model / "tokenizer.json", run.path / "recipe.toml"
+    written = recipe.read_text()
     if spoilt == "gone":
         data.unlink()
     elif spoilt == "tokenizer":
         tokens.write_text(tokens.read_text() + "\n")
     elif spoilt == "weights":
         weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
+    elif spoilt == "recipe":
+        recipe.write_text(written.replace("learning_rate = ", "learning_rate = 1"))
+        assert recipe.read_text() != written
     else:
         data.write_text("".join(rows[:10] if spoilt == "fewer" else rows[::-1]))
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     code, _, err = ran("train", "--out", run.path, "--resume")
     assert code == 2 and said in err and "hint:" in err
     after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
-    if spoilt in ("fewer", "another order", "gone"):
+    if spoilt in ("fewer", "another order", "gone", "recipe"):
         data.write_text("".join(rows))
+        recipe.write_text(written)
         (model / "README.md").write_text("not read")
         assert ran("train", "--out", run.path, "--resume")[0] == 0
 

@@ -153,6 +153,12 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             hint="--resume takes --falls, --memory-limit and --merge",
         )
     found = opened(folder)
+    if found.settings.recipe not in ("", found.recipe()):
+        raise BadInput(
+            f"{folder}/recipe.toml has been edited since the run wrote it",
+            hint="put it back as it was, or start a new run with it: memfit train "
+            f"{folder}/recipe.toml --out DIR (what was trained is safe)",
+        )
     settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
     if not (settings.cpu or found.finished() or has_gpu()):
         raise BadInput(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,9 +101,14 @@ class Run:
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
         return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
 
-    def keep(self, settings: Settings, falls: Iterable[Fall]) -> None:
-        """Write run.json."""
+    def keep(self, settings: Settings, falls: Iterable[Fall], recipe: str | None = None) -> None:
+        """Write run.json; with the digest of the recipe that is there, unless another is given."""
+        settings = replace(settings, recipe=self.recipe() if recipe is None else recipe)
         write_json(self.path / RUN_FILE, {"settings": asdict(settings), "falls": [asdict(f) for f in falls]})
+
+    def recipe(self) -> str:
+        """The digest of recipe.toml."""
+        return blake2b((self.path / "recipe.toml").read_bytes(), digest_size=16).hexdigest()
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Write outcome.json."""
@@ -266,6 +272,7 @@ def evidence(run: Run, shortage: Shortage) -> Path:
 def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
     """Note a fall, put the old rung's files aside, and write those of the new one."""
     evidence(run, fall.shortage)
+    run.keep(run.settings, run.falls, recipe="")  # killed in between, either recipe is the run's own
     run.write_plan(plan)
     run.keep(settings, (*run.falls, fall))
 

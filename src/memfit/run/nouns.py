@@ -28,6 +28,7 @@ class Settings:
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
     lean_save: bool = False  # give back gradients and cached blocks before anything is written
     inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of what was read as the run began
+    recipe: str = ""  # digest of the recipe.toml of the present rung, as the run wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
