@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from memfit.watcher.census import live_tensors
 from memfit.watcher.holders import holders_of
+from memfit.watcher.hunt import named
 from memfit.watcher.roots import Found, Roots, variables_of
 from memfit.watcher.source import keeping_line
 
@@ -58,3 +62,50 @@ def test_the_shortest_way_to_a_name() -> None:
     (found,) = holders_of([outer["a"][0]], Roots()).values()
     assert found.path == "outer['a'][...]"
     assert found.function == inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
+
+
+class Probe:
+    """What a user registers as a hook."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, _: object, __: object, out: torch.Tensor) -> None:
+        self.seen.append(out.detach())
+
+
+def probe() -> object:
+    store: list[torch.Tensor] = []
+
+    def hook(_: object, __: object, out: torch.Tensor) -> None:
+        store.append(out.detach())
+
+    return hook
+
+
+@pytest.mark.parametrize(("make", "path"), [(Probe, "Probe.seen[...]"), (probe, "store[...]")])
+def test_what_a_hook_keeps_is_named_by_its_own_line(make: Callable[[], Any], path: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model[0][0].register_forward_hook(make())
+    model(torch.ones(1, 2))
+    kept = [t for t in live_tensors() if t.shape == (1, 2) and t.grad_fn is None and not (t == 1).all()]
+    assert len(kept) == 1
+    found = holders_of(kept, Roots())[0]
+    place, code = keeping_line(found)
+    assert found.path == path and place.endswith(".py:" + place.rpartition(":")[2]) and ".append(out.detach())" in code
+
+
+def test_where_no_line_stores_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "kept.py"
+    file.write_text("import torch\n")
+    assert keeping_line(Found("model.0.hooks[...]", str(file), 0, ""))[1] == ""
+    assert keeping_line(Found("model.0.hooks[...]", str(file), 0, ""))[0].endswith("kept.py")
+
+
+def test_the_graph_behind_a_list_of_losses_keeps_what_it_saved() -> None:
+    weight, losses = torch.ones(64, 64, requires_grad=True), []
+    for _ in range(4):
+        losses.append((weight.exp().pow(2)).sum())
+    (holder,) = named([t for t in live_tensors() if t.shape in ((), (64, 64)) and t.grad_fn is not None], Roots(), 4)
+    assert (holder.kind, holder.name) == ("graph", "losses[...]") and holder.bytes >= 64 * 64 * 4
+    assert "losses.append(" in holder.code

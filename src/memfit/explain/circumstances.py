@@ -44,10 +44,11 @@ _TROUBLE = re.compile(
 _LAST = re.compile(r".*(?:out of memory|outofmemory\w*|tried to allocate)")
 _WENT_ON = re.compile(
     r"\b(?:train\w*|fit\w*)\W+(?:\w+\W+){0,3}?(?:complet\w+|finish\w+|done)\b|['\"]train_runtime|\bstep \d+:? loss"
+    r"|\{['\"](?:eval_)?loss['\"]: "  # as transformers' Trainer prints it
 )
 _FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code|\(failed")
 _NEXT = re.compile(
-    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}\d+)"
+    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}?\d+)"
 )
 _ON_CHIP = re.compile(
     r"out of resources?: shared memory,? required:? (\d+),? hardware limit:? (\d+)|out of resources?: shared memory"

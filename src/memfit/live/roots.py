@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
 from memfit.live.objects import CONTAINERS, LEAVES, MOST_ITEMS, Name, names, of_the_user, parts, tensors
-from memfit.watcher.census import graph, storages
+from memfit.watcher.census import graph, saved_by, storages
 from memfit.watcher.roots import Found, Roots, own
 
 SMALL = 4096  # bytes a variable must keep to be named
@@ -292,7 +292,7 @@ class _Finder:
         """(bytes of each storage that the tensors' autograd graphs saved, how often a leaf is reached: the passes)."""
         nodes = list(graph(found))
         leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
-        return self.held(t for node in nodes for t in _saved(node)), max(leaves.values(), default=0)
+        return self.held(t for node in nodes for t in saved_by(node)), max(leaves.values(), default=0)
 
 
 def _of_models(value: Any) -> Iterator[Tensor]:
@@ -308,15 +308,3 @@ def _classes(held: list[Any]) -> str:
     """The classes of a library's objects in a container, the commonest first."""
     counts = Counter(type(part) for part in held if not isinstance(part, (*CONTAINERS, *LEAVES)))
     return ", ".join(kind.__name__ for kind, _ in counts.most_common(MOST_CLASSES) if not of_the_user(kind))
-
-
-def _saved(node: Any) -> Iterator[Tensor]:
-    """The tensors a node keeps for its backward; none once that is done."""
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                value = getattr(node, name)
-            except (RuntimeError, AttributeError):  # released, or of a kind Python cannot see
-                continue
-            saved = value if isinstance(value, tuple | list) else (value,)
-            yield from (part for part in saved if isinstance(part, Tensor))

@@ -67,3 +67,15 @@ def graph(tensors: Iterable[Tensor]) -> Iterator[Any]:
         fresh = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= fresh
         todo += fresh
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors a node keeps for its backward; none once that is done."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except (RuntimeError, AttributeError):  # released, or of a kind Python cannot see
+                continue
+            saved = value if isinstance(value, tuple | list) else (value,)
+            yield from (part for part in saved if isinstance(part, Tensor))

@@ -6,13 +6,16 @@ import functools
 import gc
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Sequence
-from types import FrameType, ModuleType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from memfit.watcher.roots import CACHE_OF, Found, Roots, key_text
+from memfit.watcher.roots import CACHE_OF, Found, Roots, key_text, own
 
-DEEPEST = 8  # links from a tensor up to a name
+DEEPEST = 12  # links from a tensor up to a name: a list of a hook's object, of a layer, of a layer, of a model
+HOOKS = re.compile(r"\._\w*hooks")  # of a module: no line of the program stores there by name
+CELL = "[cell "  # begins the step from what a function closes over to one of its variables
 WIDEST = 48  # objects per level: the walk compares everything on the heap with each of them
 
 
@@ -29,14 +32,20 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Found]:
     """Number of a thing -> the name that keeps it alive, by the shortest way; without those that no name leads to."""
     level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
     found: dict[int, Found] = {}
+    attributes: dict[
+        int, Found
+    ] = {}  # of objects of the program's classes, should nothing that leads to them have a name
     seen = {id(link.node): set(link.origins) for link in level}
     for _ in range(DEEPEST):
         open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
+        for link in open_links:
+            if (name := _attribute(link)) is not None:
+                attributes.update(dict.fromkeys(link.origins - attributes.keys(), name))
         if not open_links:
             break
         below = {id(link.node): link for link in open_links}
         level = list(_above(below, seen, things))
-    return found
+    return attributes | found
 
 
 def _resolved(link: Link, roots: Roots, found: dict[int, Found]) -> bool:
@@ -49,17 +58,32 @@ def _resolved(link: Link, roots: Roots, found: dict[int, Found]) -> bool:
 
 
 def _named(link: Link, roots: Roots) -> Found | None:
-    node, path = link.node, _short("".join(link.path))
+    node, steps = link.node, [step for step in link.path if step]
+    path = _short("".join(steps))
     if isinstance(node, functools._lru_cache_wrapper):
         function = inspect.unwrap(node)
         code = function.__code__
         return Found(f"{CACHE_OF}{function.__qualname__}()", code.co_filename, code.co_firstlineno, code.co_name)
+    if isinstance(node, FunctionType) and steps and steps[0].startswith(CELL):
+        code, number = node.__code__, int(steps[0][len(CELL) : -1])
+        if own(code.co_filename):  # the variable of a closure, whatever keeps the function
+            name = code.co_freevars[number] + _short("".join(steps[1:]))
+            return Found(name, code.co_filename, code.co_firstlineno, code.co_name)
     known = roots.names.get(id(node))
-    if known is not None:
+    if known is not None and not HOOKS.search(path):
         return Found(known.path + path, known.file, known.first, known.function)
-    if isinstance(node, ModuleType):  # of a library
+    if isinstance(node, ModuleType) and not HOOKS.search(path):  # of a library
         return Found(f"{node.__name__}{path}", getattr(node, "__file__", None) or "", 0, "")
     return None
+
+
+def _attribute(link: Link) -> Found | None:
+    """The attribute of an object of one of the program's classes."""
+    kind, path = type(link.node), _short("".join(link.path))
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if not path.startswith(".") or not isinstance(file, str) or not own(file):
+        return None
+    return Found(f"{kind.__name__}{path}", file, 0, kind.__name__)
 
 
 def _short(path: str) -> str:
@@ -92,6 +116,8 @@ def _way(above: Any, child: Link) -> tuple[str, ...]:
         return (f".{name}", *path[1:]) if name else path
     if isinstance(above, dict):
         return (next((key_text(key) for key, value in list(above.items()) if value is node), ""), *path)
+    if isinstance(above, tuple) and isinstance(node, CellType):
+        return (f"{CELL}{next(n for n, cell in enumerate(above) if cell is node)}]", *path)
     if isinstance(above, list | tuple | set | frozenset) or type(above).__name__ == "deque":
         return ("[...]", *path)
     attributes = getattr(above, "__dict__", None)

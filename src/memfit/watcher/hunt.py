@@ -18,7 +18,7 @@ from typing import Literal
 from torch import Tensor
 
 from memfit.sample import Holder
-from memfit.watcher.census import graph_size, live_bytes, live_tensors, storages
+from memfit.watcher.census import graph, graph_size, live_bytes, live_tensors, saved_by, storages
 from memfit.watcher.holders import WIDEST, holders_of
 from memfit.watcher.roots import CACHE_OF, Found, Roots
 from memfit.watcher.source import keeping_line
@@ -81,16 +81,29 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
     count, share = len(kept) / max(len(picked), 1) / steps, _per_byte(kept, picked) / steps
     first = {(name.path, name.file): name for name in found.values()}
     nameless = groups.pop(NOBODY, [])
-    holders = [
-        Holder(_kind(first[key]), key[0], *keeping_line(first[key], roots.running), *_amount(tensors, count, share))
-        for key, tensors in groups.items()
-    ]
+    holders = []
+    for key, tensors in groups.items():
+        nodes, saved = _behind(tensors, nameless)
+        nameless = [t for t in nameless if id(t) not in set(map(id, saved))]
+        many, size = _amount([*tensors, *saved], count, share)
+        where = keeping_line(first[key], roots.running)
+        if saved:
+            holders.append(Holder("graph", key[0], *where, max(round(nodes * count), 1), size))
+        else:
+            holders.append(Holder(_kind(first[key]), key[0], *where, many, size))
     many, size = _amount(nameless, count, share)
     if graphs:
         holders += [replace(graphs[0], bytes=size), *graphs[1:]]
     elif nameless:
         holders.append(Holder("unknown", NAMELESS, "", "", many, size))
     return tuple(sorted(holders, key=lambda h: -h.bytes)[:MOST_HOLDERS])
+
+
+def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+    """How many nodes the graphs behind these tensors have, and which of those without a name they saved."""
+    nodes = list(graph(tensors)) if nameless else []
+    saved = storages(t for node in nodes for t in saved_by(node)).keys()
+    return len(nodes), [t for t in nameless if storages([t]).keys() & saved]
 
 
 def _kind(name: Found) -> Literal["container", "variable"]:

@@ -36,7 +36,10 @@ def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]
     places = [(found.file, found.first, found.function)] if found.function else []
     places += [place for place in running if place[0] == found.file and place[2] != "<module>"]
     inside = [line for place in places for line in lines if line in _extent(*place)]
-    number = next(iter((*inside, *lines)), None) or found.first or 1
+    bound = (line for name in names for line in _bound(found.file).get(name, ()))
+    number = next(iter((*inside, *lines)), None) or found.first or next(bound, None)
+    if number is None:  # nothing in the source stores into it or binds it
+        return shown(found.file) if found.file else "", ""
     looped = {store.line: (store.key, store.looped) for store in kept}
     others = [line for line in dict.fromkeys(inside or lines) if line != number and looped[line] == looped[number]]
     also = f" (or line {', '.join(map(str, others[:MOST_LINES]))})" if others else ""
