@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
 import pickle
 import re
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -546,3 +548,16 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BadInput, match="unknown sink 'tensorbord'") as caught:
         memfit.watch(log=None, quiet=True, to=["tensorbord"])
     assert "tensorboard" in caught.value.hint
+
+
+def test_an_error_that_nobody_catches_ends_the_watch(tmp_path: Path) -> None:
+    log, program = tmp_path / "memory.jsonl", tmp_path / "train.py"
+    program.write_text(
+        "import memfit, torch\nnet = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(net.parameters(), 1)\n"
+        f"watched = memfit.watch(net, optimizer, log={str(log)!r})\n"
+        "net(torch.ones(1, 2)).sum().backward()\noptimizer.step()\nraise RuntimeError('boom')\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    (alarm,) = [row for row in map(json.loads, log.read_text().splitlines()) if row["type"] == "alarm"]
+    assert (alarm["kind"], alarm["text"]) == ("failed", "the run ended in RuntimeError: boom")
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError: boom")

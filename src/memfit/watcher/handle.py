@@ -24,7 +24,7 @@ from memfit.tape import PHASES, Phase, Role
 from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS
-from memfit.watcher.failure import failed
+from memfit.watcher.failure import ends_with_the_program, failed
 from memfit.watcher.hunt import APART, Hunt
 from memfit.watcher.meters import Meter, Reading
 from memfit.watcher.pace import Pace
@@ -94,6 +94,7 @@ class Watch:
         self._between_experiments(first)
         self._phase = "first_step"
         self._hook()
+        ends_with_the_program(self)
 
     # --- what a loop calls ---
 
