@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_a_log_is_read_as_windows_writes_it(encoding: str, tmp_path: Path, capsy
     path = tmp_path / "train.log"
     path.write_text(NOW, encoding=encoding)
     assert json.loads(run(capsys, str(path), "--json")[1])["messages"][0]["tried"] == 2 * GIB
+
+
+def test_a_log_is_read_as_logrotate_packs_it(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "train.log.gz"
+    packed = gzip.compress((NOW + "\n" + "epoch 1\n" * 1000).encode())
+    path.write_bytes(packed)
+    assert json.loads(run(capsys, str(path), "--json")[1])["messages"][0]["tried"] == 2 * GIB
+    path.write_bytes(packed[:-20])
+    code, out, err = run(capsys, str(path))
+    assert (code, out) == (2, "") and "hint:" in err
 
 
 def test_a_text_has_no_timeline(tmp_path: Path, capsys: Captured) -> None:

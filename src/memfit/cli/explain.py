@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shlex
 import sys
+import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
@@ -43,7 +45,9 @@ OWN = (
     Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
 )
-BINARY = (b"\x80", b"\x1f\x8b")  # a pickle, or anything packed with gzip
+GZIPPED = b"\x1f\x8b"
+BINARY = (b"\x80", GZIPPED)  # a pickle, or anything packed with gzip
+HEAD = 64  # bytes by which a file is known
 TAPE = b'{"format'
 DOCUMENT = re.compile(rb'\s*\{\s*"schema":\s*"(memfit\.(?!watch/)(\w+)/\d+)"')  # what a command printed with --json
 # what to read instead of a document that tells of no failure; by its kind, "" for predictions
@@ -137,7 +141,10 @@ def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
     path = Path(what)
     try:
         with nullcontext(sys.stdin.buffer) if what == "-" else path.open("rb") as file:
-            head = file.read(64)
+            head = file.read(HEAD)
+            packed = _packed_log(path) if what != "-" and head.startswith(GZIPPED) else None
+            if packed is not None:
+                return packed, None
             if what != "-" and head.startswith((*BINARY, TAPE)):
                 from memfit.snapshot import read
 
@@ -150,6 +157,22 @@ def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
         raise BadInput(f"{what} is empty", hint="give the log with the error in it, or a snapshot")
     _check_content(log.content, what)
     return log, None
+
+
+def _packed_log(path: Path) -> Log | None:
+    """The log that gzip packed; None for a history, and where it is broken off."""
+    from memfit.cli.logs import read_log
+
+    try:
+        with gzip.open(path) as file:
+            head = file.read(HEAD)
+            if head.startswith((*BINARY, TAPE)) or not head.strip():
+                return None
+            log = read_log(cast("BinaryIO", file), head)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return None  # told by who reads histories
+    _check_content(log.content, str(path))
+    return log
 
 
 def _check_content(content: bytes, what: str) -> None:
