@@ -30,7 +30,7 @@ ALONE: dict[str, Cause] = {
     "best_state_so_far": "temporaries", "checkpoint_moved_whole": "activations", "companions_in_a_pipeline": "capacity",
     "ema_of_tensors": "activations", "last_error_shown": "activations", "modules_trained_whole": "optimizer-states",
     "teachers_in_a_wrapper": "capacity", "encoders_beside_a_net": "capacity", "gradients_of_every_task": "activations",
-    "errors_of_a_sweep": "leak",
+    "errors_of_a_sweep": "leak", "errors_in_a_log": "leak", "two_checkpoints_compared": "capacity",
 }  # fmt: skip
 # stacks="python" tell no operators: of attention, of a cache that grows; nor a workspace from a gradient
 LIVE_PYTHON: dict[str, Cause] = {"caches_of_every_token": "leak", "eager_attention": "activations"}
@@ -40,6 +40,7 @@ ALONE_PYTHON: dict[str, Cause] = {
 }  # fmt: skip
 CERTAIN = {
     "caches_of_every_token",
+    "errors_in_a_log",
     "errors_of_a_sweep",
     "eval_keeps_logits",
     "modules_trained_whole",

@@ -166,7 +166,7 @@ def _packed_log(path: Path) -> Log | None:
     try:
         with gzip.open(path) as file:
             head = file.read(HEAD)
-            if head.startswith((*BINARY, TAPE)) or not head.strip():
+            if head.startswith((*BINARY, b"{")) or not head.strip():  # a tape is a document
                 return None
             log = read_log(cast("BinaryIO", file), head)
     except (EOFError, gzip.BadGzipFile, zlib.error):

@@ -57,7 +57,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         remade = growing is not None and growing.line == m.line and m.asked > growing.largest
         if remade or free <= max(kept, _more(m)):
             return Clue("fragmentation", WEAK + 10, proof)
-        if m.turn >= 0 and not m.passed:  # what the first pass would have needed further is not known
+        if (m.turn >= 0 and not m.passed) or m.asker.startswith(OF_CACHE):  # what was still to come is not known
             return Clue("fragmentation", WEAK + 10, proof)
         if m.phase == "load" and not e.roots:  # a file does not say how much was to come
             return Clue("fragmentation", WEAK, proof)

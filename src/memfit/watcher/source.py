@@ -137,7 +137,11 @@ def _bound(file: str) -> dict[str, tuple[int, ...]]:
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in {name for target in targets for part in ast.walk(target) for name, _ in _names(part)}:
+            parts = (part for target in targets for part in ast.walk(target))
+            bound = (
+                part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)
+            )  # log.level binds no log
+            for name in {name for part in bound for name, _ in _names(part)}:
                 found.setdefault(name, []).append(node.lineno)
     return {name: tuple(lines) for name, lines in found.items()}
 
