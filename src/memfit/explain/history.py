@@ -175,7 +175,8 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
     if m.passed and m.scale > LARGER:
         more = round((m.scale - 1) * before)
         proof = Proof(
-            f"its tensors are {m.scale:.1f} times as large as those of any pass before it: it comes to more by", more
+            f"its tensors are {m.scale:.1f} times as large as those of any pass before it, and it needs more than they did",
+            more,
         )
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE, proof, e.line)
     states = m.of("optimizer_states")

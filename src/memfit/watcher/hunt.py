@@ -84,7 +84,8 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
     holders = []
     for key, tensors in groups.items():
         nodes, saved = _behind(tensors, nameless)
-        nameless = [t for t in nameless if id(t) not in set(map(id, saved))]
+        taken = set(map(id, saved))
+        nameless = [t for t in nameless if id(t) not in taken]
         many, size = _amount([*tensors, *saved], count, share)
         where = keeping_line(first[key], roots.running)
         if saved:
