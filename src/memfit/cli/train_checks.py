@@ -52,7 +52,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
     if 0 < numbers < found.lengths.count:
         raise BadInput(
             f"{data}, line {line}: what is text in other samples is a number here, or true or false",
-            hint=f'write it as text, between quotes: "..."; there are {numbers:,} such samples',
+            hint=f'write it as text, between quotes: "..."; samples like it: {numbers:,}',
         )
     for broken in found.reasons:
         if any(words in broken.reason for words in UNREADABLE):
