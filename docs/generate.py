@@ -62,25 +62,21 @@ def commands() -> str:
 
 
 def file_tree() -> str:
-    """Every module with the first sentence of its docstring, folder by folder."""
-    rows, shown = ["```"], set()
-    for folder in ("src/memfit", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (p.parent.parts, p.name)):
-            parent = path.relative_to(ROOT).parent
-            if parent not in shown:
-                shown.add(parent)
-                rows.append(f"{parent}/")
-            text = ast.get_docstring(ast.parse(path.read_text())) or ""
-            rows.append(f"  {path.name:<20} {text.splitlines()[0] if text else ''}"[:150].rstrip())
+    """The rooms of the package, one line each: the first sentence of every docstring at the top level."""
+    package = ROOT / "src" / "memfit"
+    rooms = [(f"{path.parent.name}/", path) for path in sorted(package.glob("*/__init__.py"))]
+    modules = [(path.name, path) for path in sorted(package.glob("[!_]*.py"))]
+    rows = ["```", "src/memfit/"]
+    for name, path in rooms + modules:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append(f"  {name:<14} {text.splitlines()[0]}".rstrip())
     return "\n".join([*rows, *REST, "```"]) + "\n"
 
 
-REST = (  # what is no Python file
-    "src/memfit/            also glossary.toml, every word memfit prints, and py.typed",
-    "src/memfit/catalogue/  also gpus.toml (a table per card), models.json and models/*.json (published config.json files)",
-    "src/memfit/report/     also timeline.html, the page of a timeline",
-    "docs/                  the pages below; generate.py writes their generated parts",
-    "tests/                 test_X.py tests the module or package X; data/ holds records of real runs",
+REST = (  # what is no part of the package
+    "benchmarks/      accuracy, speed and the virtual GPU against recorded runs; measure/ runs on a real card",
+    "docs/            the pages named above; generate.py writes their generated parts",
+    "tests/           test_X.py tests the module or room X; data/ holds records of real runs",
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memfit._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from memfit.architecture import Architecture as Architecture
     from memfit.cards import find_gpu as find_gpu
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from memfit.watcher.lightning import LightningCallback as LightningCallback
     from memfit.watcher.loop import watch as watch
     from memfit.watcher.transformers import MemfitCallback as MemfitCallback
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Architecture": "memfit.architecture",

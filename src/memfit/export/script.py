@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import memfit.framework_names as names
 import memfit.launch as launch
-from memfit import __version__
+from memfit._version import __version__
 from memfit.export.script_data import DATA
 from memfit.export.text import WIDTH, comment, literal, summary
 from memfit.job import AS_USUAL, Recipe, Training

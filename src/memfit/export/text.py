@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from memfit import __version__
+from memfit._version import __version__
 from memfit.job import Recipe
 from memfit.plan import Plan
 from memfit.units import human
