@@ -20,9 +20,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from memfit.alloc_conf import AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.tape import SegmentAlloc
+from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf
+from memfit.nouns.tape import SegmentAlloc
 
 DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data" / "allocator_programs"
 GIVES_BACK, TAKES = "FU", "SM"  # segment_free and segment_unmap, segment_alloc and segment_map

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from memfit import catalogue
-from memfit.architecture import Architecture
 from memfit.families import DIALECTS, FAMILIES, architecture
+from memfit.nouns.architecture import Architecture
 
 INDEX = Path(catalogue.__file__).parent / "models.json"
 # Model code that lives in the checkpoint's repository: compared with published counts only (see the index's notes)

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from memfit import Recipe, catalogue, combinations, estimate, find_gpu
-from memfit.architecture import Architecture
 from memfit.errors import MemfitError, Unsupported
 from memfit.families import architecture
-from memfit.footprint import Footprint, PhasePeak
-from memfit.gpu import Gpu
 from memfit.hub import resolve_config
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint, PhasePeak
+from memfit.nouns.gpu import Gpu
 from memfit.replay import replay
 from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe

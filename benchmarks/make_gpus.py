@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from memfit.gpu import Gpu
+from memfit.nouns.gpu import Gpu
 from memfit.units import GB, MIB
 
 HERE = Path(__file__).resolve().parent

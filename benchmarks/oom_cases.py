@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from memfit.explain import explain, read_text
-from memfit.finding import Cause, Finding
+from memfit.nouns.finding import Cause, Finding
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 READ = DATA / "oom_cases_read.csv"

@@ -83,9 +83,9 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
 
 def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
     """The same from a tape that was unrolled from shallow models; None where it cannot be."""
-    from memfit.alloc_conf import parse_alloc_conf
     from memfit.cards import find_gpu
-    from memfit.tape import Alloc
+    from memfit.nouns.alloc_settings import parse_alloc_conf
+    from memfit.nouns.tape import Alloc
     from memfit.virtual import Answers, depths, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
@@ -155,7 +155,7 @@ def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None
 
 def _names(events: Any) -> dict[int, str]:
     """Position of every mark on a tape -> its name in the manner of `phase_of`."""
-    from memfit.tape import Mark
+    from memfit.nouns.tape import Mark
 
     names, step, micro, stepped = {}, 1, 0, False
     for position, event in enumerate(events):

@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from memfit.alloc_conf import Torch, parse_alloc_conf
 from memfit.allocator import Allocator
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import Torch, parse_alloc_conf
 from memfit.replay import replay
 from memfit.retrace import retrace
 from memfit.snapshot import pickles

@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from memfit.formula.estimate import estimate
+from memfit.nouns.verdicts import judge
 from memfit.units import GIB
-from memfit.verdicts import judge
 from published.case import NotCovered
 from published.rows import read_rows
 from published.verdict_cases import Outcome, fits, out_of_memory

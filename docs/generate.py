@@ -101,7 +101,7 @@ def techniques() -> str:
 
 def optimizers() -> str:
     """The optimizer table with bytes per trained bf16 parameter."""
-    from memfit.architecture import Weight
+    from memfit.nouns.architecture import Weight
     from memfit.optimizers import OPTIMIZERS
 
     rows = ["| `--optimizer` | | bytes of state per bf16 weight | needs | |", "|---|---|---:|---|---|"]
@@ -230,7 +230,7 @@ def excerpt(path: str, start: str, stop: str) -> str:
 def causes() -> str:
     """Every cause memfit explain knows, with its first remedy."""
     from memfit.explain.remedies import REMEDIES
-    from memfit.finding import CAUSES
+    from memfit.nouns.finding import CAUSES
 
     rows = ["| cause | what happened | first remedy |", "|---|---|---|"]
     rows += [f"| `{cause}` | {title} | {REMEDIES[cause][0].text} |" for cause, title in CAUSES.items()]

@@ -6,11 +6,11 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from memfit.families import architecture
-from memfit.footprint import Footprint, Levels, PhasePeak
-from memfit.gpu import Gpu
-from memfit.job import Job, Recipe
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.optimizers import OPTIMIZERS
-from memfit.plan import Judgement, Plan, Rung
 from memfit.units import GIB
 
 LLAMA = {

@@ -20,8 +20,9 @@ from memfit import recipe_file
 from memfit.cards import custom_gpu
 from memfit.formula.estimate import estimate
 from memfit.hub import resolve_model
-from memfit.job import AS_USUAL, Job, Recipe, Training
-from memfit.plan import Plan
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
+from memfit.nouns.plan import Plan
+from memfit.nouns.verdicts import judge
 from memfit.run import embedded, folder, worker
 from memfit.run.environment import environment
 from memfit.run.keeper import Keeper
@@ -29,7 +30,6 @@ from memfit.run.limit import CountingMeter
 from memfit.run.nouns import Event, Outcome, Settings
 from memfit.run.samples import Ledger
 from memfit.units import GIB
-from memfit.verdicts import judge
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -16,7 +16,7 @@ from memfit.adopt import FORMATS, adopt
 from memfit.combinations import refusal
 from memfit.errors import BadInput, Unsupported
 from memfit.export import export, write
-from memfit.job import RECIPE_FIELDS, Recipe
+from memfit.nouns.job import RECIPE_FIELDS, Recipe
 from memfit.recipe_file import SIZE_LIMIT
 from plans import CHOICES, GRID, SINGLES, make_plan
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.alloc_conf import NO_ROUNDUP, AllocSettings, parse_alloc_conf
 from memfit.errors import BadInput, MemfitError
+from memfit.nouns.alloc_settings import NO_ROUNDUP, AllocSettings, parse_alloc_conf
 from memfit.units import MIB
 
 

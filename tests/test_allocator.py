@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator, OutOfMemory
 from memfit.allocator.blocks import PENDING, allocation_size, round_size
 from memfit.errors import Unsupported
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.units import GIB, KIB, MIB
 
 DATA = Path(__file__).parent / "data"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.alloc_conf import parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
-from memfit.tape import SegmentAlloc
+from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.nouns.tape import SegmentAlloc
 from memfit.units import KIB, MIB
 
 SETTINGS = st.sampled_from(

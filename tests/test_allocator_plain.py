@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, find_gpu, resolve_model
-from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator, GrowingAllocator, OutOfMemory, PlainAllocator, allocator_for
 from memfit.formula.account import Account
 from memfit.formula.estimate import tape_of
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.units import KIB, MIB
 
 Quick = PlainAllocator | GrowingAllocator

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from memfit.alloc_conf import AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator, restore
 from memfit.capacity import CONTEXT_BAND, Capacity, capacity
-from memfit.gpu import Gpu
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, SegmentAlloc, Tape
 from memfit.replay import alive_at, begun, replay, run, to_ops
 from memfit.report.replay import facts
 from memfit.retrace import retrace
 from memfit.smallest import smallest_capacity
 from memfit.snapshot import read
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, SegmentAlloc, Tape
 from memfit.units import GIB, MIB
 
 DATA = Path(__file__).parent / "data"

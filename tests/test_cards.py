@@ -29,7 +29,7 @@ from memfit.cards import (
     recognise,
 )
 from memfit.errors import BadInput, MemfitError, UnknownName
-from memfit.gpu import Gpu
+from memfit.nouns.gpu import Gpu
 from memfit.units import GB, GIB, MIB
 
 GPUS = list_gpus()

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import memfit  # noqa: E402
 from memfit.families import architecture  # noqa: E402
 from memfit.formula.account import Account  # noqa: E402
-from memfit.job import Recipe  # noqa: E402
+from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.trainers import trainer  # noqa: E402
 
 BATCH, LENGTH = 2, 64

@@ -16,8 +16,8 @@ import closed_form
 from memfit import Recipe, estimate, find_gpu
 from memfit.cautions import cautions
 from memfit.families import architecture
-from memfit.footprint import Footprint
 from memfit.hub import resolve_config
+from memfit.nouns.footprint import Footprint
 from memfit.replay import replay
 from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from memfit import codec, tape_file, watch_file
 from memfit.compare import compare
-from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.measured import REST, footprint_of
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.sample import Header, MeterName, Sample, Watched
+from memfit.nouns.tape import PHASES, ROLES, Alloc, Free, Mark, Phase, Role, Tape
 from memfit.report.compare import compare_view
-from memfit.sample import Header, MeterName, Sample, Watched
-from memfit.tape import PHASES, ROLES, Alloc, Free, Mark, Phase, Role, Tape
 from memfit.units import GIB, MIB
 
 Ran = Callable[..., tuple[int, str, str]]

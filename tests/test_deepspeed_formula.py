@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
 from memfit.families import architecture
-from memfit.footprint import Footprint
 from memfit.formula import coordinator
+from memfit.nouns.footprint import Footprint
 
 DATA = json.loads((Path(__file__).parent / "data" / "deepspeed_runs.json").read_text())
 GPU = find_gpu("a100-80gb")

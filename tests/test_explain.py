@@ -30,11 +30,11 @@ from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
 from memfit.explain.text import clues
-from memfit.finding import CAUSES, Cause
 from memfit.hub import list_models
-from memfit.job import RECIPE_FIELDS
+from memfit.nouns.finding import CAUSES, Cause
+from memfit.nouns.job import RECIPE_FIELDS
+from memfit.nouns.tape import Alloc, Free, Mark, Oom, Tape
 from memfit.snapshot import read
-from memfit.tape import Alloc, Free, Mark, Oom, Tape
 from memfit.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]

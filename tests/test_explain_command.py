@@ -12,7 +12,7 @@ from rich.console import Console
 
 from memfit import cli
 from memfit.explain import Evidence
-from memfit.finding import Finding, Remedy
+from memfit.nouns.finding import Finding, Remedy
 from memfit.report.explain import explain_view
 from memfit.units import GIB
 

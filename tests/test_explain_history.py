@@ -11,13 +11,13 @@ from memfit.explain import Evidence, Root, explain
 from memfit.explain.memory import Memory
 from memfit.explain.reading import BEFORE, NOWHERE, memory_of
 from memfit.explain.watched import evidence_of
-from memfit.finding import Cause
-from memfit.footprint import Levels
+from memfit.nouns.finding import Cause
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Header, Holder, Leak, MeterName, Sample, Watched
+from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
 from memfit.report.explain import explain_view
-from memfit.sample import Header, Holder, Leak, MeterName, Sample, Watched
 from memfit.snapshot import read
 from memfit.snapshot.roles import Births
-from memfit.tape import Alloc, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
 from memfit.units import MIB
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"  # where they lie beside the repository

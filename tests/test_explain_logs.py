@@ -9,7 +9,7 @@ import pytest
 from memfit import cli
 from memfit.explain import explain, read_text
 from memfit.explain.stated import stated
-from memfit.finding import Cause
+from memfit.nouns.finding import Cause
 from memfit.units import GIB, MIB
 
 TRACE = "Traceback (most recent call last):\n"

@@ -30,8 +30,8 @@ from memfit.export.dataset import layout_of
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
 from memfit.hub import resolve_model
-from memfit.job import Recipe, Training
-from memfit.plan import Judgement, Plan
+from memfit.nouns.job import Recipe, Training
+from memfit.nouns.plan import Judgement, Plan
 from memfit.recipe_file import loads
 from memfit.units import GIB, human
 from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan

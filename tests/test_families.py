@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import catalogue
-from memfit.architecture import Architecture
 from memfit.catalogue import Entry
 from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.families import DIALECTS, FAMILIES, architecture
+from memfit.nouns.architecture import Architecture
 
 ENTRIES = catalogue.entries()
 MODELLED = [entry for entry in ENTRIES if entry.parameters is not None]

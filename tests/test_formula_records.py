@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from memfit import Recipe
-from memfit.architecture import Architecture
 from memfit.families import architecture
 from memfit.formula.fold import Meter
 from memfit.formula.numerics import numerics
@@ -18,6 +17,7 @@ from memfit.formula.run import Step
 from memfit.formula.setup import Situation, micro_step_of
 from memfit.formula.size import Dims
 from memfit.formula.static import static_of
+from memfit.nouns.architecture import Architecture
 from memfit.optimizers import optimizer
 from memfit.trainers import trainer
 

@@ -22,9 +22,9 @@ from conftest import Ran
 from memfit import cards, export, launch, recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
-from memfit.job import Recipe, Training
 from memfit.launch import ACCELERATE_FILE
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe, Training
+from memfit.nouns.plan import Plan
 from memfit.recipe_file import RecipeFile
 from memfit.run.environment import environment
 from memfit.run.jobs import TARGETS, files

@@ -11,8 +11,8 @@ from memfit.errors import Unsupported
 from memfit.formula.account import Account
 from memfit.formula.estimate import estimate, tape_of
 from memfit.formula.recording import _names, recorded
+from memfit.nouns.tape import Alloc, EmptyCache, Free, Mark, Role
 from memfit.replay import alive_at, replay
-from memfit.tape import Alloc, EmptyCache, Free, Mark, Role
 
 GPU = find_gpu("a100-80gb")
 RECIPES = {

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import tape_file
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, parse_alloc_conf
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.errors import BadInput
-from memfit.footprint import Levels
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, parse_alloc_conf
+from memfit.nouns.footprint import Levels
+from memfit.nouns.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
 from memfit.smallest import (
     Attempt,
@@ -25,7 +26,6 @@ from memfit.smallest import (
     smallest_capacity,
     smallest_capacity_of,
 )
-from memfit.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 DATA = Path(__file__).parent / "data"

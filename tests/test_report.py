@@ -22,13 +22,15 @@ from memfit.catalogue import config, entries
 from memfit.combinations import refusal
 from memfit.errors import UnknownName, Unsupported
 from memfit.families import architecture
-from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
-from memfit.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
 from memfit.lengths import Lengths
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
+from memfit.nouns.plan import Judgement, Plan, Rung
+from memfit.nouns.tape import PHASES, ROLES
+from memfit.nouns.verdicts import judge
 from memfit.optimizers import OPTIMIZERS
-from memfit.plan import Judgement, Plan, Rung
 from memfit.planner import techniques
 from memfit.report.bar import Share, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
@@ -43,9 +45,7 @@ from memfit.report.techniques import techniques_view
 from memfit.report.why import explain
 from memfit.report.why_view import arithmetic, why_view
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
-from memfit.tape import PHASES, ROLES
 from memfit.units import GIB
-from memfit.verdicts import judge
 from plans import CARD, FITS, changed
 
 SMALL, GPU = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from memfit.errors import BadInput
 from memfit.explain.reading import memory_of
+from memfit.nouns.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 from memfit.replay import alive_at, replay
 from memfit.retrace import retrace
 from memfit.snapshot import pickles, read
 from memfit.snapshot.frames import Reader
 from memfit.snapshot.history import tape_of
-from memfit.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]

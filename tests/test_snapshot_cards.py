@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from memfit import footprints, watch_file
-from memfit.alloc_conf import AllocSettings
 from memfit.errors import BadInput
 from memfit.explain.reading import memory_of
+from memfit.nouns.alloc_settings import AllocSettings
+from memfit.nouns.sample import Header, Sample
+from memfit.nouns.tape import WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.snapshot_pickle import snapshot
 from memfit.report.timeline_html import SHOWN, sample
 from memfit.retrace import as_recorded, made_with, room_of
-from memfit.sample import Header, Sample
 from memfit.snapshot import read
 from memfit.snapshot.history import tape_of
-from memfit.tape import WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.units import GIB, MIB
 
 Ran = Callable[..., tuple[int, str, str]]
@@ -224,7 +224,7 @@ def test_a_tape_that_cannot_be_replayed_is_a_mistake(tape: Tape, said: str) -> N
 
 def outside(tmp_path: Path, device: int) -> Path:
     """The log of a run that NVML saw."""
-    from memfit.footprint import Levels
+    from memfit.nouns.footprint import Levels
 
     levels = Levels(0, 0, 0, device)
     path = tmp_path / "seen.jsonl"

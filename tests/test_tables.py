@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, combinations, errors, find_gpu, resolve_model
-from memfit.architecture import Weight
 from memfit.formula.losses import LOSSES
-from memfit.job import check_values
+from memfit.nouns.architecture import Weight
+from memfit.nouns.job import check_values
 from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
 from memfit.quantization import QUANTIZATIONS, Quantization
 from memfit.trainers import TRAINERS, Trainer, taken_as, trainer

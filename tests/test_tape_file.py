@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from memfit import tape_file
 from memfit.errors import BadInput
-from memfit.snapshot import read
-from memfit.tape import (
+from memfit.nouns.tape import (
     PHASES,
     ROLES,
     Alloc,
@@ -31,6 +30,7 @@ from memfit.tape import (
     SegmentFree,
     Tape,
 )
+from memfit.snapshot import read
 
 WORDS, IDS, SIZES = st.text(max_size=12), st.integers(-(2**40), 2**62), st.integers(0, 2**50)
 ALLOCS = st.builds(Alloc, IDS, SIZES, st.sampled_from(ROLES), WORDS, st.integers(0, 2**40))

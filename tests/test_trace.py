@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, cli, codec, find_gpu
-from memfit.alloc_conf import parse_alloc_conf
 from memfit.capacity import capacity
 from memfit.errors import BadInput
 from memfit.hub import resolve_config
+from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.nouns.tape import Alloc, Free, Mark, Tape
 from memfit.replay import replay
-from memfit.tape import Alloc, Free, Mark, Tape
 from memfit.traced import footprint_of, general, judged
 from memfit.virtual.tracing import trace_recipe
 

@@ -16,8 +16,8 @@ from memfit import Recipe, find_gpu
 from memfit.cli.trace import beliefs
 from memfit.errors import Unsupported
 from memfit.formula.sharding import NCCL_BYTES
+from memfit.nouns.tape import Phase
 from memfit.replay import replay
-from memfit.tape import Phase
 from memfit.virtual.jobs.recipe import setup_of
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.tracing import trace_recipe

@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")
 
 from memfit import cli
 from memfit.errors import BadInput
-from memfit.tape import Alloc, Tape
+from memfit.nouns.tape import Alloc, Tape
 from memfit.virtual.launched import launcher_file, processes_of, variables
 from memfit.virtual.script import trace_script
 

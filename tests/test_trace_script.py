@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
+from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
 from memfit.replay import replay  # noqa: E402
-from memfit.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
 from memfit.virtual import Answers  # noqa: E402
 from memfit.virtual.script import Outcome, trace_script  # noqa: E402
 

@@ -21,7 +21,7 @@ import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
 from memfit.cli.train_checks import check_data  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
-from memfit.job import Recipe, Training  # noqa: E402
+from memfit.nouns.job import Recipe, Training  # noqa: E402
 from memfit.run import worker  # noqa: E402
 from memfit.run.attempt import _module, attempt  # noqa: E402
 from memfit.run.children import in_child, with_earlier  # noqa: E402
@@ -240,10 +240,10 @@ def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
 def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], tmp_path: Path) -> None:
     """As a GPU leaves it: the log of a watch on a card, of the present rung alone."""
     from memfit import watch_file
-    from memfit.footprint import Levels
+    from memfit.nouns.footprint import Levels
+    from memfit.nouns.sample import Header, Sample
     from memfit.run.card import card
     from memfit.run.folder import MEMORY_FILE
-    from memfit.sample import Header, Sample
 
     run = Run(tmp_path)
     for name in ("run.json", "recipe.toml"):

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.export.requirements import packages  # noqa: E402
-from memfit.job import Recipe  # noqa: E402
 from memfit.launch import backend  # noqa: E402
+from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.descend import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
 from memfit.run.cause import cause  # noqa: E402

@@ -18,7 +18,7 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
-from memfit.job import Recipe  # noqa: E402
+from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.run.children import command  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
 from memfit.run.keeper import Keeper  # noqa: E402

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
-from memfit.job import Recipe  # noqa: E402
+from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.run.attempt import _module, attempt, load  # noqa: E402
 from memfit.run.folder import Run  # noqa: E402
 from memfit.run.supervise import supervise  # noqa: E402

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 pytest.importorskip("trl")
 
 from memfit import Recipe, cli
-from memfit.alloc_conf import parse_alloc_conf
 from memfit.capacity import capacity
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
+from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
 from memfit.traced import judged
 from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
 from memfit.virtual import depths

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from memfit import Recipe  # noqa: E402
-from memfit.tape import Alloc, Free, Mark, Tape  # noqa: E402
+from memfit.nouns.tape import Alloc, Free, Mark, Tape  # noqa: E402
 from memfit.unrolled import NotPeriodic, in_order_of_birth  # noqa: E402
 from memfit.virtual import depths  # noqa: E402
 from memfit.virtual.folded import fold, rows_of, unfold  # noqa: E402

@@ -11,7 +11,7 @@ from memfit.formula import varied
 from memfit.formula.account import Account
 from memfit.formula.size import Dims
 from memfit.hub import resolve_model
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 from memfit.trainers import trainer
 
 MODEL = resolve_model("qwen-1_8b-chat", offline=True)

@@ -15,8 +15,8 @@ pytest.importorskip("trl")
 from memfit import Recipe, estimate, find_gpu, resolve_model, virtual_gpu  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.hub import resolve_config  # noqa: E402
+from memfit.nouns.tape import Alloc  # noqa: E402
 from memfit.replay import replay  # noqa: E402
-from memfit.tape import Alloc  # noqa: E402
 from memfit.virtual.flash_attn import standing_in  # noqa: E402
 from memfit.virtual.script import trace_script  # noqa: E402
 from memfit.virtual.tracing import trace_recipe  # noqa: E402

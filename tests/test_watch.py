@@ -25,8 +25,8 @@ import memfit
 from memfit import watch_file
 from memfit.errors import BadInput
 from memfit.explain.watched import evidence_of
-from memfit.footprint import Footprint, Levels, PhasePeak
-from memfit.sample import Leak
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Leak
 from memfit.units import GIB, MIB
 from memfit.virtual import Card
 from memfit.watcher import experiments, handle

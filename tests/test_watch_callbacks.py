@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.sample import Sample
+from memfit.nouns.sample import Sample
 
 QUIET = {"log": None, "quiet": True}
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from memfit import watch_file
 from memfit.errors import BadInput, Unsupported
-from memfit.footprint import Footprint, Levels, PhasePeak
-from memfit.sample import Alarm, Header, Holder, Leak, Sample, Watched
-from memfit.tape import PHASES
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Alarm, Header, Holder, Leak, Sample, Watched
+from memfit.nouns.tape import PHASES
 
 sizes = st.integers(0, 1 << 50)
 levels = st.builds(Levels, sizes, sizes, sizes, sizes)

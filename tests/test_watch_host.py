@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from memfit.doubt import doubt, stopped
-from memfit.footprint import Levels
 from memfit.growth import Series
-from memfit.sample import Header, Leak, Sample
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Header, Leak, Sample
 from memfit.units import KIB, MIB
 from memfit.watcher import meters
 from memfit.watcher.census import live_tensors

@@ -20,8 +20,8 @@ import pytest
 
 from memfit import codec, watch_file
 from memfit.errors import BadInput
-from memfit.footprint import Levels
-from memfit.sample import Header, Sample
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Header, Sample
 from memfit.units import GIB, MIB
 from memfit.watcher.outside import run
 from memfit.watcher.processes import NvmlMeter, RssMeter, family

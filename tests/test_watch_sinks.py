@@ -11,8 +11,8 @@ from urllib.request import urlopen
 import pytest
 
 from memfit.errors import BadInput
-from memfit.footprint import Levels
-from memfit.sample import Alarm, Header, Sample
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Alarm, Header, Sample
 from memfit.watcher.sinks import SINKS, open_sinks
 
 HEADER = Header("train.py", "cuda")

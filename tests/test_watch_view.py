@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Alarm, Header, Holder, Leak, MeterName, Sample, Watched
+from memfit.nouns.tape import Phase
 from memfit.report.watching import closing_view, leak_lines, live_view, status_of
-from memfit.sample import Alarm, Header, Holder, Leak, MeterName, Sample, Watched
-from memfit.tape import Phase
 from memfit.units import GIB, KIB, MIB
 from memfit.watcher.screens import Live, Plain
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from conftest import Ran
 from memfit import errors, units
-from memfit.job import _CHOICES as CHOICES
-from memfit.job import MEANT, Recipe, check_values
+from memfit.nouns.job import _CHOICES as CHOICES
+from memfit.nouns.job import MEANT, Recipe, check_values
 from memfit.run import embedded
 
 

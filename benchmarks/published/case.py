@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.architecture import Architecture
 from memfit.cards import find_gpu
 from memfit.errors import MemfitError
-from memfit.gpu import Gpu
 from memfit.hub import resolve_model
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
 from memfit.trainers import Trainer
 from published.rows import Row
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import mean, pstdev
 
-from memfit.alloc_conf import LATEST_TORCH
 from memfit.formula.account import Account
 from memfit.formula.estimate import estimate
 from memfit.formula.varied import levels_over, reserved_over
+from memfit.nouns.alloc_settings import LATEST_TORCH
 from published.case import Case
 
 TRAINING = ("load", "first_step", "step")

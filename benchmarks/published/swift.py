@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Architecture
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
 from published.lengths import DATASETS, drawn

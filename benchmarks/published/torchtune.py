@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 from memfit.trainers import trainer
 from published.case import Case, Compared, NotCovered, accumulation, architecture_of, compared_of, gpu_of, one_gpu
 from published.rows import Row

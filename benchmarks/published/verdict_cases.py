@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from memfit.architecture import Architecture
 from memfit.cards import find_gpu
 from memfit.families import architecture
-from memfit.gpu import Gpu
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
 from memfit.trainers import Trainer, trainer
 from published import litgpt
 from published.case import Case, NotCovered, architecture_of, fixed_length, gpu_of

@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 from memfit._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from memfit.architecture import Architecture as Architecture
     from memfit.cards import find_gpu as find_gpu
-    from memfit.footprint import Footprint as Footprint
     from memfit.formula.estimate import estimate as estimate
-    from memfit.gpu import Gpu as Gpu
     from memfit.hub import resolve_model as resolve_model
-    from memfit.job import Job as Job
-    from memfit.job import Recipe as Recipe
     from memfit.live import explain_oom as explain_oom
+    from memfit.nouns.architecture import Architecture as Architecture
+    from memfit.nouns.footprint import Footprint as Footprint
+    from memfit.nouns.gpu import Gpu as Gpu
+    from memfit.nouns.job import Job as Job
+    from memfit.nouns.job import Recipe as Recipe
+    from memfit.nouns.verdicts import judge as judge
     from memfit.planner import make_plan as make_plan
     from memfit.thumb import static_lines as static_lines
-    from memfit.verdicts import judge as judge
     from memfit.virtual import virtual_gpu as virtual_gpu
     from memfit.watcher.lightning import LightningCallback as LightningCallback
     from memfit.watcher.loop import watch as watch
     from memfit.watcher.transformers import MemfitCallback as MemfitCallback
 
 _LAZY = {
-    "Architecture": "memfit.architecture",
-    "Footprint": "memfit.footprint",
-    "Gpu": "memfit.gpu",
-    "Job": "memfit.job",
-    "Recipe": "memfit.job",
+    "Architecture": "memfit.nouns.architecture",
+    "Footprint": "memfit.nouns.footprint",
+    "Gpu": "memfit.nouns.gpu",
+    "Job": "memfit.nouns.job",
+    "Recipe": "memfit.nouns.job",
     "explain_oom": "memfit.live",
     "estimate": "memfit.formula.estimate",
     "find_gpu": "memfit.cards",
-    "judge": "memfit.verdicts",
+    "judge": "memfit.nouns.verdicts",
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.hub",
     "static_lines": "memfit.thumb",

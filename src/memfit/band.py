@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memfit.footprint import Footprint, Levels
-from memfit.sample import METERS, Alarm, Header, Sample
-from memfit.tape import Phase
+from memfit.nouns.footprint import Footprint, Levels
+from memfit.nouns.sample import METERS, Alarm, Header, Sample
+from memfit.nouns.tape import Phase
+from memfit.nouns.verdicts import BAND_SHARE
 from memfit.units import human
-from memfit.verdicts import BAND_SHARE
 
 CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it the next longer batch may be one too long
 

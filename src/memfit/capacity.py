@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
-from memfit.gpu import Gpu
-from memfit.plan import Judgement, Verdict
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.plan import Judgement, Verdict
+from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
+from memfit.nouns.verdicts import BAND_SHARE
 from memfit.replay import Timeline, replay, to_ops
 from memfit.retrace import retrace
 from memfit.smallest import NoCapacity, only_compared, smallest_capacity_of
-from memfit.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
-from memfit.verdicts import BAND_SHARE
 
 # What a card's CUDA context may differ from its row in the table, in bytes. Source: published values per card, which
 # spread by 60 MiB where several exist; 100 MiB where there is only one.

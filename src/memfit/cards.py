@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memfit.errors import BadInput, UnknownName
-from memfit.gpu import Gpu
+from memfit.nouns.gpu import Gpu
 from memfit.units import GB, GIB, MIB, human
 
 if TYPE_CHECKING:

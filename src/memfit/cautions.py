@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Architecture
-from memfit.gpu import Gpu, Platform
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu, Platform
+from memfit.nouns.job import Recipe
 from memfit.trainers import checkpointing_of, taken_as
 from memfit.units import human
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from memfit.architecture import Architecture
 from memfit.errors import BadInput, Unsupported
+from memfit.nouns.architecture import Architecture
 
 MAX_HEADER = 64 << 20  # bytes; a header of a published model takes well under 10 MiB
 MAX_SHARDS = 512

@@ -13,18 +13,18 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from memfit.architecture import Architecture
 from memfit.capacity import Capacity, Slack
 from memfit.errors import BadInput
 from memfit.explain_doc import ExplainDoc
-from memfit.footprint import Footprint, Levels, PhasePeak, Source
-from memfit.gpu import Gpu
-from memfit.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
-from memfit.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
+from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.tape import Phase, Role
 from memfit.replay_doc import ReplayDoc
 from memfit.report.good_for import GpuRow, Largest
 from memfit.report.why import Kept, Reason, Why
-from memfit.tape import Phase, Role
 from memfit.watch_doc import CompareDoc, WatchedDoc
 
 T = TypeVar("T")

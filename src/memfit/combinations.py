@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Architecture
 from memfit.errors import BadInput
-from memfit.gpu import Gpu
-from memfit.job import Recipe
 from memfit.liger import LIGER
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
 from memfit.optimizers import optimizer
 from memfit.trainers import trainer
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.footprint import Footprint, Levels, PhasePeak
 from memfit.measured import REST, cardless
-from memfit.sample import METERS
-from memfit.tape import ROLES, Phase, Role
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import METERS
+from memfit.nouns.tape import ROLES, Phase, Role
+from memfit.nouns.verdicts import BAND_SHARE
 from memfit.units import human
-from memfit.verdicts import BAND_SHARE
 
 Agreement = Literal["agrees", "more", "less"]
 Level = Literal["reserved", "device", "tensors", "resident"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from memfit.architecture import Architecture
 from memfit.formula.static import Static
-from memfit.gpu import Gpu
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
 from memfit.optimizers import optimizer
 from memfit.trainers import checkpointing_of
 

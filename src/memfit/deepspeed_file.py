@@ -7,7 +7,7 @@ from typing import Any
 
 import memfit.launch as launch
 from memfit.formula.coordinator import BUCKET
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 
 
 def to_json(settings: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from memfit.growth import FIRST_LOOK, FLOOR, WARMUP
-from memfit.sample import Alarm, Leak, Sample
+from memfit.nouns.sample import Alarm, Leak, Sample
 from memfit.units import MIB, human
 
 RESIDENT = 8 * MIB  # growth that settling allocators do not reach once the first steps are over

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from memfit.explain import Evidence, Message, wanted
-from memfit.finding import Finding, Remedy
+from memfit.nouns.finding import Finding, Remedy
 
 
 class ExplainDoc(Struct, frozen=True, kw_only=True):

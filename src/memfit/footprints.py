@@ -9,13 +9,13 @@ from pathlib import Path
 
 from memfit import cards, codec, hub, recipe_file, snapshot, watch_file
 from memfit.errors import BadInput, MemfitError
-from memfit.footprint import Footprint, PhasePeak
 from memfit.formula.estimate import estimate
-from memfit.gpu import Gpu
 from memfit.measured import footprint_of
+from memfit.nouns.footprint import Footprint, PhasePeak
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Oom, Tape
 from memfit.recipe_file import RecipeFile
 from memfit.retrace import as_recorded
-from memfit.tape import Oom, Tape
 from memfit.traced import footprint_of as traced_footprint
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]

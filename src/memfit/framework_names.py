@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.numerics import lora_modules
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]

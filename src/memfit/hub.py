@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit import catalogue, checkpoint
-from memfit.architecture import Architecture
 from memfit.catalogue import Entry, names
 from memfit.errors import BadInput, UnknownName, suggested
 from memfit.families import architecture
+from memfit.nouns.architecture import Architecture
 
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
 MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some MiB

@@ -7,7 +7,7 @@ from typing import Literal
 
 import memfit.framework_names as names
 from memfit.errors import Unsupported
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 
 Backend = Literal["plain", "ddp", "fsdp", "deepspeed"]
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"

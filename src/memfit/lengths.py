@@ -19,7 +19,7 @@ from math import ceil, exp, lgamma
 from typing import Any, Literal
 
 from memfit.errors import BadInput
-from memfit.job import Padding
+from memfit.nouns.job import Padding
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BINS = 20

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Weight
 from memfit.errors import UnknownName
+from memfit.nouns.architecture import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

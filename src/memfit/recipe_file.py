@@ -12,7 +12,7 @@ import msgspec
 import tomli_w
 
 from memfit.errors import BadInput, UnknownName, Unsupported, suggested
-from memfit.job import AS_USUAL, Recipe, Training, check_training, check_values
+from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_values
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning; a new key with a default does not

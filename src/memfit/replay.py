@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
 from memfit.allocator import QUICK, UNLIMITED, Allocator, Block, OutOfMemory, QuickAllocator, restore
 from memfit.errors import BadInput
-from memfit.footprint import Levels
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
+from memfit.nouns.footprint import Levels
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Segment
 
 DEFAULTS = AllocSettings()
 ONE_STREAM: Mapping[int, int] = {}

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from memfit.capacity import Capacity, Slack
-from memfit.footprint import Levels, Source
-from memfit.gpu import Gpu
-from memfit.plan import Verdict
+from memfit.nouns.footprint import Levels, Source
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.plan import Verdict
+from memfit.nouns.tape import Phase, Tape
 from memfit.replay import Timeline
-from memfit.tape import Phase, Tape
 
 
 class SpanDoc(Struct, frozen=True, kw_only=True):

@@ -6,11 +6,11 @@ import re
 from contextlib import suppress
 from itertools import zip_longest
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import UNLIMITED, Allocator, OutOfMemory
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.replay import DEFAULTS, Timeline, Walk, begun
-from memfit.tape import SegmentAlloc, SegmentFree, Tape
 
 BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
 from memfit.allocator.beginning import Beginning, Undecided
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
+from memfit.nouns.tape import Event, Segment
 from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
-from memfit.tape import Event, Segment
 from memfit.units import MIB
 
 

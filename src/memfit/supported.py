@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
-from memfit.alloc_conf import Torch, torch_version
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import Torch, torch_version
 
 OLDEST: Torch = (2, 10)  # the first that puts a device guard of no devices in CUDA's place when Python asks
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from memfit.errors import BadInput
-from memfit.tape import (
+from memfit.nouns.tape import (
     Alloc,
     EmptyCache,
     Event,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Architecture, Weight
-from memfit.footprint import Line
 from memfit.formula.numerics import numerics
 from memfit.formula.program import block_program
 from memfit.formula.size import Dims
 from memfit.formula.style import Style
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture, Weight
+from memfit.nouns.footprint import Line
+from memfit.nouns.job import Recipe
 from memfit.optimizers import optimizer
 from memfit.quantization import QUANTIZATIONS
 from memfit.trainers import trainer

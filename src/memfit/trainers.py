@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from memfit.errors import BadInput, UnknownName
-from memfit.job import Checkpointing, Recipe
+from memfit.nouns.job import Checkpointing, Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from memfit.tape import Alloc, Event, Free, Mark, RecordStream, Role, Tape
+from memfit.nouns.tape import Alloc, Event, Free, Mark, RecordStream, Role, Tape
 
 Order = Callable[[Iterable[Event]], tuple[Event, ...]]  # of the same events, deaths in a row arranged
 Where = tuple[int, int, int]

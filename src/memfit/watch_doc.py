@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from memfit.compare import Agreement, Comparison, Level, PhaseRow, RoleRow, Term
-from memfit.footprint import Levels
 from memfit.measured import by_phase, highest
-from memfit.sample import Alarm, Header, Leak, Watched
-from memfit.tape import Phase
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Alarm, Header, Leak, Watched
+from memfit.nouns.tape import Phase
 
 
 class CompareDoc(Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from memfit.errors import BadInput, Unsupported
-from memfit.sample import Alarm, Header, Leak, Sample, Watched
-from memfit.tape import Role
+from memfit.nouns.sample import Alarm, Header, Leak, Sample, Watched
+from memfit.nouns.tape import Role
 
 SCHEMA = "memfit.watch/1"  # raised when a key changes its meaning or goes, not when one is added
 HINT = "give a file written by memfit watch or memfit.watch(...)"

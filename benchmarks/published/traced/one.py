@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memfit.gpu import Gpu
+from memfit.nouns.gpu import Gpu
 from published.case import NotCovered, gpu_of
 from published.frameworks import case_of
 from published.rows import Row, read_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.job import AS_USUAL, Recipe, Training, check_values
+from memfit.nouns.job import AS_USUAL, Recipe, Training, check_values
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
 

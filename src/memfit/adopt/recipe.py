@@ -8,7 +8,7 @@ from typing import Any
 from memfit import recipe_file
 from memfit.adopt.noun import Adopted
 from memfit.errors import BadInput
-from memfit.job import RECIPE_FIELDS
+from memfit.nouns.job import RECIPE_FIELDS
 
 NAME = "recipe"
 

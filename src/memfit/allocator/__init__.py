@@ -34,7 +34,6 @@ of the settings is not known to matter and not looked at.
 
 from collections.abc import Mapping
 
-from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import Block
 from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
@@ -42,6 +41,7 @@ from memfit.allocator.plain import PlainAllocator
 from memfit.allocator.quick import QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
 from memfit.allocator.start import restore
+from memfit.nouns.alloc_settings import AllocSettings
 
 __all__ = [
     "QUICK",

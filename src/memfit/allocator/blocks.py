@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Final
 
-from memfit.alloc_conf import K_MIN_LARGE_ALLOC
+from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
 from memfit.units import KIB, MIB
 
 # Twins of the constants in CUDACachingAllocator.cpp (AllocatorConfig.h since 2.11).

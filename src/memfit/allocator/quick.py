@@ -7,9 +7,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final, Self
 
-from memfit.alloc_conf import AllocSettings
 from memfit.allocator.blocks import K_MIN_BLOCK_SIZE, K_SMALL_SIZE, allocation_size
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory
+from memfit.nouns.alloc_settings import AllocSettings
 
 # Sizes and addresses are counted in units of K_MIN_BLOCK_SIZE, and a block is one integer: its size << SHIFT | its
 # address, which is also its key in the sorted pool.

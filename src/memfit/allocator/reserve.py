@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from memfit.alloc_conf import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
 from memfit.allocator.blocks import Block, Pool
 from memfit.errors import EXIT_MISFIT, MemfitError, Unsupported
-from memfit.tape import SegmentAlloc, SegmentFree
+from memfit.nouns.alloc_settings import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
+from memfit.nouns.tape import SegmentAlloc, SegmentFree
 from memfit.units import MIB, human
 
 DRIVER_PAGE = 2 * MIB  # cudaMalloc gives physical memory by the page of 2 MiB

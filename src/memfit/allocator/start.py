@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from memfit.allocator.blocks import ALLOCATED, Block
 from memfit.allocator.machine import Allocator
-from memfit.tape import Segment
+from memfit.nouns.tape import Segment
 
 
 def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Block]:

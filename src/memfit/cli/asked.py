@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit import cards, combinations, hub
-from memfit.architecture import Architecture
 from memfit.cli import terminal
 from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
 from memfit.errors import BadInput, MemfitError, UnknownName
-from memfit.gpu import Gpu
-from memfit.job import AS_USUAL, Job, Recipe, check_values
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
 from memfit.optimizers import OPTIMIZERS, optimizer
 from memfit.trainers import trainer
 from memfit.units import human, parse_size, said_share

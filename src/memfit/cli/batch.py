@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 
 if TYPE_CHECKING:
     from memfit.adopt import Adopted

@@ -15,7 +15,7 @@ from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 
 if TYPE_CHECKING:
     from memfit.compare import Agreement
-    from memfit.footprint import Footprint
+    from memfit.nouns.footprint import Footprint
 
 EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
 TWO = Argument(

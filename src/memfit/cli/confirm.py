@@ -13,9 +13,9 @@ from memfit.units import gib
 if TYPE_CHECKING:
     from memfit.capacity import Progress
     from memfit.cli.asked import Asked
-    from memfit.footprint import Footprint
-    from memfit.job import Recipe
-    from memfit.plan import Judgement, Plan
+    from memfit.nouns.footprint import Footprint
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import Judgement, Plan
 
     Known = dict[Recipe, tuple[Footprint, Judgement]]
 

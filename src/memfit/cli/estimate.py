@@ -12,9 +12,9 @@ from memfit.cli.verdict import EXIT_OF
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
-    from memfit.footprint import Footprint
-    from memfit.job import Recipe
-    from memfit.plan import Judgement
+    from memfit.nouns.footprint import Footprint
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import Judgement
 
 EXAMPLES = (
     "memfit estimate Qwen/Qwen2.5-7B --gpu h100 --checkpointing full",
@@ -38,7 +38,7 @@ def run(
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
     from memfit.formula.estimate import estimate
-    from memfit.verdicts import judge
+    from memfit.nouns.verdicts import judge
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
-from memfit.job import RECIPE_FIELDS
+from memfit.nouns.job import RECIPE_FIELDS
 from memfit.units import human
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from memfit.cli.logs import Log
     from memfit.explain import Evidence
     from memfit.explain.memory import Memory
-    from memfit.finding import Remedy
-    from memfit.job import Job, Recipe
-    from memfit.tape import Tape
+    from memfit.nouns.finding import Remedy
+    from memfit.nouns.job import Job, Recipe
+    from memfit.nouns.tape import Tape
 
 EXAMPLES = (
     "memfit explain train.log --model qwen2.5-7b --gpu rtx-4090",
@@ -259,8 +259,8 @@ class _Planned:
 
     def whole(self, shortfall: int) -> Remedy | None:
         """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
-        from memfit.finding import Remedy
-        from memfit.plan import Plan
+        from memfit.nouns.finding import Remedy
+        from memfit.nouns.plan import Plan
         from memfit.planner.descend import down, tensor_bytes
         from memfit.planner.engine import Estimator
         from memfit.report.words import changes

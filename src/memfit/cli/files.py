@@ -12,9 +12,9 @@ from memfit.cli import terminal
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
-    from memfit.architecture import Architecture
-    from memfit.gpu import Gpu
-    from memfit.job import Recipe
+    from memfit.nouns.architecture import Architecture
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Recipe
 
 
 def write_files(files: Mapping[Path, bytes], force: bool) -> None:

@@ -8,7 +8,7 @@ from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
-from memfit.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
+from memfit.nouns.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
 
 Command = Callable[..., int]
 

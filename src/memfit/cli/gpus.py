@@ -10,8 +10,8 @@ from memfit.cli.flags import COMMON, Argument, takes
 from memfit.errors import MemfitError
 
 if TYPE_CHECKING:
-    from memfit.architecture import Architecture
     from memfit.catalogue import Entry
+    from memfit.nouns.architecture import Architecture
 
 EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 

@@ -15,7 +15,7 @@ from memfit.errors import BadInput, Refused
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
     from memfit.export import Target
-    from memfit.plan import Plan
+    from memfit.nouns.plan import Plan
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",

@@ -13,9 +13,9 @@ from memfit.cli.verdict import EXIT_OF
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
-    from memfit.alloc_conf import AllocSettings, Torch
-    from memfit.gpu import Gpu
-    from memfit.tape import Tape
+    from memfit.nouns.alloc_settings import AllocSettings, Torch
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.tape import Tape
 
 EXAMPLES = (
     "memfit replay oom.pickle --gpu l40s --alloc-conf expandable_segments:True",
@@ -42,8 +42,8 @@ def run(tape: str, **flags: Any) -> int:
     Says whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors are.
     Without a card it is replayed on one without a limit.
     """
-    from memfit.alloc_conf import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.capacity import capacity
+    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.snapshot import read
 
     check(flags)

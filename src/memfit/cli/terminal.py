@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from memfit.tape import Tape
+    from memfit.nouns.tape import Tape
 
 UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
 SOON = 0.4  # seconds before progress is shown at all

@@ -13,12 +13,12 @@ from memfit.cli.verdict import EXIT_OF, with_nccl
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
-    from memfit.alloc_conf import AllocSettings
     from memfit.capacity import Capacity, Progress
     from memfit.cli.asked import Asked
-    from memfit.footprint import Footprint
-    from memfit.job import Recipe
-    from memfit.tape import Tape
+    from memfit.nouns.alloc_settings import AllocSettings
+    from memfit.nouns.footprint import Footprint
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.tape import Tape
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
@@ -100,9 +100,9 @@ def traced(
     lean: no other recipe is traced in this process. full: every block is traced, those that repeat too.
     """
     from memfit import hub
-    from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
     from memfit.formula.sharding import NCCL_BYTES
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.replay import replay
     from memfit.supported import check_trace
     from memfit.traced import footprint_of, judged
@@ -182,8 +182,8 @@ def _show(
 
 
 def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
-    from memfit.alloc_conf import torch_version
     from memfit.cli.replay import write
+    from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
     title = f"{found.architecture.name} on {found.gpu.name}"

@@ -10,11 +10,11 @@ from memfit.cli import terminal
 from memfit.cli.flags import recipe_values
 from memfit.cli.verdict import EXIT_OF, with_nccl
 from memfit.errors import EXIT_MISFIT, BadInput
-from memfit.tape import Alloc, Free, Oom, Tape
+from memfit.nouns.tape import Alloc, Free, Oom, Tape
 from memfit.units import gib
 
 if TYPE_CHECKING:
-    from memfit.gpu import Gpu
+    from memfit.nouns.gpu import Gpu
     from memfit.virtual.script import Outcome
 
 
@@ -23,10 +23,10 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     import contextlib
     import sys
 
-    from memfit.alloc_conf import parse_alloc_conf, torch_version
     from memfit.capacity import capacity
     from memfit.cli.replay import reserve, write
     from memfit.formula.sharding import NCCL_BYTES
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.report.words import card_title
     from memfit.supported import check_trace
 

@@ -27,11 +27,11 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.errors import BadInput, MemfitError, MissingExtra
-from memfit.job import TRAINING_RANGES, Training
+from memfit.nouns.job import TRAINING_RANGES, Training
 
 if TYPE_CHECKING:
-    from memfit.gpu import Gpu
-    from memfit.plan import Plan
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.plan import Plan
     from memfit.run.folder import Run
     from memfit.run.nouns import Settings
 

@@ -11,7 +11,7 @@ from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
-    from memfit.plan import Plan
+    from memfit.nouns.plan import Plan
     from memfit.run.nouns import Settings
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name

@@ -79,24 +79,24 @@ class Shown:
             return
         from msgspec import convert
 
+        from memfit.nouns.sample import Status
         from memfit.report.watching import live_view
-        from memfit.sample import Status
 
         self._draw(view=live_view(convert(event["memory"], Status)))
 
     def _alarm(self, event: dict[str, Any]) -> None:
         from msgspec import convert
 
+        from memfit.nouns.sample import Alarm
         from memfit.report.watching import alarm_line
-        from memfit.sample import Alarm
 
         terminal.note(alarm_line(convert(event["alarm"], Alarm)))
 
     def _leak(self, event: dict[str, Any]) -> None:
         from msgspec import convert
 
+        from memfit.nouns.sample import Leak
         from memfit.report.watching import leak_lines
-        from memfit.sample import Leak
 
         for line in leak_lines(convert(event["leak"], Leak)):
             terminal.note(line)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT
-from memfit.plan import Verdict
+from memfit.nouns.plan import Verdict
 
 if TYPE_CHECKING:
     from memfit.capacity import Capacity

@@ -13,8 +13,8 @@ from memfit.cli.flags import COMMON, Argument, Flag, takes
 from memfit.errors import EXIT_FITS, BadInput, MemfitError
 
 if TYPE_CHECKING:
-    from memfit.gpu import Gpu
-    from memfit.sample import Header, Watched
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.sample import Header, Watched
     from memfit.watcher.recorder import Screen
 
 EXAMPLES = (
@@ -93,7 +93,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
     """The card that is watched, for what its context takes; None where nothing is held against it."""
     from memfit import cards
-    from memfit.sample import METERS
+    from memfit.nouns.sample import METERS
 
     if predicted and METERS[meter.name].compared == "device":
         with suppress(MemfitError):
@@ -104,7 +104,7 @@ def _card(predicted: str | None, meter: Any) -> Gpu | None:
 def _header(command: list[str], meter: Any, predicted: Any) -> Header:
     from datetime import UTC, datetime
 
-    from memfit.sample import Header
+    from memfit.nouns.sample import Header
 
     name = next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name)
     started = datetime.now(UTC).isoformat(timespec="seconds")

@@ -15,7 +15,7 @@ from memfit.explain.memory import Memory, holders
 from memfit.explain.oom_text import Message, messages
 from memfit.explain.remedies import remedies_of
 from memfit.explain.text import clues
-from memfit.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
+from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
 
 Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so

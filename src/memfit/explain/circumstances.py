@@ -11,7 +11,7 @@ from memfit.explain.concepts import GROWS
 from memfit.explain.evidence import Evidence
 from memfit.explain.printed import is_printed
 from memfit.explain.remedies import NONE
-from memfit.finding import Proof, Remedy
+from memfit.nouns.finding import Proof, Remedy
 from memfit.units import human
 
 TOO_LARGE = 60  # weight of activations where half the batch went through: they, and little else, grow with it

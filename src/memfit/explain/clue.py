@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Proof
 
 # how much a sign says: SURE is said with certainty (a mechanism's own words), TOLD never (words of several concepts), FAINT only
 # as possible

@@ -13,7 +13,7 @@ from memfit.explain.clue import FAINT, SURE, WEAK, Clue
 from memfit.explain.concepts import DIFFUSION, FOUR_BIT, FSDP, IMAGES, MANY, ZERO3
 from memfit.explain.evidence import Evidence
 from memfit.explain.signs import PASS
-from memfit.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Proof
 from memfit.units import GB, GIB, MIB, human
 
 SAME = 0.01  # of a request: it is printed with three digits

@@ -14,8 +14,8 @@ from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import SAVED, Evidence
 from memfit.explain.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
 from memfit.explain.memory import LASTING, Group, Memory
-from memfit.finding import Part, Proof
-from memfit.tape import GRADIENTS_ON, WRITTEN
+from memfit.nouns.finding import Part, Proof
+from memfit.nouns.tape import GRADIENTS_ON, WRITTEN
 from memfit.units import human
 
 MORE = 1.15  # what a pass may ask more than the ones before it and still be like them

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from memfit.explain.clue import SHOWN, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, Evidence, Root
 from memfit.explain.memory import LASTING, Memory
-from memfit.finding import Cause, Proof
-from memfit.tape import GRADIENTS_ON
+from memfit.nouns.finding import Cause, Proof
+from memfit.nouns.tape import GRADIENTS_ON
 from memfit.units import human
 
 TELLS = 0.10  # share of what is alive from which a holder explains anything

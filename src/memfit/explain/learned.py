@@ -20,7 +20,7 @@ from memfit.catalogue.weights import Weights
 from memfit.explain.circumstances import is_log
 from memfit.explain.clue import SURE, Clue
 from memfit.explain.evidence import Evidence
-from memfit.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Proof
 
 PIECES = (3, 4, 5)  # characters, a space before and after every word included
 LONGEST = 3_000  # characters: the reports it was fitted to have up to 1,100; a log has words of other kinds

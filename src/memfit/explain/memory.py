@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.finding import Holder, Part
+from memfit.nouns.finding import Holder, Part
 
 _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")

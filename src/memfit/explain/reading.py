@@ -7,10 +7,10 @@ from contextlib import suppress
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
 from memfit.explain.memory import Group, Memory, unnumbered
-from memfit.finding import Part
+from memfit.nouns.finding import Part
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
 from memfit.replay import alive_at_start, begun
 from memfit.retrace import made_with, room_of
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label

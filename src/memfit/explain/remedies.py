@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from memfit.explain.concepts import CONVOLUTIONS
 from memfit.explain.evidence import KEEPERS, Evidence
-from memfit.finding import Cause, Remedy
+from memfit.nouns.finding import Cause, Remedy
 
 NONE, SLOWER, QUALITY = "no cost", "slower", "changes what is learned"
 

@@ -50,7 +50,7 @@ from memfit.explain.concepts import (
     ZERO12,
 )  # fmt: skip
 from memfit.explain.phases import When
-from memfit.finding import Cause
+from memfit.nouns.finding import Cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from memfit.explain.evidence import Evidence
 from memfit.explain.figures import ALIKE, FIGURES, SEVERAL, card_of
 from memfit.explain.oom_text import WSL, Message
 from memfit.explain.signs import SIGNS, Sign
-from memfit.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
 # what asks is what these are: the frame that failed shows them. Of all others a traceback tells who asked last, not who was there

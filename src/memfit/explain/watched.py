@@ -5,8 +5,8 @@ from __future__ import annotations
 from memfit.explain.clue import SHOWN, SURE, Clue
 from memfit.explain.evidence import Evidence
 from memfit.explain.memory import Group, Memory
-from memfit.finding import Proof
-from memfit.sample import Leak, Watched
+from memfit.nouns.finding import Proof
+from memfit.nouns.sample import Leak, Watched
 from memfit.units import human
 
 BETWEEN = "there between steps"  # in place of a line: shares are measured then

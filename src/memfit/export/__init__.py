@@ -12,7 +12,7 @@ from memfit import cards, launch, recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.export import axolotl, llamafactory, templates, transformers, trl
 from memfit.export.dataset import layout_of
-from memfit.plan import Plan
+from memfit.nouns.plan import Plan
 from memfit.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"

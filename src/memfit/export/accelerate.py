@@ -7,8 +7,8 @@ from typing import Any
 import memfit.deepspeed_file as deepspeed
 import memfit.launch as launch
 from memfit.export.text import yaml_text
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 
 
 def files(plan: Plan, how: launch.Launch) -> dict[str, str]:

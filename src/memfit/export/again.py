@@ -8,11 +8,11 @@ from memfit import recipe_file
 from memfit.cards import other_card, planned
 from memfit.errors import BadInput
 from memfit.formula.estimate import estimate
-from memfit.gpu import Gpu
 from memfit.hub import resolve_model
-from memfit.job import Job
-from memfit.plan import Plan
-from memfit.verdicts import judge
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job
+from memfit.nouns.plan import Plan
+from memfit.nouns.verdicts import judge
 
 
 def plan_of_file(path: Path, gpu: str) -> Plan:

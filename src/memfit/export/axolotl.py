@@ -12,8 +12,8 @@ from memfit.export.dataset import Layout, layout_for
 from memfit.export.savings import savings
 from memfit.export.script import learning_rate, whole
 from memfit.export.text import stamp, summary, with_environment, yaml_text
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.trainers import trainer
 
 FILE = "axolotl.yaml"

@@ -14,8 +14,8 @@ from memfit.export.savings import savings
 from memfit.export.script import learning_rate
 from memfit.export.templates import template
 from memfit.export.text import stamp, summary, with_environment, yaml_text
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 
 FILE, DATASET = "llamafactory.yaml", "train"
 _ATTENTION = {"eager": "disabled", "sdpa": "sdpa", "flash": "fa2"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import memfit.framework_names as names
 import memfit.launch as launch
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 
 PINS = {
     "torch": "torch>=2.11",

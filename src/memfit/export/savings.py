@@ -8,9 +8,9 @@ from memfit import combinations
 from memfit.errors import MemfitError
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.optimizers import optimizer
-from memfit.plan import Plan
 from memfit.units import MIB, human
 
 Change = Callable[[Recipe], Recipe]

@@ -9,8 +9,8 @@ import memfit.launch as launch
 from memfit._version import __version__
 from memfit.export.script_data import DATA
 from memfit.export.text import WIDTH, comment, literal, summary
-from memfit.job import AS_USUAL, Recipe, Training
-from memfit.plan import Plan
+from memfit.nouns.job import AS_USUAL, Recipe, Training
+from memfit.nouns.plan import Plan
 
 Setting = tuple[str, str, str]  # name, value as source text, comment
 

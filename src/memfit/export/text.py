@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from memfit._version import __version__
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.units import human
 
 WIDTH = 120

@@ -11,8 +11,8 @@ from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
 from memfit.export.savings import savings
 from memfit.export.text import literal
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.trainers import trainer
 
 VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"

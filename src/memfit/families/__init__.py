@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from memfit.architecture import Architecture
 from memfit.errors import BadInput, Unsupported
 from memfit.families.classic import CLASSICS
 from memfit.families.decoder import decoder
@@ -18,6 +17,7 @@ from memfit.families.multimodal import MULTIMODALS, multimodal
 from memfit.families.rows import DECODERS
 from memfit.families.seq2seq import t5, whisper
 from memfit.families.vision import clip, vit
+from memfit.nouns.architecture import Architecture
 
 Builder = Callable[[Mapping[str, object], str], Architecture]
 

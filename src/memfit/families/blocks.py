@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Attention, Mlp, Weight
 from memfit.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, experts, linear, norm, other, prefixed
+from memfit.nouns.architecture import Attention, Mlp, Weight
 
 
 def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:

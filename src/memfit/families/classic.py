@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Mlp
 from memfit.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_attention
 from memfit.families.decoder import frame
 from memfit.families.dialect import Dialect, flag, head_dim, no_rotary
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, embedding, linear, prefixed
+from memfit.nouns.architecture import Mlp
 
 _GPT_KEYS = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.architecture import Architecture, Layer, Norm
 from memfit.families.dialect import Dialect, Head, flag
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, embedding, linear, norm, prefixed
+from memfit.nouns.architecture import Architecture, Layer, Norm
 
 
 def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memfit.architecture import Attention, Mlp
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights
+from memfit.nouns.architecture import Attention, Mlp
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
 Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Attention, Mlp
 from memfit.families.blocks import gated_mlp, plain_mlp, softmax_attention
 from memfit.families.dialect import Dialect, Head, no_rotary
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+from memfit.nouns.architecture import Attention, Mlp
 
 
 @dataclass(frozen=True, kw_only=True)

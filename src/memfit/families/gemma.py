@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import memfit.families.windows as windows
-from memfit.architecture import Attention, Mlp
 from memfit.families.blocks import gated_weights
 from memfit.families.decoder import frame
 from memfit.families.dialect import Dialect, flag
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, embedding, experts, linear, norm, other, prefixed
 from memfit.families.rows import GEMMA3, SANDWICH, TIED
+from memfit.nouns.architecture import Attention, Mlp
 
 
 def _slides(f: Fields, d: Dialect, index: int) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Attention
 from memfit.families.blocks import Moe, by_sparse_step, shared_expert, softmax_attention
 from memfit.families.dialect import AttentionMaker, Dialect
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, conv, linear, norm, other, prefixed
 from memfit.families.rows import LLAMA, UNTIED
+from memfit.nouns.architecture import Attention
 
 
 def _is_full(f: Fields, index: int) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Attention
 from memfit.families.blocks import Moe, from_first_dense, shared_experts
 from memfit.families.dialect import Dialect, flag
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, conv, linear, norm, other, prefixed
 from memfit.families.rows import LLAMA, UNTIED
+from memfit.nouns.architecture import Attention
 
 
 def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:

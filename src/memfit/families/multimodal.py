@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import memfit.families.vision as vision
-from memfit.architecture import Architecture
 from memfit.families.classic import CLASSICS
 from memfit.families.decoder import decoder
 from memfit.families.dialect import Dialect
@@ -16,6 +15,7 @@ from memfit.families.gemma import GEMMAS
 from memfit.families.hybrid import HYBRIDS
 from memfit.families.parts import Weights, linear, norm, other, prefixed
 from memfit.families.rows import DECODERS, QWEN2, QWEN3
+from memfit.nouns.architecture import Architecture
 
 # Names that a decoder bears only inside such a model
 _TEXT: dict[str, Dialect] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Weight
+from memfit.nouns.architecture import Weight
 
 Weights = tuple[Weight, ...]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.architecture import Architecture, Attention, Layer, Mlp, Norm
 from memfit.families.blocks import plain_mlp, softmax_attention
 from memfit.families.decoder import blocks
 from memfit.families.dialect import Dialect, no_rotary
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, conv, embedding, linear, norm, prefixed
+from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
 
 UNMODELLED = "training memory of encoder-decoder models is not modelled"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.architecture import Architecture, Norm
 from memfit.families.blocks import gated_mlp, plain_mlp
 from memfit.families.decoder import blocks
 from memfit.families.dialect import Dialect, no_rotary
 from memfit.families.encoders import both_ways
 from memfit.families.fields import Fields
 from memfit.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+from memfit.nouns.architecture import Architecture, Norm
 
 UNMODELLED = "training memory of vision models is not modelled"
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.afterwards import Merge, loaded_again, merging, taken_apart
 from memfit.formula.codes import CODES
@@ -19,11 +18,12 @@ from memfit.formula.sharding import share_of, whole_at_load
 from memfit.formula.share import Share
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
-from memfit.gpu import Gpu
-from memfit.job import Recipe
 from memfit.launches import cublas_workspace, threads_per_multiprocessor
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Phase, Role
 from memfit.optimizers import Optimizer, optimizer
-from memfit.tape import Phase, Role
 from memfit.trainers import Trainer, checkpointing_of, trainer
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Architecture
 from memfit.formula.numerics import Numerics
 from memfit.formula.static import Static, static_of
 from memfit.formula.unroll import Memory
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.trainers import Trainer

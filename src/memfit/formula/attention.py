@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Attention
 from memfit.formula import liger, ops
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
 from memfit.formula.norms import rms_without_weight
 from memfit.formula.rotary import rotate
+from memfit.nouns.architecture import Attention
 
 
 def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Attention
 from memfit.formula import ops
 from memfit.formula.attention import cached
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.kernels import scaled_dot_product_attention
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate
+from memfit.nouns.architecture import Attention
 
 
 def bloom(block: Block, x: Tensor, a: Attention) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Architecture
 from memfit.formula import block, litgpt, torchtune
 from memfit.formula.engine import Tensor
 from memfit.formula.modules import Block
+from memfit.nouns.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from memfit.architecture import Architecture, Layer, Weight
 from memfit.formula.numerics import adapter_weights
+from memfit.nouns.architecture import Architecture, Layer, Weight
 
 # DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
 BUCKET = 50_000_000  # reduce_bucket_size and stage3_prefetch_bucket_size as memfit's exports write them: elements

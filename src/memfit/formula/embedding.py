@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from memfit.architecture import Norm
 from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.masks import MaskStyle, masks
@@ -14,6 +13,7 @@ from memfit.formula.norms import norm
 from memfit.formula.per_layer import PerLayer, inputs
 from memfit.formula.program import GRADIENT, Program, finished, recorder, sharded
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memfit.formula.size import Basis, Size, scaled
-from memfit.tape import Role
+from memfit.nouns.tape import Role
 
 Elements = Size  # a number of elements, as a polynomial
 

@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from memfit.alloc_conf import parse_alloc_conf
 from memfit.allocator import allocator_for
-from memfit.architecture import Architecture
 from memfit.cautions import cautions
-from memfit.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.formula import gathering, pools
 from memfit.formula.account import Account, Instant
 from memfit.formula.coordinator import BUCKET
 from memfit.formula.numerics import attention_kernel, kernel_width
 from memfit.formula.timeline import Schedule, play
 from memfit.formula.unroll import Memory, Pass, Tape
-from memfit.gpu import Gpu
-from memfit.job import Recipe
-from memfit.tape import Phase, Role
+from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Phase, Role
 from memfit.trainers import Trainer
 from memfit.units import human
 

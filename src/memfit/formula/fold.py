@@ -10,7 +10,7 @@ from functools import lru_cache
 from memfit.formula.program import Segment, by_role
 from memfit.formula.run import Step, Stretch
 from memfit.formula.size import Basis, Dims, Size, added
-from memfit.tape import Role
+from memfit.nouns.tape import Role
 
 
 class Meter:

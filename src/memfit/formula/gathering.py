@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
-from memfit.architecture import Weight
 from memfit.formula.account import Account
 from memfit.formula.numerics import adapted, adapter_weights
 from memfit.formula.program import REDUCED, REDUCTION, Program
@@ -19,8 +18,9 @@ from memfit.formula.share import part
 from memfit.formula.static import Stored
 from memfit.formula.timeline import load, optimizer_step
 from memfit.formula.unroll import Memory, Pass
+from memfit.nouns.architecture import Weight
+from memfit.nouns.tape import Phase
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
-from memfit.tape import Phase
 
 REDUCE = -1  # size of what is no tensor but the moment of a reduction
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from memfit.architecture import Norm
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
@@ -13,6 +12,7 @@ from memfit.formula.losses import LOSSES
 from memfit.formula.norms import norm
 from memfit.formula.program import Program, finished, recorder, sharded
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Norm
 
 
 @lru_cache(maxsize=1024)

@@ -5,11 +5,11 @@ Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, check
 
 from __future__ import annotations
 
-from memfit.architecture import Attention
 from memfit.formula import ops
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.size import Basis
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Attention
 
 Grads = list[Tensor | None]
 MASK_ALIGNMENT = 16  # keys, of the efficient kernel's mask in PyTorch 2.0 and 2.1 (attention.cpp, preprocess_mask)

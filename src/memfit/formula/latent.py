@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Attention
 from memfit.formula import liger, ops
 from memfit.formula.attention import cached, interface
 from memfit.formula.engine import Tensor
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate
+from memfit.nouns.architecture import Attention
 
 
 def latent(block: Block, x: Tensor, a: Attention) -> Tensor:

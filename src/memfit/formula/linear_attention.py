@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.architecture import Attention
 from memfit.errors import Unsupported
 from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.modules import Block
 from memfit.formula.norms import l2_norm, mean, rsqrt
+from memfit.nouns.architecture import Attention
 
 CHUNK = 64
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from memfit.architecture import Architecture, Layer, Norm, Weight
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.attention import interface
@@ -17,6 +16,7 @@ from memfit.formula.logits import HeadStyle
 from memfit.formula.modules import Block, base_linear
 from memfit.formula.rotary import rotate
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Architecture, Layer, Norm, Weight
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 

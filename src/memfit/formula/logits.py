@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.architecture import Norm
 from memfit.formula import ops
 from memfit.formula.engine import Recorder, Tensor
+from memfit.nouns.architecture import Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.architecture import Attention
 from memfit.errors import Unsupported
 from memfit.formula import classic
 from memfit.formula.attention import llama4, softmax_attention
@@ -12,6 +11,7 @@ from memfit.formula.engine import Tensor
 from memfit.formula.latent import latent
 from memfit.formula.linear_attention import gated_delta_net
 from memfit.formula.modules import Block
+from memfit.nouns.architecture import Attention
 
 MIXERS: dict[str, Callable[[Block, Tensor, Attention], Tensor]] = {
     "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, **classic.CODES,

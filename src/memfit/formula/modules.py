@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Layer, Norm, Weight
 from memfit.formula import ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.norms import norm
 from memfit.formula.quantised import quantised
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Layer, Norm, Weight
 
 # where a family keeps each projection: the first module name found in the layer counts
 NAMES: dict[str, tuple[str, ...]] = {

@@ -6,12 +6,12 @@ an expert gets changes no size: every product runs over all tokens times the exp
 
 from __future__ import annotations
 
-from memfit.architecture import Mlp
 from memfit.formula import liger, ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
 from memfit.formula.stacked import expert_factors, expert_weight, router_weight
+from memfit.nouns.architecture import Mlp
 
 
 def mixture(block: Block, x: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memfit.architecture import Norm
 from memfit.formula import liger, ops
 from memfit.formula.engine import Elements, Recorder, Tensor
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Norm
 
 
 def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:

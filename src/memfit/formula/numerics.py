@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Architecture, Attention, Weight
 from memfit.formula.style import Kernel
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture, Attention, Weight
+from memfit.nouns.job import Recipe
 from memfit.trainers import Trainer
 
 Capability = tuple[int, int]

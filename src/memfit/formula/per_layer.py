@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.architecture import Architecture, Norm
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
 from memfit.formula.norms import norm
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Architecture, Norm
 
 
 @dataclass(frozen=True, slots=True)

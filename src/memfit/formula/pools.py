@@ -9,7 +9,7 @@ from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
 from memfit.formula.account import Account
 from memfit.formula.share import Share
 from memfit.formula.unroll import Memory, Pass
-from memfit.tape import Phase
+from memfit.nouns.tape import Phase
 
 
 def reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:

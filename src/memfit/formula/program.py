@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from memfit.architecture import Layer
 from memfit.formula.codes import CODES
 from memfit.formula.engine import Recorder, Tensor
 from memfit.formula.modules import Block
 from memfit.formula.size import Basis, Size, added, covers
 from memfit.formula.style import Style
-from memfit.tape import Role
+from memfit.nouns.architecture import Layer
+from memfit.nouns.tape import Role
 
 REDUCTION = "reduction"  # label of the moment at which whole gradients are copied together to be reduced
 REDUCED = ("reduced gradients and their cast", "sharded gradients")  # what comes out of it

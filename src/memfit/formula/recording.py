@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memfit.alloc_conf import LATEST_TORCH
-from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.account import Account
 from memfit.formula.estimate import replayable, tape_of
 from memfit.formula.numerics import adapted, adapter_weights
 from memfit.formula.run import MicroStep, Step
 from memfit.formula.static import arrival, in_groups
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Role, Tape
+from memfit.nouns.alloc_settings import LATEST_TORCH
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Role, Tape
 
 Name = tuple[Role, str]
 BATCH: Name = ("temporaries", "batch of token ids")

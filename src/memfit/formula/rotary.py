@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.architecture import Attention
 from memfit.formula import ops
 from memfit.formula.engine import Recorder, Tensor
+from memfit.nouns.architecture import Attention
 
 
 def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,13 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from memfit.architecture import Architecture
 from memfit.formula.embedding import EmbeddingStyle, embedding_program
 from memfit.formula.head import head_program
 from memfit.formula.logits import HeadStyle
 from memfit.formula.program import Program, Segment, block_program
 from memfit.formula.size import Basis, Size, added
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.formula import shifted
 from memfit.formula.embedding import EmbeddingStyle
 from memfit.formula.logits import HeadStyle
@@ -14,8 +13,9 @@ from memfit.formula.per_layer import per_layer_of
 from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
 from memfit.formula.style import Kernel, Mask, Style
-from memfit.job import Recipe
 from memfit.liger import LIGER, Liger
+from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
+from memfit.nouns.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.trainers import Trainer
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Architecture
 from memfit.formula.numerics import Numerics, adapted, adapter_weights
 from memfit.formula.share import Gathered, Share, Streams, Transitions, part
 from memfit.formula.static import Static
 from memfit.formula.zero import stage_0, stage_3, stages_1_and_2
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.trainers import trainer
 
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from memfit.architecture import Architecture, Weight
 from memfit.formula.numerics import Numerics, adapted, adapter_weights, has_adapter
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture, Weight
+from memfit.nouns.job import Recipe
 from memfit.optimizers import Optimizer
 from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.trainers import Trainer

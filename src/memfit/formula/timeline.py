@@ -10,7 +10,7 @@ from memfit.formula.fold import Meter
 from memfit.formula.run import MicroStep
 from memfit.formula.static import Stored
 from memfit.formula.unroll import Memory, Pass
-from memfit.tape import Phase
+from memfit.nouns.tape import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Attention
 from memfit.formula import ops
 from memfit.formula.activations import activation
 from memfit.formula.attention import interface
@@ -16,6 +15,7 @@ from memfit.formula.logits import HeadStyle
 from memfit.formula.modules import Block
 from memfit.formula.rotary import rotate_one
 from memfit.formula.style import Style
+from memfit.nouns.architecture import Attention
 
 OUTPUT_CHUNKS = 8  # CEWithChunkedOutputLoss(num_output_chunks=8)
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from memfit.alloc_conf import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.allocator import Allocator, OutOfMemory, PlainAllocator
-from memfit.footprint import Levels
 from memfit.formula.account import Account
 from memfit.formula.fold import Meter
 from memfit.formula.program import Program, Segment
 from memfit.formula.run import MicroStep
 from memfit.formula.timeline import load, optimizer_step
 from memfit.formula.unroll import Pass
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.nouns.footprint import Levels
 
 Cache = Allocator | PlainAllocator
 

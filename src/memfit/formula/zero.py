@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.architecture import Architecture
 from memfit.formula import coordinator
 from memfit.formula.numerics import Numerics, adapted, adapter_weights
 from memfit.formula.share import Gathered, Share, Streams, part
 from memfit.formula.static import Static
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 
 NORM_BYTES = 8  # per element: the norm of the gradients is taken in fp64 (get_norm_dtype), one weight's part at a time
 SUB_GROUP = 1_000_000_000  # sub_group_size, DeepSpeed's default: elements that ZeRO-3 steps at once

@@ -14,10 +14,10 @@ import torch
 from memfit.explain import Clue, Evidence, explain, read_text
 from memfit.explain.memory import Memory
 from memfit.explain.reading import memory_of
-from memfit.finding import Finding
 from memfit.live.logits import logits_clue
 from memfit.live.recorder import LineObserver, about
 from memfit.live.roots import roots_of
+from memfit.nouns.finding import Finding
 
 if TYPE_CHECKING:
     from memfit.virtual.card import Card

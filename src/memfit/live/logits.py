@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memfit.explain.clue import SHOWN, SURE, Clue
-from memfit.finding import Proof
+from memfit.nouns.finding import Proof
 from memfit.units import human
 
 LEAST_WORDS = 30_000  # of a vocabulary: hidden layers of most models are narrower

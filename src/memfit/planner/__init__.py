@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from memfit.combinations import absent, check
-from memfit.footprint import Footprint
-from memfit.gpu import Gpu
-from memfit.job import Job, Recipe
 from memfit.lengths import MULTIPLE
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement, Plan, Refusal, Rung
 from memfit.optimizers import optimizer
-from memfit.plan import Judgement, Plan, Refusal, Rung
 from memfit.planner.engine import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked

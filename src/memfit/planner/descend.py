@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
-from memfit.job import Job, Recipe
-from memfit.plan import Plan
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Plan
 from memfit.planner import techniques
 from memfit.planner.engine import Estimator
 from memfit.planner.search import ranked

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from memfit import combinations
 from memfit.cost import step_time
-from memfit.footprint import Footprint
 from memfit.formula.account import Account
 from memfit.formula.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
-from memfit.job import Job, Recipe
-from memfit.plan import Judgement
-from memfit.verdicts import judge, verdict_of
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement
+from memfit.nouns.verdicts import judge, verdict_of
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
 

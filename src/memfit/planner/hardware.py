@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memfit.errors import MemfitError
-from memfit.gpu import Gpu
-from memfit.job import Job, Recipe
-from memfit.plan import Alternative, Plan
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Alternative, Plan
 from memfit.planner.engine import Estimator
 from memfit.planner.rungs import worded
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from memfit.gpu import Gpu
-from memfit.job import Job, Recipe
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job, Recipe
 from memfit.optimizers import optimizer
 
 Change = Callable[[Recipe, Job], Recipe]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from math import log
 
-from memfit.job import Job, Recipe
+from memfit.nouns.job import Job, Recipe
 from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator
 from memfit.planner.rungs import worded

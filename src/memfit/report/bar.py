@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from memfit.footprint import PhasePeak
-from memfit.plan import Judgement
+from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.plan import Judgement
 from memfit.report.words import ROLE_WORDS, Word
 from memfit.units import cell, gib, shared_unit
 

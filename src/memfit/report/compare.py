@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.compare import Agreement, Comparison, Level
+from memfit.nouns.tape import Role
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, phase_title
-from memfit.tape import Role
 from memfit.units import human, in_unit, shared_unit
 
 WORDS: dict[Agreement, tuple[str, str]] = {

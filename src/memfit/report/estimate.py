@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.architecture import Architecture
-from memfit.footprint import Footprint
-from memfit.gpu import Gpu
-from memfit.job import Recipe
-from memfit.plan import Judgement
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
 from memfit.report.words import (

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from memfit.explain import Evidence, wanted
 from memfit.explain.memory import Memory
-from memfit.finding import Finding, Holder, Part, Proof, Remedy
+from memfit.nouns.finding import Finding, Holder, Part, Proof, Remedy
+from memfit.nouns.tape import WRITTEN
 from memfit.report.layout import Ends, commands, paragraphs, table, text
 from memfit.report.words import DOT, part_word, visible
-from memfit.tape import WRITTEN
 from memfit.units import human
 
 MOST_EARLIER = 8  # failures before the last that are told

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from memfit import combinations
-from memfit.architecture import Architecture
 from memfit.errors import Unsupported
 from memfit.formula.estimate import estimate
 from memfit.formula.numerics import attention_kernel
-from memfit.gpu import Gpu
-from memfit.job import Recipe
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.verdicts import verdict_of
 from memfit.report.models import Entry
-from memfit.verdicts import verdict_of
 
 SETTING = (
     "Llama, Qwen3, Mistral and Gemma 3; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from memfit.job import Recipe
-from memfit.plan import Judgement, Plan, Rung
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.layout import table, text
 from memfit.report.words import VERDICT_WORDS, changes
 from memfit.units import cell, rough, shared_unit

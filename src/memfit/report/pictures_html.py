@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 
 from memfit.explain.memory import Group, Memory
+from memfit.nouns.tape import WRITTEN, Piece, Role, Segment
 from memfit.report.words import ROLE_WORDS, part_word
-from memfit.tape import WRITTEN, Piece, Role, Segment
 from memfit.units import human
 
 ROW = 19  # pixels of a row of the flame graph

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.plan import Plan
+from memfit.nouns.plan import Plan
 from memfit.report.bar import StackedBar, shares
 from memfit.report.ladder import Ladder, costs
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, text

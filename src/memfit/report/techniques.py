@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.job import Job
-from memfit.plan import Rung, Verdict
+from memfit.nouns.job import Job
+from memfit.nouns.plan import Rung, Verdict
 from memfit.report.layout import Ends, hanging, paragraphs, table, text
 from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, room, tokens, visible
 from memfit.units import cell, rough, shared_unit

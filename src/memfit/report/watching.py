@@ -8,12 +8,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from memfit.band import CARD_SHARE, bands
-from memfit.footprint import Levels
 from memfit.measured import by_phase, measured_by
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
+from memfit.nouns.tape import Phase
 from memfit.report.layout import Column, Ends, Grid, text
 from memfit.report.words import DOT, clock, phase_title, visible
-from memfit.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
-from memfit.tape import Phase
 from memfit.units import gib, human, in_unit, shared_unit
 
 WARNING, FINE, DIM = "bold red", "dodger_blue2", "dim"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from memfit.footprint import PhasePeak
 from memfit.formula.account import Account, Instant
 from memfit.formula.fold import Peak
 from memfit.formula.program import GRADIENT, INPUT
 from memfit.formula.run import Part, Step
+from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.tape import Role
 from memfit.quantization import QUANTIZATIONS
-from memfit.tape import Role
 from memfit.units import human
 
 WIDTHS = {1: "8 bits", 2: "16 bits", 4: "32 bits", 8: "64 bits"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.finding import Part
-from memfit.footprint import PhasePeak
-from memfit.gpu import Gpu
-from memfit.job import Recipe
+from memfit.nouns.finding import Part
+from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement, Verdict
+from memfit.nouns.tape import Role
 from memfit.optimizers import optimizer
-from memfit.plan import Judgement, Verdict
-from memfit.tape import Role
 from memfit.units import GB, cell, gib, rough, shared_unit
 
 DOT = " · "

@@ -8,11 +8,11 @@ from pathlib import Path
 from memfit.export.script import learning_rate
 from memfit.export.text import summary, title
 from memfit.measured import by_phase
-from memfit.plan import Plan
+from memfit.nouns.plan import Plan
+from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title
 from memfit.run.folder import MEMORY_FILE, Run, write_text
 from memfit.run.nouns import Outcome
-from memfit.sample import METERS
 from memfit.units import human
 
 TAGS = "tags: [memfit]"  # of the front matter: what tells this card from others

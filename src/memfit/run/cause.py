@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.explain import explain, read_text
-from memfit.finding import CAUSES, Cause
+from memfit.nouns.finding import CAUSES, Cause
 from memfit.run.nouns import Shortage, Stage
 from memfit.units import human
 

@@ -18,7 +18,7 @@ from typing import IO
 
 from memfit import launch
 from memfit.errors import BadInput
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 from memfit.run.environment import environment
 from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
 from memfit.run.nouns import EVENT, WARNING, Event, Outcome

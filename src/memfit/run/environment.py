@@ -6,7 +6,7 @@ from pathlib import Path
 
 import memfit.export.accelerate as accelerate
 from memfit import launch
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 
 # torch reads PYTORCH_ALLOC_CONF from 2.10 on, older ones PYTORCH_CUDA_ALLOC_CONF: both are set, to the same
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -21,12 +21,12 @@ from memfit.errors import BadInput, Refused
 from memfit.export import export
 from memfit.export import write as write_files
 from memfit.export.again import plan_of
-from memfit.gpu import Gpu
-from memfit.job import Training
-from memfit.plan import Plan
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Training
+from memfit.nouns.plan import Plan
+from memfit.nouns.sample import Watched
 from memfit.run import lock
 from memfit.run.nouns import Fall, Outcome, Settings, Shortage
-from memfit.sample import Watched
 from memfit.trainers import script_of
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from memfit.errors import BadInput
 from memfit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from memfit.plan import Plan
+    from memfit.nouns.plan import Plan
 
 OF_A_MODEL = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
 LARGE = 64 * MIB  # bytes: of larger weights samples are read, they may be hundreds of gigabytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 
 from memfit.export.requirements import packages
-from memfit.job import Recipe
 from memfit.launch import backend
+from memfit.nouns.job import Recipe
 
 
 def missing(recipe: Recipe, target: str) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.job import Recipe
 from memfit.launch import backend
-from memfit.plan import Plan
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.planner.descend import STORED, down
 from memfit.run.folder import Run, target_of
 from memfit.run.installed import missing

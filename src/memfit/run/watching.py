@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from memfit.footprint import Levels
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched
+from memfit.nouns.tape import Phase
 from memfit.run.folder import MEMORY_FILE, Run
 from memfit.run.nouns import Event
-from memfit.sample import METERS, Alarm, Leak, Status, Watched
-from memfit.tape import Phase
 from memfit.watcher.screens import REFRESH
 from memfit.watcher.transformers import MemfitCallback
 

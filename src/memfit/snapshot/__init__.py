@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from memfit import tape_file
-from memfit.alloc_conf import Torch
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import Torch
+from memfit.nouns.tape import Tape
 from memfit.snapshot import pickles, records
 from memfit.snapshot.history import tape_of
 from memfit.snapshot.shape import Smaller
-from memfit.tape import Tape
 
 MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
 MAX_CONTENT = 2 << 30  # bytes after decompression

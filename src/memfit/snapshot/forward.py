@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from memfit.alloc_conf import AllocSettings, Torch
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.nouns.alloc_settings import AllocSettings, Torch
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Oom, Segment, SegmentAlloc, SegmentFree, Tape
 from memfit.replay import begun
 from memfit.retrace import allocator_of
-from memfit.tape import Alloc, EmptyCache, Event, Free, Oom, Segment, SegmentAlloc, SegmentFree, Tape
 
 BY_AGE: Torch = (2, 13)  # from this version on the age of segments decides between blocks of equal size
 MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the next surprise

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from memfit.alloc_conf import K_LARGE_BUFFER, LATEST_TORCH, Torch
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import K_LARGE_BUFFER, LATEST_TORCH, Torch
 
 Pool = tuple[int, int]
 MOST_NUMBERS = 1 << 16  # sizes and addresses of which one object is kept

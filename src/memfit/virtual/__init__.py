@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
-from memfit.alloc_conf import VARIABLES
 from memfit.cards import find_gpu
-from memfit.gpu import Gpu
+from memfit.nouns.alloc_settings import VARIABLES
+from memfit.nouns.gpu import Gpu
 from memfit.units import parse_size
 from memfit.virtual import api, deepspeed, dispatch, engine, guard, inductor, libraries, liger, loading, triton
 from memfit.virtual.answers import Answers

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from memfit.alloc_conf import torch_version
-from memfit.tape import Tape
+from memfit.nouns.alloc_settings import torch_version
+from memfit.nouns.tape import Tape
 from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 from memfit.virtual.folded import fold, rows_of, unfold
 from memfit.virtual.jobs.models import class_of, config_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memfit.tape import Alloc, Event, Free, RecordStream, Tape
+from memfit.nouns.tape import Alloc, Event, Free, RecordStream, Tape
 from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP
 from memfit.virtual.rows import COUNT, Piece, Row

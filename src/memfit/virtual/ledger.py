@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
 from memfit.replay import EMPTY_CACHE, NOBODY, use, used
-from memfit.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 

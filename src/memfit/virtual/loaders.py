@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.utils.data import DataLoader
 
-from memfit.tape import Phase
+from memfit.nouns.tape import Phase
 from memfit.virtual.card import Card
 from memfit.virtual.longest import Longest, longest
 from memfit.virtual.observer import EnoughSteps, Observer

@@ -16,7 +16,7 @@ from torch._C import _functorch as functorch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from memfit.tape import Phase, Role, Tape
+from memfit.nouns.tape import Phase, Role, Tape
 from memfit.virtual.card import Card
 from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
 from memfit.virtual.patching import patched

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
 from memfit.errors import BadInput, MemfitError
-from memfit.gpu import Gpu
-from memfit.tape import Phase, Tape
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Phase, Tape
 from memfit.virtual import Answers, flash_attn, told_by_environment, virtual_gpu
 from memfit.virtual.files import Saves, guarded
 from memfit.virtual.host import hollow_host

@@ -15,10 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, MemfitError, Unsupported
-from memfit.gpu import Gpu
-from memfit.job import Recipe
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Tape
 from memfit.supported import check_trace, versions
-from memfit.tape import Tape
 from memfit.virtual.patching import environment, patched
 
 if TYPE_CHECKING:

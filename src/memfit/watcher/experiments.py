@@ -14,7 +14,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from memfit.growth import FLOOR
-from memfit.sample import Leak
+from memfit.nouns.sample import Leak
 from memfit.watcher.census import live_tensors
 from memfit.watcher.hunt import alive, named, without
 from memfit.watcher.roots import Roots

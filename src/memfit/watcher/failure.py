@@ -9,8 +9,8 @@ from typing import Protocol
 from weakref import WeakSet
 
 from memfit.explain.oom_text import messages
-from memfit.sample import Alarm
-from memfit.tape import Phase
+from memfit.nouns.sample import Alarm
+from memfit.nouns.tape import Phase
 
 SENTENCES = 2  # of the error's message: what ran out, and how much was asked for
 

@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit import measured
 from memfit.doubt import doubt, stopped
-from memfit.footprint import Footprint
 from memfit.growth import Growth, Series
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.sample import Alarm, Holder, Leak, Sample
+from memfit.nouns.tape import PHASES, Phase, Role
 from memfit.replay import Timeline
-from memfit.sample import Alarm, Holder, Leak, Sample
-from memfit.tape import PHASES, Phase, Role
 from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS

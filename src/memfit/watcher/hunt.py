@@ -17,7 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from memfit.sample import Holder
+from memfit.nouns.sample import Holder
 from memfit.watcher.census import graph, graph_size, live_bytes, live_tensors, saved_by, storages
 from memfit.watcher.holders import WIDEST, holders_of
 from memfit.watcher.roots import CACHE_OF, Found, Roots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.sample import Leak
+from memfit.nouns.sample import Leak
 from memfit.watcher.handle import Watch
 from memfit.watcher.loop import watch
 

@@ -17,7 +17,7 @@ except ImportError:
     raise MissingExtra("memfit.watch", "trace") from None
 
 from memfit import footprints
-from memfit.sample import Header
+from memfit.nouns.sample import Header
 from memfit.watcher.handle import Watch
 from memfit.watcher.meters import meter_for
 from memfit.watcher.recorder import Recorder, Screen, check_log

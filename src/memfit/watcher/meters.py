@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from memfit.footprint import Levels
 from memfit.growth import FIRST_LOOK, FLOOR, Series
-from memfit.sample import MeterName
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import MeterName
 from memfit.watcher.census import live_bytes
 
 DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters

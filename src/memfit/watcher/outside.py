@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.sample import Alarm, Sample, Watched
+from memfit.nouns.sample import Alarm, Sample, Watched
 from memfit.watcher.interrupts import passed_on
 from memfit.watcher.processes import NvmlMeter, RssMeter
 from memfit.watcher.recorder import Recorder

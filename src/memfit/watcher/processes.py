@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.footprint import Levels
-from memfit.sample import MeterName
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import MeterName
 from memfit.units import KIB
 
 PROC = Path("/proc")

@@ -13,10 +13,10 @@ from typing import Protocol
 from memfit import watch_file
 from memfit.band import Alarms
 from memfit.errors import BadInput
-from memfit.footprint import Levels
 from memfit.measured import highest
-from memfit.sample import Alarm, Header, Leak, Sample, Status, Watched
-from memfit.tape import Phase, Role
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched
+from memfit.nouns.tape import Phase, Role
 from memfit.units import human
 from memfit.watcher.sinks import Sink
 

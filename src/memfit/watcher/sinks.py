@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from memfit.errors import BadInput, UnknownName
-from memfit.sample import METERS, Alarm, Header, Sample
+from memfit.nouns.sample import METERS, Alarm, Header, Sample
 
 PREFIX = "memfit"
 

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from memfit.errors import MissingExtra
-from memfit.sample import Leak
+from memfit.nouns.sample import Leak
 from memfit.watcher.handle import Watch
 from memfit.watcher.loop import watch
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from memfit.job import Training
+from memfit.nouns.job import Training
 
 HERE = Path(__file__).parent
 NAME = "memfit-tiny"

@@ -13,9 +13,9 @@ from memfit.export import absolute, placed
 from memfit.export.text import comment, one_line, summary
 from memfit.formula.account import Account
 from memfit.formula.static import Static
-from memfit.gpu import Gpu
-from memfit.job import Recipe
-from memfit.plan import Plan
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.planner.engine import Estimator
 from memfit.run.environment import environment
 from memfit.units import GIB, MIB

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from memfit import deepspeed_file, families, launch
 from memfit import framework_names as names
 from memfit.errors import Unsupported
-from memfit.job import Recipe
+from memfit.nouns.job import Recipe
 from memfit.optimizers import optimizer
 from memfit.trainers import trainer
 from memfit.virtual.jobs.setup import Setup

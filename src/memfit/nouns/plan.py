@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memfit.footprint import Footprint
-from memfit.job import Job, Recipe
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Job, Recipe
 
 Verdict = Literal["fits", "tight", "misfit"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memfit.footprint import Footprint
-from memfit.gpu import Gpu
-from memfit.plan import Judgement, Verdict
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.plan import Judgement, Verdict
 
 # How far a prediction may be off and still be believed. Source: docs/accuracy.md, mean error on published runs.
 BAND_SHARE = 0.05

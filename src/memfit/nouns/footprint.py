@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.tape import Phase, Role
+from memfit.nouns.tape import Phase, Role
 
 OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases a run need not go through: shown, but no part of the verdict
 Source = Literal["formula", "traced", "measured"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from memfit.architecture import Architecture
 from memfit.errors import BadInput
-from memfit.gpu import Gpu
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
 
 Method = Literal["full", "lora", "qlora"]
 Precision = Literal["bf16", "bf16-mixed", "bf16-master", "fp16-mixed", "fp32"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from memfit.tape import Alloc, Role
+from memfit.nouns.tape import Alloc, Role
 
 Cause = Literal[
     "capacity", "activations", "logits", "attention", "kv-cache", "long-sample", "image-tokens", "pairs", "group-batch",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.footprint import Footprint, Levels
-from memfit.tape import Phase, Role
+from memfit.nouns.footprint import Footprint, Levels
+from memfit.nouns.tape import Phase, Role
 
 MeterName = Literal["cuda", "tensors", "nvml", "rss"]
 
