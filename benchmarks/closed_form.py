@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from memfit import Recipe, catalogue, combinations, estimate, find_gpu
+from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.errors import MemfitError, Unsupported
 from memfit.families import architecture
 from memfit.hub import resolve_config
@@ -25,6 +25,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.replay import replay
+from memfit.tables import combinations
 from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe
 

@@ -102,7 +102,7 @@ def techniques() -> str:
 def optimizers() -> str:
     """The optimizer table with bytes per trained bf16 parameter."""
     from memfit.nouns.architecture import Weight
-    from memfit.optimizers import OPTIMIZERS
+    from memfit.tables.optimizers import OPTIMIZERS
 
     rows = ["| `--optimizer` | | bytes of state per bf16 weight | needs | |", "|---|---|---:|---|---|"]
     weight = Weight("w", (4096, 4096), "linear")
@@ -114,7 +114,7 @@ def optimizers() -> str:
 
 def quantizations() -> str:
     """The quantisation table."""
-    from memfit.quantization import QUANTIZATIONS
+    from memfit.tables.quantization import QUANTIZATIONS
 
     rows = ["| `--quantization` | | payload B/weight | with scales |", "|---|---|---:|---:|"]
     n = 4096 * 4096
@@ -247,10 +247,10 @@ def oom_cases() -> str:
 
 EXAMPLES = {
     "example_gpu": ("src/memfit/catalogue/gpus.toml", 'name = "L4"', "[[gpu]]"),
-    "example_optimizer": ("src/memfit/optimizers.py", 'key="lion-8bit"', "Optimizer("),
-    "example_quantization": ("src/memfit/quantization.py", 'key="nf4-double"', 'key="fp4"'),
+    "example_optimizer": ("src/memfit/tables/optimizers.py", 'key="lion-8bit"', "Optimizer("),
+    "example_quantization": ("src/memfit/tables/quantization.py", 'key="nf4-double"', 'key="fp4"'),
     "example_family": ("src/memfit/families/rows.py", '"smollm3": replace(', '"phi3"'),
-    "example_trainer": ("src/memfit/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
+    "example_trainer": ("src/memfit/tables/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
     "example_loss": ("src/memfit/formula/losses.py", "def _full(", "def _fused("),
     "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
     "example_target": ("src/memfit/export/__init__.py", "TARGETS: dict", "def target("),

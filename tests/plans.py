@@ -10,7 +10,7 @@ from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
-from memfit.optimizers import OPTIMIZERS
+from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB
 
 LLAMA = {

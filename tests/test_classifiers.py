@@ -13,7 +13,7 @@ import memfit  # noqa: E402
 from memfit.families import architecture  # noqa: E402
 from memfit.formula.account import Account  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
-from memfit.trainers import trainer  # noqa: E402
+from memfit.tables.trainers import trainer  # noqa: E402
 
 BATCH, LENGTH = 2, 64
 BERT = {

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, estimate, find_gpu
-from memfit.cautions import cautions
 from memfit.families import architecture
 from memfit.hub import resolve_config
 from memfit.nouns.footprint import Footprint
 from memfit.replay import replay
+from memfit.tables.cautions import cautions
 from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe
 

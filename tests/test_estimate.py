@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memfit import Recipe, combinations, estimate, find_gpu, resolve_model
+from memfit import Recipe, estimate, find_gpu, resolve_model
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import PHASES, ROLES
+from memfit.tables import combinations
 
 GPU = find_gpu("a100-80gb")
 GROUPED = resolve_model("qwen2.5-0.5b")

@@ -18,8 +18,8 @@ from memfit.formula.setup import Situation, micro_step_of
 from memfit.formula.size import Dims
 from memfit.formula.static import static_of
 from memfit.nouns.architecture import Architecture
-from memfit.optimizers import optimizer
-from memfit.trainers import trainer
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import trainer
 
 DATA = json.loads((Path(__file__).parent / "data" / "recorded_runs.json").read_text())
 TOLERANCE = {"before": 0.005, "forward": 0.002, "after_forward": 0.002, "backward": 0.002}

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from memfit.combinations import NOT_BY_TRL, ROUTERS
+from memfit.tables.combinations import NOT_BY_TRL, ROUTERS
 from memfit.virtual import virtual_gpu
 from memfit.virtual.jobs import Setup, run
 from memfit.virtual.observer import Observer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.liger import LIGER
+from memfit.tables.liger_kernels import LIGER
 
 FULL: dict[str, Any] = {"sequence_length": 512, "micro_batch": 2}
 LORA: dict[str, Any] = {"method": "lora", "sequence_length": 1024}

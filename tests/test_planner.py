@@ -9,13 +9,13 @@ import pytest
 
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
 from memfit.cards import list_gpus, parse_gpu
-from memfit.combinations import absent
 from memfit.errors import BadInput
 from memfit.export import export
-from memfit.optimizers import optimizer
 from memfit.planner import left_out, techniques
 from memfit.planner.engine import Estimator
 from memfit.planner.rungs import LADDER, SHARDING
+from memfit.tables.combinations import absent
+from memfit.tables.optimizers import optimizer
 
 
 def job(model: str, gpu: str, **changes: Any) -> Job:

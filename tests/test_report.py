@@ -19,7 +19,6 @@ import memfit
 from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
 from memfit.cards import list_gpus
 from memfit.catalogue import config, entries
-from memfit.combinations import refusal
 from memfit.errors import UnknownName, Unsupported
 from memfit.families import architecture
 from memfit.formula.account import Account
@@ -30,7 +29,6 @@ from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.nouns.tape import PHASES, ROLES
 from memfit.nouns.verdicts import judge
-from memfit.optimizers import OPTIMIZERS
 from memfit.planner import techniques
 from memfit.report.bar import Share, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
@@ -45,6 +43,8 @@ from memfit.report.techniques import techniques_view
 from memfit.report.why import explain
 from memfit.report.why_view import arithmetic, why_view
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
+from memfit.tables.combinations import refusal
+from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB
 from plans import CARD, FITS, changed
 

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import Recipe, combinations, errors, find_gpu, resolve_model
+from memfit import Recipe, errors, find_gpu, resolve_model
 from memfit.formula.losses import LOSSES
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import check_values
-from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
-from memfit.quantization import QUANTIZATIONS, Quantization
-from memfit.trainers import TRAINERS, Trainer, taken_as, trainer
+from memfit.tables import combinations
+from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.tables.quantization import QUANTIZATIONS, Quantization
+from memfit.tables.trainers import TRAINERS, Trainer, taken_as, trainer
 
 BIG = Weight("w", (4096, 1024), "linear")
 SMALL = Weight("norm.weight", (1024,), "norm")

@@ -12,7 +12,7 @@ from memfit.formula.account import Account
 from memfit.formula.size import Dims
 from memfit.hub import resolve_model
 from memfit.nouns.job import Recipe
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 
 MODEL = resolve_model("qwen-1_8b-chat", offline=True)
 LENGTHS = (700, 1500, 301, 1999, 64, 1204, 2000, 512)

@@ -12,7 +12,7 @@ from memfit.hub import resolve_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.trainers import Trainer
+from memfit.tables.trainers import Trainer
 from published.rows import Row
 
 Compared = Literal["allocated", "reserved", "device"]

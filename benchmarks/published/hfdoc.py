@@ -8,7 +8,7 @@ from dataclasses import replace
 from memfit.catalogue import config, names
 from memfit.families import architecture
 from memfit.nouns.job import Recipe
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, compared_of, fixed_length, gpu_of, one_gpu
 from published.rows import Row
 

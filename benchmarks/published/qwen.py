@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.nouns.job import Recipe
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, fixed_length, gpu_of, one_gpu
 from published.rows import Row
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from memfit.nouns.job import Recipe
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 from published.case import Case, Compared, NotCovered, accumulation, architecture_of, compared_of, gpu_of, one_gpu
 from published.rows import Row
 

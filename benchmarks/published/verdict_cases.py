@@ -14,7 +14,7 @@ from memfit.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.trainers import Trainer, trainer
+from memfit.tables.trainers import Trainer, trainer
 from published import litgpt
 from published.case import Case, NotCovered, architecture_of, fixed_length, gpu_of
 from published.rows import Row

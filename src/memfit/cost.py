@@ -12,8 +12,8 @@ from memfit.formula.static import Static
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.optimizers import optimizer
-from memfit.trainers import checkpointing_of
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import checkpointing_of
 
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
 MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}

@@ -9,7 +9,7 @@ from memfit.errors import Unsupported
 from memfit.formula.numerics import lora_modules
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 

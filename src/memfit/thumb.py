@@ -9,9 +9,9 @@ from memfit.formula.style import Style
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.footprint import Line
 from memfit.nouns.job import Recipe
-from memfit.optimizers import optimizer
-from memfit.quantization import QUANTIZATIONS
-from memfit.trainers import trainer
+from memfit.tables.optimizers import optimizer
+from memfit.tables.quantization import QUANTIZATIONS
+from memfit.tables.trainers import trainer
 
 
 def static_lines(

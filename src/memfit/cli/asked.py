@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import cards, combinations, hub
+from memfit import cards, hub
 from memfit.cli import terminal
 from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
@@ -16,8 +16,9 @@ from memfit.errors import BadInput, MemfitError, UnknownName
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
-from memfit.optimizers import OPTIMIZERS, optimizer
-from memfit.trainers import trainer
+from memfit.tables import combinations
+from memfit.tables.optimizers import OPTIMIZERS, optimizer
+from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size, said_share
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ def run(
     **flags: Any,
 ) -> int:
     """Say what one recipe needs, as it is."""
-    from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
     from memfit.formula.estimate import estimate
     from memfit.nouns.verdicts import judge
+    from memfit.tables import combinations
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])

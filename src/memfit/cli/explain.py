@@ -240,8 +240,8 @@ class _Planned:
 
     def price(self, remedy: Remedy) -> int | None:
         """Tensor bytes of the worst instant that it saves, as were missing; None where this run cannot take it."""
-        from memfit import combinations
         from memfit.planner.descend import tensor_bytes
+        from memfit.tables import combinations
 
         try:
             changed = combinations.check(self.recipe.but(**dict(remedy.change)), self.job.architecture, self.job.gpu)
@@ -283,8 +283,8 @@ class _Planned:
 
 def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Recipe]:
     """What the flags mean with what the failure shows, and its recipe. Raises MemfitError where it cannot run."""
-    from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe
+    from memfit.tables import combinations
 
     found = asked(flags["model"], {**flags, **shown})
     found.wanted = {

@@ -83,7 +83,7 @@ def _target(flags: dict[str, Any]) -> Target | None:
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
     from memfit.export import check_free, target
-    from memfit.trainers import script_of
+    from memfit.tables.trainers import script_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
     return target(flags.get("target") or script_of(str(flags.get("trainer"))))
@@ -112,7 +112,7 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     cheat = ["memfit", "techniques", model, *card, *same, *length]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(cheat), shlex.join(why)]
-    from memfit.trainers import script_of
+    from memfit.tables.trainers import script_of
 
     folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]

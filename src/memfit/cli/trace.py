@@ -61,9 +61,9 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
-    from memfit import combinations
     from memfit.cli.asked import asked, exact_recipe, longest_batch, with_data
     from memfit.supported import obstacle
+    from memfit.tables import combinations
 
     found = with_data(asked(model, flags), flags)
     recipe = longest_batch(found, exact_recipe(found, flags["method"]))

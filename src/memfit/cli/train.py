@@ -179,10 +179,10 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
-    from memfit.cautions import cautions
     from memfit.cli.train_checks import check, check_apart, check_cpu, check_data, check_packages
     from memfit.run import embedded
     from memfit.run.folder import create, fresh
+    from memfit.tables.cautions import cautions
 
     settings = _settings(what, flags)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from memfit.errors import UnknownName
 from memfit.explain.evidence import Evidence
 from memfit.explain.figures import tokens_of
-from memfit.optimizers import optimizer
+from memfit.tables.optimizers import optimizer
 
 SEQUENCE = 2048  # tokens of a sequence where only those of a batch are known
 

@@ -13,7 +13,7 @@ from memfit.errors import BadInput, Refused, UnknownName
 from memfit.export import axolotl, llamafactory, templates, transformers, trl
 from memfit.export.dataset import layout_of
 from memfit.nouns.plan import Plan
-from memfit.trainers import script_of
+from memfit.tables.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"
 

@@ -14,7 +14,7 @@ from memfit.export.script import learning_rate, whole
 from memfit.export.text import stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 
 FILE = "axolotl.yaml"
 _LIGER = "axolotl.integrations.liger.LigerPlugin"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit import combinations
 from memfit.errors import MemfitError
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.optimizers import optimizer
+from memfit.tables import combinations
+from memfit.tables.optimizers import optimizer
 from memfit.units import MIB, human
 
 Change = Callable[[Recipe], Recipe]

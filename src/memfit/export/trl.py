@@ -6,14 +6,14 @@ import memfit.export.accelerate as accelerate
 import memfit.export.script as script
 import memfit.framework_names as names
 import memfit.launch as launch
-from memfit.combinations import NOT_BY_TRL
 from memfit.errors import Unsupported
 from memfit.export.requirements import requirements
 from memfit.export.savings import savings
 from memfit.export.text import literal
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.trainers import trainer
+from memfit.tables.combinations import NOT_BY_TRL
+from memfit.tables.trainers import trainer
 
 VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"
 _FUSED_SINCE = (1, 15)  # the first TRL whose loss memfit's scripts count on

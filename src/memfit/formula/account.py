@@ -18,13 +18,13 @@ from memfit.formula.sharding import share_of, whole_at_load
 from memfit.formula.share import Share
 from memfit.formula.size import Dims
 from memfit.formula.static import Static, static_of
-from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
-from memfit.optimizers import Optimizer, optimizer
-from memfit.trainers import Trainer, checkpointing_of, trainer
+from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
+from memfit.tables.optimizers import Optimizer, optimizer
+from memfit.tables.trainers import Trainer, checkpointing_of, trainer
 
 
 @dataclass(frozen=True, slots=True)

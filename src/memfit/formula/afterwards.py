@@ -9,9 +9,9 @@ from memfit.formula.static import Static, static_of
 from memfit.formula.unroll import Memory
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.optimizers import Optimizer
-from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
-from memfit.trainers import Trainer
+from memfit.tables.optimizers import Optimizer
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.trainers import Trainer
 
 # stacked experts that are stored as they are; all others transformers stores expert by expert (conversion_mapping.py)
 STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 from memfit.allocator import allocator_for
-from memfit.cautions import cautions
 from memfit.formula import gathering, pools
 from memfit.formula.account import Account, Instant
 from memfit.formula.coordinator import BUCKET
@@ -20,7 +19,8 @@ from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
-from memfit.trainers import Trainer
+from memfit.tables.cautions import cautions
+from memfit.tables.trainers import Trainer
 from memfit.units import human
 
 # What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and

@@ -20,7 +20,7 @@ from memfit.formula.timeline import load, optimizer_step
 from memfit.formula.unroll import Memory, Pass
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
-from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
 REDUCE = -1  # size of what is no tensor but the moment of a reduction
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memfit.formula.style import Kernel
 from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
-from memfit.trainers import Trainer
+from memfit.tables.trainers import Trainer
 
 Capability = tuple[int, int]
 

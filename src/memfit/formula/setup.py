@@ -13,11 +13,11 @@ from memfit.formula.per_layer import per_layer_of
 from memfit.formula.rotary import ROTARY
 from memfit.formula.run import MicroStep, micro_step
 from memfit.formula.style import Kernel, Mask, Style
-from memfit.liger import LIGER, Liger
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.nouns.job import Recipe
-from memfit.optimizers import Optimizer
-from memfit.trainers import Trainer
+from memfit.tables.liger_kernels import LIGER, Liger
+from memfit.tables.optimizers import Optimizer
+from memfit.tables.trainers import Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from memfit.formula.static import Static
 from memfit.formula.zero import stage_0, stage_3, stages_1_and_2
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.trainers import trainer
+from memfit.tables.trainers import trainer
 
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 

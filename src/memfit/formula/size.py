@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.launches import key_splits, reduction
+from memfit.tables.cuda_kernels import key_splits, reduction
 
 Basis = str | tuple[str, int, int]
 Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys

@@ -9,9 +9,9 @@ from typing import Any
 from memfit.formula.numerics import Numerics, adapted, adapter_weights, has_adapter
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
-from memfit.optimizers import Optimizer
-from memfit.quantization import CHECKPOINTS, QUANTIZATIONS
-from memfit.trainers import Trainer
+from memfit.tables.optimizers import Optimizer
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.trainers import Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.liger import Liger
+from memfit.tables.liger_kernels import Liger
 
 Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
 Mask = Literal["none", "shared", "rows"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from memfit.combinations import absent, check
 from memfit.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Refusal, Rung
-from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
-from memfit.trainers import trainer
+from memfit.tables.combinations import absent, check
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import trainer
 from memfit.units import rough, said_share
 
 Progress = Callable[[str, float], None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memfit import combinations
 from memfit.cost import step_time
 from memfit.formula.account import Account
 from memfit.formula.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
@@ -13,6 +12,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement
 from memfit.nouns.verdicts import judge, verdict_of
+from memfit.tables import combinations
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
-from memfit.optimizers import optimizer
+from memfit.tables.optimizers import optimizer
 
 Change = Callable[[Recipe, Job], Recipe]
 

@@ -7,10 +7,10 @@ from itertools import product
 from math import log
 
 from memfit.nouns.job import Job, Recipe
-from memfit.optimizers import optimizer
 from memfit.planner.engine import Candidate, Estimator
 from memfit.planner.rungs import worded
-from memfit.trainers import trainer
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import trainer
 
 
 def splits(per_gpu: int) -> list[int]:

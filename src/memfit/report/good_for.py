@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from memfit import combinations
 from memfit.errors import Unsupported
 from memfit.formula.estimate import estimate
 from memfit.formula.numerics import attention_kernel
@@ -15,6 +14,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.verdicts import verdict_of
 from memfit.report.models import Entry
+from memfit.tables import combinations
 
 SETTING = (
     "Llama, Qwen3, Mistral and Gemma 3; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.cautions import PLATFORMS
 from memfit.nouns.gpu import Gpu, Platform
 from memfit.report.good_for import VENDORS, GpuRow, Largest
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import DOT
+from memfit.tables.cautions import PLATFORMS
 from memfit.units import GB, billions, gib
 
 SOFTWARE: dict[Platform, str] = {

@@ -14,7 +14,7 @@ from memfit.formula.program import GRADIENT, INPUT
 from memfit.formula.run import Part, Step
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.tape import Role
-from memfit.quantization import QUANTIZATIONS
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import human
 
 WIDTHS = {1: "8 bits", 2: "16 bits", 4: "32 bits", 8: "64 bits"}

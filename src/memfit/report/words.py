@@ -11,7 +11,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Verdict
 from memfit.nouns.tape import Role
-from memfit.optimizers import optimizer
+from memfit.tables.optimizers import optimizer
 from memfit.units import GB, cell, gib, rough, shared_unit
 
 DOT = " · "

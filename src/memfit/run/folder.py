@@ -27,7 +27,7 @@ from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
 from memfit.run import lock
 from memfit.run.nouns import Fall, Outcome, Settings, Shortage
-from memfit.trainers import script_of
+from memfit.tables.trainers import script_of
 
 T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint

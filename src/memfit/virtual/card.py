@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from memfit.allocator import Allocator, OutOfMemory
-from memfit.launches import cublas_workspace, threads_per_multiprocessor
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
+from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.answers import Answers
 from memfit.virtual.engine import thread
 from memfit.virtual.ledger import BUCKET_SIZES, Ledger

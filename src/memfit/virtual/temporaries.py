@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memfit.launches import key_splits, reduction
+from memfit.tables.cuda_kernels import key_splits, reduction
 from memfit.virtual.shapes import conv_layout
 
 if TYPE_CHECKING:

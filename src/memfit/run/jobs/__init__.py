@@ -11,7 +11,7 @@ from memfit.export import export
 from memfit.launch import launch_of
 from memfit.run.jobs import kubernetes, skypilot, slurm, torchrun
 from memfit.run.jobs.spec import Spec
-from memfit.trainers import script_of
+from memfit.tables.trainers import script_of
 
 
 @dataclass(frozen=True, slots=True)

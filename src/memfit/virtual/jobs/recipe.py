@@ -9,8 +9,8 @@ from memfit import deepspeed_file, families, launch
 from memfit import framework_names as names
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
-from memfit.optimizers import optimizer
-from memfit.trainers import trainer
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import trainer
 from memfit.virtual.jobs.setup import Setup
 
 TrainerName = Literal["torch", "transformers", "trl"]

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.errors import BadInput
-from memfit.liger import LIGER
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.optimizers import optimizer
-from memfit.trainers import trainer
+from memfit.tables.liger_kernels import LIGER
+from memfit.tables.optimizers import optimizer
+from memfit.tables.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]

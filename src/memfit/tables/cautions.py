@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu, Platform
 from memfit.nouns.job import Recipe
-from memfit.trainers import checkpointing_of, taken_as
+from memfit.tables.trainers import checkpointing_of, taken_as
 from memfit.units import human
 
 PLATFORMS: dict[Platform, str] = {
