@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from memfit import catalogue
-from memfit.families import DIALECTS, FAMILIES, architecture
+from memfit.models.families import DIALECTS, FAMILIES, architecture
 from memfit.nouns.architecture import Architecture
 
 INDEX = Path(catalogue.__file__).parent / "models.json"

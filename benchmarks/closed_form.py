@@ -19,8 +19,8 @@ from typing import Any
 
 from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.errors import MemfitError, Unsupported
-from memfit.families import architecture
-from memfit.hub import resolve_config
+from memfit.models.families import architecture
+from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu

@@ -83,7 +83,7 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
 
 def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
     """The same from a tape that was unrolled from shallow models; None where it cannot be."""
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
     from memfit.nouns.alloc_settings import parse_alloc_conf
     from memfit.nouns.tape import Alloc
     from memfit.virtual import Answers, depths, virtual_gpu
@@ -116,7 +116,7 @@ def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
 def traced(record: dict[str, Any], models: Path) -> Outcome:
     import torch
 
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
     from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer

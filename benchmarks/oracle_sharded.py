@@ -40,7 +40,7 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
 
 def traced(case: dict[str, Any], config: dict[str, Any], *, late: bool) -> Peaks:
     """Peaks by phase. late: NCCL's watchdog looks as late as it may."""
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
     from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer

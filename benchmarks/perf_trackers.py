@@ -14,8 +14,8 @@ SEQUENCE, STEPS, RANKS = 2048, 2, 1024
 
 def fsdp() -> str:
     """Two steps of full fine-tuning Llama 3.1 405B with FSDP2 and checkpointing, rank 0 of 1,024, replayed."""
-    from memfit import hub
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
+    from memfit.models import hub
     from memfit.replay import replay
     from memfit.units import human
     from memfit.virtual import virtual_gpu
@@ -44,7 +44,7 @@ def memtracker(lora: bool) -> str:
     from torch.distributed._tools.mem_tracker import MemTracker
     from transformers.initialization import no_init_weights
 
-    from memfit import hub
+    from memfit.models import hub
 
     given: dict[str, Any] = {k: v for k, v in hub.resolve_config("llama-2-7b").items() if k != "torch_dtype"}
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)

@@ -249,7 +249,7 @@ EXAMPLES = {
     "example_gpu": ("src/memfit/catalogue/gpus.toml", 'name = "L4"', "[[gpu]]"),
     "example_optimizer": ("src/memfit/tables/optimizers.py", 'key="lion-8bit"', "Optimizer("),
     "example_quantization": ("src/memfit/tables/quantization.py", 'key="nf4-double"', 'key="fp4"'),
-    "example_family": ("src/memfit/families/rows.py", '"smollm3": replace(', '"phi3"'),
+    "example_family": ("src/memfit/models/families/llama_like.py", '"smollm3": replace(', '"phi3"'),
     "example_trainer": ("src/memfit/tables/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
     "example_loss": ("src/memfit/formula/losses.py", "def _full(", "def _fused("),
     "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),

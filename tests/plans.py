@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, get_args, get_type_hints
 
-from memfit.families import architecture
+from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import cards
-from memfit.cards import (
+from memfit.catalogue import cards
+from memfit.catalogue.cards import (
     CUSTOM,
     Seen,
     custom_gpu,

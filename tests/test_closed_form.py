@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, estimate, find_gpu
-from memfit.families import architecture
-from memfit.hub import resolve_config
+from memfit.models.families import architecture
+from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint
 from memfit.replay import replay
 from memfit.tables.cautions import cautions

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.families import architecture
 from memfit.formula import coordinator
+from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint
 
 DATA = json.loads((Path(__file__).parent / "data" / "deepspeed_runs.json").read_text())

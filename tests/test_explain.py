@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import cli, codec
-from memfit.cards import list_gpus
 from memfit.catalogue import Entry, config, words_of_causes
+from memfit.catalogue.cards import list_gpus
 from memfit.catalogue.weights import Weights
 from memfit.explain import Evidence, explain, learned, messages, read_text
 from memfit.explain.clue import SURE
@@ -30,7 +30,7 @@ from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.signs import SIGNS
 from memfit.explain.text import clues
-from memfit.hub import list_models
+from memfit.models.hub import list_models
 from memfit.nouns.finding import CAUSES, Cause
 from memfit.nouns.job import RECIPE_FIELDS
 from memfit.nouns.tape import Alloc, Free, Mark, Oom, Tape

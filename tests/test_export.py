@@ -29,7 +29,7 @@ from memfit.export import text as export_text
 from memfit.export.dataset import layout_of
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
-from memfit.hub import resolve_model
+from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe, Training
 from memfit.nouns.plan import Judgement, Plan
 from memfit.recipe_file import loads

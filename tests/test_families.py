@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memfit import catalogue
 from memfit.catalogue import Entry
 from memfit.errors import BadInput, MemfitError, Unsupported
-from memfit.families import DIALECTS, FAMILIES, architecture
+from memfit.models.families import DIALECTS, FAMILIES, architecture
 from memfit.nouns.architecture import Architecture
 
 ENTRIES = catalogue.entries()

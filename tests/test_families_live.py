@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import memfit.catalogue
-from memfit.families import architecture
+from memfit.models.families import architecture
 
 MODELS = Path(memfit.catalogue.__file__).parent / "models"
 

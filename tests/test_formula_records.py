@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from memfit import Recipe
-from memfit.families import architecture
 from memfit.formula.fold import Meter
 from memfit.formula.numerics import numerics
 from memfit.formula.run import Step
 from memfit.formula.setup import Situation, micro_step_of
 from memfit.formula.size import Dims
 from memfit.formula.static import static_of
+from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer

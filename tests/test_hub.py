@@ -15,10 +15,11 @@ from huggingface_hub import errors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import catalogue, hub
+from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput, MemfitError, UnknownName, Unsupported
-from memfit.hub import check_there, list_models, resolve_config, resolve_model
+from memfit.models import hub
+from memfit.models.hub import check_there, list_models, resolve_config, resolve_model
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -398,7 +399,7 @@ def test_offline_without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_light_imports() -> None:
     """A catalogued model needs neither torch nor transformers nor the Hub's client."""
     code = (
-        "import sys; from memfit.hub import resolve_model; resolve_model('qwen3-8b');"
+        "import sys; from memfit.models.hub import resolve_model; resolve_model('qwen3-8b');"
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,13 +19,13 @@ import pytest
 import yaml
 
 from conftest import Ran
-from memfit import cards, export, launch, recipe_file
+from memfit import export, launch, recipe_file
+from memfit.catalogue import cards
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
 from memfit.launch import ACCELERATE_FILE
-from memfit.nouns.job import Recipe, Training
+from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
-from memfit.recipe_file import RecipeFile
 from memfit.run.environment import environment
 from memfit.run.jobs import TARGETS, files
 from memfit.run.jobs.skypilot import ACCELERATORS

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.data.lengths import Lengths, choose_sequence_length, longest_batch, packed, padding_waste, truncation
 from memfit.errors import BadInput
-from memfit.lengths import (
-    Lengths,
-    choose_sequence_length,
-    longest_batch,
-    packed,
-    padding_waste,
-    truncation,
-)
 
 SAMPLES = st.lists(st.integers(0, 5000), min_size=1, max_size=200)
 PERCENT = st.floats(0.1, 100)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
-from memfit.cards import list_gpus, parse_gpu
+from memfit.catalogue.cards import list_gpus, parse_gpu
 from memfit.errors import BadInput
 from memfit.export import export
 from memfit.planner import left_out, techniques

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from memfit import recipe_file
 from memfit.errors import BadInput, Unsupported
-from memfit.nouns.job import TRAINING_RANGES, Recipe, Training
-from memfit.recipe_file import RecipeFile
+from memfit.nouns.job import TRAINING_RANGES, Recipe, RecipeFile, Training
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 

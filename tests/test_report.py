@@ -17,13 +17,13 @@ from rich.console import Console, RenderableType
 
 import memfit
 from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
-from memfit.cards import list_gpus
 from memfit.catalogue import config, entries
+from memfit.catalogue.cards import list_gpus
+from memfit.data.lengths import Lengths
 from memfit.errors import UnknownName, Unsupported
-from memfit.families import architecture
 from memfit.formula.account import Account
 from memfit.formula.estimate import closed_form
-from memfit.lengths import Lengths
+from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
 from memfit.nouns.plan import Judgement, Plan, Rung
@@ -49,7 +49,7 @@ from memfit.units import GIB
 from plans import CARD, FITS, changed
 
 SMALL, GPU = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")
-GLOSSARY = Path(memfit.__file__).parent / "glossary.toml"
+GLOSSARY = Path(memfit.__file__).parent / "catalogue" / "glossary.toml"
 WIDTHS = (60, 80, 100, 120, 200)
 
 

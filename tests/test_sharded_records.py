@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.families import architecture
 from memfit.formula.account import Account
+from memfit.models.families import architecture
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
 GPU = find_gpu("a100-80gb")

@@ -234,7 +234,7 @@ def outside(tmp_path: Path, device: int) -> Path:
 
 
 def test_what_the_driver_sees_has_the_context_in_it(ran: Ran, tmp_path: Path, saved: Any) -> None:
-    from memfit import cards as catalogue
+    from memfit.catalogue import cards as catalogue
 
     context = catalogue.find_gpu("l4").context_bytes
     path = saved(cards((0, FULL, None)))

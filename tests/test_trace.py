@@ -18,7 +18,7 @@ import closed_form
 from memfit import Recipe, cli, codec, find_gpu
 from memfit.capacity import capacity
 from memfit.errors import BadInput
-from memfit.hub import resolve_config
+from memfit.models.hub import resolve_config
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, Free, Mark, Tape
 from memfit.replay import replay

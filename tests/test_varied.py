@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from memfit.cards import find_gpu
+from memfit.catalogue.cards import find_gpu
 from memfit.formula import varied
 from memfit.formula.account import Account
 from memfit.formula.size import Dims
-from memfit.hub import resolve_model
+from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import trainer
 

@@ -136,7 +136,7 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
     """On a virtual card with the facts of a real one."""
     from dataclasses import replace
 
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
     from memfit.virtual import Answers, virtual_gpu
 
     gpu = replace(

@@ -24,7 +24,7 @@ def where(virtual: str | None) -> list[str]:
     """The words for `one.py` that say which card."""
     if virtual is None:
         return ["real"]
-    from memfit.cards import find_gpu
+    from memfit.catalogue.cards import find_gpu
 
     gpu = find_gpu(virtual)
     facts = {

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.cards import find_gpu
+from memfit.catalogue.cards import find_gpu
 from memfit.errors import MemfitError
-from memfit.hub import resolve_model
+from memfit.models.hub import resolve_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe

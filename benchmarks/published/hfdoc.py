@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from memfit.catalogue import config, names
-from memfit.families import architecture
+from memfit.models.families import architecture
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, compared_of, fixed_length, gpu_of, one_gpu

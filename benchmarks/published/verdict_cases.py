@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from memfit.cards import find_gpu
-from memfit.families import architecture
+from memfit.catalogue.cards import find_gpu
+from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe

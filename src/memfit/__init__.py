@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from memfit._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from memfit.cards import find_gpu as find_gpu
+    from memfit.catalogue.cards import find_gpu as find_gpu
     from memfit.formula.estimate import estimate as estimate
-    from memfit.hub import resolve_model as resolve_model
     from memfit.live import explain_oom as explain_oom
+    from memfit.models.hub import resolve_model as resolve_model
     from memfit.nouns.architecture import Architecture as Architecture
     from memfit.nouns.footprint import Footprint as Footprint
     from memfit.nouns.gpu import Gpu as Gpu
@@ -33,10 +33,10 @@ _LAZY = {
     "Recipe": "memfit.nouns.job",
     "explain_oom": "memfit.live",
     "estimate": "memfit.formula.estimate",
-    "find_gpu": "memfit.cards",
+    "find_gpu": "memfit.catalogue.cards",
     "judge": "memfit.nouns.verdicts",
     "make_plan": "memfit.planner",
-    "resolve_model": "memfit.hub",
+    "resolve_model": "memfit.models.hub",
     "static_lines": "memfit.thumb",
     "virtual_gpu": "memfit.virtual",
     "watch": "memfit.watcher.loop",

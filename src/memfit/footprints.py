@@ -7,14 +7,16 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from memfit import cards, codec, hub, recipe_file, snapshot, watch_file
+from memfit import codec, recipe_file, snapshot, watch_file
+from memfit.catalogue import cards
 from memfit.errors import BadInput, MemfitError
 from memfit.formula.estimate import estimate
 from memfit.measured import footprint_of
+from memfit.models import hub
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
-from memfit.recipe_file import RecipeFile
 from memfit.retrace import as_recorded
 from memfit.traced import footprint_of as traced_footprint
 

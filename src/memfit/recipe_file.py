@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -13,27 +13,11 @@ import tomli_w
 
 from memfit.errors import BadInput, UnknownName, Unsupported, suggested
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_values
+from memfit.nouns.job import RecipeFile as RecipeFile
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning; a new key with a default does not
 SIZE_LIMIT = 1 << 20  # bytes of a file that is read; a real recipe.toml has under a thousand
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeFile:
-    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest_sample` is in tokens.
-
-    `gpu_memory`: bytes of a card that has others than the table says, or that is known by them alone; 0: as in the table.
-    """
-
-    model: str
-    recipe: Recipe
-    gpu: str = ""
-    gpu_memory: int = 0
-    data: str = ""
-    effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
-    longest_sample: int = 0  # tokens, from the user's data; 0: unknown
-    training: Training = AS_USUAL
 
 
 _JOB = tuple(f.name for f in fields(RecipeFile) if f.name not in ("recipe", "training"))

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit import cards, hub
+from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.batch import effective_batch, file_batch
 from memfit.cli.flags import recipe_values
 from memfit.errors import BadInput, MemfitError, UnknownName
+from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
@@ -24,7 +25,7 @@ from memfit.units import human, parse_size, said_share
 if TYPE_CHECKING:
     from memfit.adopt import Adopted
     from memfit.data import Dataset
-    from memfit.lengths import Lengths
+    from memfit.data.lengths import Lengths
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
@@ -255,14 +256,14 @@ def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
 
 
 def _truncated(lengths: Lengths, length: int) -> float:
-    from memfit.lengths import truncation
+    from memfit.data.lengths import truncation
 
     return truncation(lengths, length).truncated
 
 
 def _length_for(found: Asked) -> int:
     """The sequence length that holds nearly every sample of the data, within what the model has positions for."""
-    from memfit.lengths import choose_sequence_length, truncation
+    from memfit.data.lengths import choose_sequence_length, truncation
 
     assert found.dataset is not None
     cut, positions = choose_sequence_length(found.dataset.lengths), found.architecture.max_positions

@@ -31,7 +31,8 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """
-    from memfit import cards, footprints
+    from memfit import footprints
+    from memfit.catalogue import cards
     from memfit.compare import compare
 
     if len(files) != 2:

@@ -38,4 +38,4 @@ def load() -> Any:
 
     from memfit.report.glossary import terms
 
-    return terms(tomllib.loads((files("memfit") / "glossary.toml").read_text(encoding="utf-8")))
+    return terms(tomllib.loads((files("memfit") / "catalogue" / "glossary.toml").read_text(encoding="utf-8")))

@@ -19,8 +19,8 @@ EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 @takes(*COMMON, argument=Argument("name", "one card to show in full", "NAME"))
 def run(name: str | None = None, **flags: Any) -> int:
     """List GPUs and what each is good for."""
-    from memfit.cards import find_gpu, list_gpus
     from memfit.catalogue import entries
+    from memfit.catalogue.cards import find_gpu, list_gpus
     from memfit.report.good_for import SETTING, good_for
     from memfit.report.gpus import gpu_view, gpus_view
 
@@ -38,7 +38,7 @@ def run(name: str | None = None, **flags: Any) -> int:
 def loader() -> Callable[[Entry], Architecture | None]:
     """Reads each catalogued model once; None for those whose training is not modelled."""
     from memfit.catalogue import config
-    from memfit.families import architecture
+    from memfit.models.families import architecture
 
     known: dict[str, Architecture | None] = {}
 

@@ -18,7 +18,7 @@ def run(
     **flags: Any,
 ) -> int:
     """List the models known without a network."""
-    from memfit.hub import list_models
+    from memfit.models.hub import list_models
 
     every = list_models()
     text = text or ""

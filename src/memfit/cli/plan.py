@@ -37,7 +37,7 @@ def run(
     Shows what each technique buys on the way, and on request writes the files that run the recipe. On a terminal the
     chosen recipe is then traced, where memfit[trace] is installed.
     """
-    from memfit.cards import list_gpus
+    from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
     from memfit.cli.asked import asked, job_of, with_data
     from memfit.cli.files import check_free

@@ -93,7 +93,7 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
     """The card asked about, and how many of them."""
-    from memfit import cards
+    from memfit.catalogue import cards
     from memfit.units import parse_size
 
     named, memory = flags["gpu"], flags["gpu_memory"]

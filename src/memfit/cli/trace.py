@@ -99,9 +99,9 @@ def traced(
 
     lean: no other recipe is traced in this process. full: every block is traced, those that repeat too.
     """
-    from memfit import hub
     from memfit.capacity import capacity
     from memfit.formula.sharding import NCCL_BYTES
+    from memfit.models import hub
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.replay import replay
     from memfit.supported import check_trace

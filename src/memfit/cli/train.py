@@ -264,7 +264,7 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
 def has_gpu() -> bool:
     """This machine has an NVIDIA card that answers."""
-    from memfit.cards import local_gpu
+    from memfit.catalogue.cards import local_gpu
 
     try:
         local_gpu()
@@ -313,7 +313,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from dataclasses import replace
 
     from memfit import recipe_file
-    from memfit.cards import custom_gpu, local_gpu, other_card, planned
+    from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.export.again import plan_of
     from memfit.units import parse_size
 

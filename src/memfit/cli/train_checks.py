@@ -24,7 +24,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
     `vocabulary` also for token ids that it has not."""
     from memfit.data import read_dataset
     from memfit.data.files import READERS
-    from memfit.hub import check_there
+    from memfit.models.hub import check_there
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
         if not ON_HUB.fullmatch(data):
@@ -63,7 +63,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
 
 def check(plan: Plan, force: bool) -> None:
     """Refuse what could not run, before anything is written."""
-    from memfit.hub import check_there
+    from memfit.models.hub import check_there
 
     if plan.job.architecture.task not in ("causal-lm", "multimodal"):
         name = Path(plan.job.architecture.name).name

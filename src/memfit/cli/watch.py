@@ -92,7 +92,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
     """The card that is watched, for what its context takes; None where nothing is held against it."""
-    from memfit import cards
+    from memfit.catalogue import cards
     from memfit.nouns.sample import METERS
 
     if predicted and METERS[meter.name].compared == "device":

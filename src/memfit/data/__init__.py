@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.data.files import Broken, Record, reader_for
+from memfit.data.lengths import Lengths
 from memfit.data.samples import KNOWN_FIELDS, Sample, UnusableError, sample_of
 from memfit.data.tokens import Tokens, find_tokenizer
 from memfit.errors import BadInput
-from memfit.lengths import Lengths
 from memfit.units import MIB
 
 BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # what is tokenised at once

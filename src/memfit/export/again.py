@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from memfit import recipe_file
-from memfit.cards import other_card, planned
+from memfit.catalogue.cards import other_card, planned
 from memfit.errors import BadInput
 from memfit.formula.estimate import estimate
-from memfit.hub import resolve_model
+from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Plan

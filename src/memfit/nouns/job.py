@@ -176,3 +176,20 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 
 
 RECIPE_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Recipe))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeFile:
+    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest_sample` is in tokens.
+
+    `gpu_memory`: bytes of a card that has others than the table says, or that is known by them alone; 0: as in the table.
+    """
+
+    model: str
+    recipe: Recipe
+    gpu: str = ""
+    gpu_memory: int = 0
+    data: str = ""
+    effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
+    longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+    training: Training = AS_USUAL

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
+from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
 from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, tokens
 from memfit.units import said_share

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit import launch, recipe_file, watch_file
-from memfit.cards import CUSTOM, custom_gpu, find_gpu
+from memfit.catalogue.cards import CUSTOM, custom_gpu, find_gpu
 from memfit.errors import BadInput, Refused
 from memfit.export import export
 from memfit.export import write as write_files

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
-from memfit.cards import find_gpu
+from memfit.catalogue.cards import find_gpu
 from memfit.nouns.alloc_settings import VARIABLES
 from memfit.nouns.gpu import Gpu
 from memfit.units import parse_size

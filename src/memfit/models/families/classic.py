@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_attention
-from memfit.families.decoder import frame
-from memfit.families.dialect import Dialect, flag, head_dim, no_rotary
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, embedding, linear, prefixed
+from memfit.models.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_attention
+from memfit.models.families.decoder import frame
+from memfit.models.families.dialect import Dialect, flag, head_dim, no_rotary
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, embedding, linear, prefixed
 from memfit.nouns.architecture import Mlp
 
 _GPT_KEYS = {

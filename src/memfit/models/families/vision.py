@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.families.blocks import gated_mlp, plain_mlp
-from memfit.families.decoder import blocks
-from memfit.families.dialect import Dialect, no_rotary
-from memfit.families.encoders import both_ways
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+from memfit.models.families.blocks import gated_mlp, plain_mlp
+from memfit.models.families.decoder import blocks
+from memfit.models.families.dialect import Dialect, no_rotary
+from memfit.models.families.encoders import both_ways
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
 from memfit.nouns.architecture import Architecture, Norm
 
 UNMODELLED = "training memory of vision models is not modelled"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.families.blocks import plain_mlp, softmax_attention
-from memfit.families.decoder import blocks
-from memfit.families.dialect import Dialect, no_rotary
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, conv, embedding, linear, norm, prefixed
+from memfit.models.families.blocks import plain_mlp, softmax_attention
+from memfit.models.families.decoder import blocks
+from memfit.models.families.dialect import Dialect, no_rotary
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, conv, embedding, linear, norm, prefixed
 from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
 
 UNMODELLED = "training memory of encoder-decoder models is not modelled"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import memfit.families.windows as windows
-from memfit.families.blocks import gated_weights
-from memfit.families.decoder import frame
-from memfit.families.dialect import Dialect, flag
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, embedding, experts, linear, norm, other, prefixed
-from memfit.families.rows import GEMMA3, SANDWICH, TIED
+import memfit.models.families.windows as windows
+from memfit.models.families.blocks import gated_weights
+from memfit.models.families.decoder import frame
+from memfit.models.families.dialect import Dialect, flag
+from memfit.models.families.fields import Fields
+from memfit.models.families.llama_like import GEMMA3, SANDWICH, TIED
+from memfit.models.families.parts import Weights, embedding, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp
 
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from memfit import catalogue, checkpoint
+from memfit import catalogue
 from memfit.catalogue import Entry, names
 from memfit.errors import BadInput, UnknownName, suggested
-from memfit.families import architecture
+from memfit.models import safetensors as checkpoint
+from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.families.dialect import rotary
-from memfit.families.fields import Fields
+from memfit.models.families.dialect import rotary
+from memfit.models.families.fields import Fields
 
 Window = Callable[[Fields, int], int | None]
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import memfit.families.vision as vision
-from memfit.families.classic import CLASSICS
-from memfit.families.decoder import decoder
-from memfit.families.dialect import Dialect
-from memfit.families.fields import Fields
-from memfit.families.gemma import GEMMAS
-from memfit.families.hybrid import HYBRIDS
-from memfit.families.parts import Weights, linear, norm, other, prefixed
-from memfit.families.rows import DECODERS, QWEN2, QWEN3
+import memfit.models.families.vision as vision
+from memfit.models.families.classic import CLASSICS
+from memfit.models.families.decoder import decoder
+from memfit.models.families.dialect import Dialect
+from memfit.models.families.fields import Fields
+from memfit.models.families.gemma import GEMMAS
+from memfit.models.families.hybrid import HYBRIDS
+from memfit.models.families.llama_like import DECODERS, QWEN2, QWEN3
+from memfit.models.families.parts import Weights, linear, norm, other, prefixed
 from memfit.nouns.architecture import Architecture
 
 # Names that a decoder bears only inside such a model

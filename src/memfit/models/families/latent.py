@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.families.blocks import Moe, from_first_dense, shared_experts
-from memfit.families.dialect import Dialect, flag
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, conv, linear, norm, other, prefixed
-from memfit.families.rows import LLAMA, UNTIED
+from memfit.models.families.blocks import Moe, from_first_dense, shared_experts
+from memfit.models.families.dialect import Dialect, flag
+from memfit.models.families.fields import Fields
+from memfit.models.families.llama_like import LLAMA, UNTIED
+from memfit.models.families.parts import Weights, conv, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.families.blocks import gated_mlp, plain_mlp, softmax_attention
-from memfit.families.dialect import Dialect, Head, no_rotary
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+from memfit.models.families.blocks import gated_mlp, plain_mlp, softmax_attention
+from memfit.models.families.dialect import Dialect, Head, no_rotary
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp
 
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from memfit.errors import BadInput, Unsupported
-from memfit.families.classic import CLASSICS
-from memfit.families.decoder import decoder
-from memfit.families.encoders import ENCODERS
-from memfit.families.fields import TRACE_HINT
-from memfit.families.gemma import GEMMAS
-from memfit.families.hybrid import HYBRIDS
-from memfit.families.latent import LATENTS
-from memfit.families.multimodal import MULTIMODALS, multimodal
-from memfit.families.rows import DECODERS
-from memfit.families.seq2seq import t5, whisper
-from memfit.families.vision import clip, vit
+from memfit.models.families.classic import CLASSICS
+from memfit.models.families.decoder import decoder
+from memfit.models.families.encoders import ENCODERS
+from memfit.models.families.fields import TRACE_HINT
+from memfit.models.families.gemma import GEMMAS
+from memfit.models.families.hybrid import HYBRIDS
+from memfit.models.families.latent import LATENTS
+from memfit.models.families.llama_like import DECODERS
+from memfit.models.families.multimodal import MULTIMODALS, multimodal
+from memfit.models.families.seq2seq import t5, whisper
+from memfit.models.families.vision import clip, vit
 from memfit.nouns.architecture import Architecture
 
 Builder = Callable[[Mapping[str, object], str], Architecture]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.families.blocks import Moe, by_sparse_step, shared_expert, softmax_attention
-from memfit.families.dialect import AttentionMaker, Dialect
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, conv, linear, norm, other, prefixed
-from memfit.families.rows import LLAMA, UNTIED
+from memfit.models.families.blocks import Moe, by_sparse_step, shared_expert, softmax_attention
+from memfit.models.families.dialect import AttentionMaker, Dialect
+from memfit.models.families.fields import Fields
+from memfit.models.families.llama_like import LLAMA, UNTIED
+from memfit.models.families.parts import Weights, conv, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights
 from memfit.nouns.architecture import Attention, Mlp
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]

@@ -16,9 +16,9 @@ from memfit.nouns.gpu import Gpu
 from memfit.units import GB, GIB, MIB, human
 
 if TYPE_CHECKING:
-    from memfit.recipe_file import RecipeFile
+    from memfit.nouns.job import RecipeFile
 
-TABLE = Path(__file__).parent / "catalogue" / "gpus.toml"
+TABLE = Path(__file__).parent / "gpus.toml"
 SEE_ALL = "'memfit gpus' lists all; for another card give its memory: --gpu-memory 40GiB"
 MAX_COUNT = 1 << 16
 UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards about which nothing is published

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, experts, linear, norm, other, prefixed
+from memfit.models.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp, Weight
 
 

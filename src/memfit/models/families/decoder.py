@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.families.dialect import Dialect, Head, flag
-from memfit.families.fields import Fields
-from memfit.families.parts import Weights, embedding, linear, norm, prefixed
+from memfit.models.families.dialect import Dialect, Head, flag
+from memfit.models.families.fields import Fields
+from memfit.models.families.parts import Weights, embedding, linear, norm, prefixed
 from memfit.nouns.architecture import Architecture, Layer, Norm
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import memfit.families.windows as windows
-from memfit.families.blocks import (
+import memfit.models.families.windows as windows
+from memfit.models.families.blocks import (
     Moe,
     by_sparse_step,
     from_first_dense,
@@ -17,8 +17,8 @@ from memfit.families.blocks import (
     softmax_attention,
     xielu_mlp,
 )
-from memfit.families.dialect import Dialect
-from memfit.families.fields import Fields
+from memfit.models.families.dialect import Dialect
+from memfit.models.families.fields import Fields
 
 UNTIED: dict[str, object] = {"tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}
 TIED: dict[str, object] = {**UNTIED, "tie_word_embeddings": True}
