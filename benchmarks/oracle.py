@@ -141,7 +141,7 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
 
 def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None]:
     """A tape's peaks by phase in the manner of `phase_of`, and the phase it ran out of memory in."""
-    from memfit.replay import replay
+    from memfit.allocator.replay import replay
 
     timeline = replay(tape.events, capacity=capacity, settings=settings)
     peaks: Peaks = {}

@@ -125,8 +125,8 @@ def replayed() -> dict[str, float]:
 
 def _tape(path: Path) -> tuple[Callable[[], object], int]:
     """(what replays a recorded run, its number of events)."""
+    from memfit.allocator.replay import run
     from memfit.nouns.alloc_settings import AllocSettings
-    from memfit.replay import run
 
     with gzip.open(path, "rt") as stream:
         ops = _ops(json.load(stream))

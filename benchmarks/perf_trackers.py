@@ -14,9 +14,9 @@ SEQUENCE, STEPS, RANKS = 2048, 2, 1024
 
 def fsdp() -> str:
     """Two steps of full fine-tuning Llama 3.1 405B with FSDP2 and checkpointing, rank 0 of 1,024, replayed."""
+    from memfit.allocator.replay import replay
     from memfit.catalogue.cards import find_gpu
     from memfit.models import hub
-    from memfit.replay import replay
     from memfit.units import human
     from memfit.virtual import virtual_gpu
     from memfit.virtual.jobs import run

@@ -21,10 +21,10 @@ from typing import Any
 
 from memfit.allocator import Allocator
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
+from memfit.allocator.recorded_card import retrace
+from memfit.allocator.replay import replay
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch, parse_alloc_conf
-from memfit.replay import replay
-from memfit.retrace import retrace
 from memfit.snapshot import pickles
 from memfit.snapshot import read as read_tape
 from memfit.snapshot.history import tape_of

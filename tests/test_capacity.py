@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from memfit.allocator import Allocator, restore
-from memfit.capacity import CONTEXT_BAND, Capacity, capacity
+from memfit.allocator.capacity import CONTEXT_BAND, Capacity, capacity
+from memfit.allocator.recorded_card import retrace
+from memfit.allocator.replay import alive_at, begun, replay, run, to_ops
+from memfit.allocator.smallest_capacity import smallest_capacity
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, SegmentAlloc, Tape
-from memfit.replay import alive_at, begun, replay, run, to_ops
 from memfit.report.replay import facts
-from memfit.retrace import retrace
-from memfit.smallest import smallest_capacity
 from memfit.snapshot import read
 from memfit.units import GIB, MIB
 

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, estimate, find_gpu
+from memfit.allocator.replay import replay
 from memfit.models.families import architecture
 from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint
-from memfit.replay import replay
 from memfit.tables.cautions import cautions
 from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe

@@ -52,8 +52,8 @@ def test_axolotl_has_the_loss_without_the_layers() -> None:
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma-3-270m"])
 def test_a_trace_says_the_same(model: str) -> None:
     pytest.importorskip("liger_kernel", reason="pip install liger-kernel")
+    from memfit.allocator.replay import replay
     from memfit.models.hub import resolve_config
-    from memfit.replay import replay
     from memfit.traced import footprint_of
     from memfit.virtual.tracing import trace_recipe
 

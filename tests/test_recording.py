@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from memfit import Recipe, find_gpu, resolve_model
+from memfit.allocator.replay import alive_at, replay
 from memfit.errors import Unsupported
 from memfit.formula.account import Account
 from memfit.formula.estimate import estimate, tape_of
 from memfit.formula.recording import _names, recorded
 from memfit.nouns.tape import Alloc, EmptyCache, Free, Mark, Role
-from memfit.replay import alive_at, replay
 
 GPU = find_gpu("a100-80gb")
 RECIPES = {

@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 
 from memfit import tape_file
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.errors import BadInput
-from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, parse_alloc_conf
-from memfit.nouns.footprint import Levels
-from memfit.nouns.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
-from memfit.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
-from memfit.smallest import (
+from memfit.allocator.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
+from memfit.allocator.smallest_capacity import (
     Attempt,
     SharedBeginning,
     bisect,
@@ -26,6 +22,10 @@ from memfit.smallest import (
     smallest_capacity,
     smallest_capacity_of,
 )
+from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, parse_alloc_conf
+from memfit.nouns.footprint import Levels
+from memfit.nouns.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 DATA = Path(__file__).parent / "data"

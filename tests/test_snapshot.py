@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.allocator.recorded_card import retrace
+from memfit.allocator.replay import alive_at, replay
 from memfit.errors import BadInput
 from memfit.explain.reading import memory_of
 from memfit.nouns.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
-from memfit.replay import alive_at, replay
-from memfit.retrace import retrace
 from memfit.snapshot import pickles, read
 from memfit.snapshot.frames import Reader
 from memfit.snapshot.history import tape_of

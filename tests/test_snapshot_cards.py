@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memfit import footprints, watch_file
+from memfit.allocator.recorded_card import as_recorded, made_with, room_of
 from memfit.errors import BadInput
 from memfit.explain.reading import memory_of
 from memfit.nouns.alloc_settings import AllocSettings
@@ -20,7 +21,6 @@ from memfit.nouns.sample import Header, Sample
 from memfit.nouns.tape import WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.snapshot_pickle import snapshot
 from memfit.report.timeline_html import SHOWN, sample
-from memfit.retrace import as_recorded, made_with, room_of
 from memfit.snapshot import read
 from memfit.snapshot.history import tape_of
 from memfit.units import GIB, MIB

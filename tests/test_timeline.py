@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from memfit.allocator.recorded_card import retrace
+from memfit.allocator.replay import replay
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
-from memfit.replay import replay
 from memfit.report.snapshot_pickle import snapshot_pickle
 from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
-from memfit.retrace import retrace
 from memfit.snapshot import read
 from memfit.snapshot.history import tape_of
 from memfit.units import MIB

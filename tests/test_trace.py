@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
 from memfit import Recipe, cli, codec, find_gpu
-from memfit.capacity import capacity
+from memfit.allocator.capacity import capacity
+from memfit.allocator.replay import replay
 from memfit.errors import BadInput
 from memfit.models.hub import resolve_config
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, Free, Mark, Tape
-from memfit.replay import replay
 from memfit.traced import footprint_of, general, judged
 from memfit.virtual.tracing import trace_recipe
 

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
+from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
-from memfit.replay import replay  # noqa: E402
 from memfit.virtual import Answers  # noqa: E402
 from memfit.virtual.script import Outcome, trace_script  # noqa: E402
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("trl")
 
 from memfit import Recipe, cli
-from memfit.capacity import capacity
+from memfit.allocator.capacity import capacity
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
 from memfit.traced import judged

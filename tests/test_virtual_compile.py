@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy, gelu  # noqa: E402
 
-from memfit.replay import replay  # noqa: E402
+from memfit.allocator.replay import replay  # noqa: E402
 from memfit.virtual import inductor, virtual_gpu  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.script import trace_script  # noqa: E402

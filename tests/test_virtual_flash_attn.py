@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from memfit import Recipe, estimate, find_gpu, resolve_model, virtual_gpu  # noqa: E402
+from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.models.hub import resolve_config  # noqa: E402
 from memfit.nouns.tape import Alloc  # noqa: E402
-from memfit.replay import replay  # noqa: E402
 from memfit.virtual.flash_attn import standing_in  # noqa: E402
 from memfit.virtual.script import trace_script  # noqa: E402
 from memfit.virtual.tracing import trace_recipe  # noqa: E402

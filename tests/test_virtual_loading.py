@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from memfit.replay import replay  # noqa: E402
+from memfit.allocator.replay import replay  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.script import trace_script  # noqa: E402
 

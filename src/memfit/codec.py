@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from memfit.capacity import Capacity, Slack
+from memfit.allocator.capacity import Capacity, Slack
 from memfit.errors import BadInput
 from memfit.explain_doc import ExplainDoc
 from memfit.nouns.architecture import Architecture

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from memfit import codec, recipe_file, snapshot, watch_file
+from memfit.allocator.recorded_card import as_recorded
 from memfit.catalogue import cards
 from memfit.errors import BadInput, MemfitError
 from memfit.formula.estimate import estimate
@@ -17,7 +18,6 @@ from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
-from memfit.retrace import as_recorded
 from memfit.traced import footprint_of as traced_footprint
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from memfit.allocator.replay import Span, Timeline
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.sample import METERS, Sample, Watched
 from memfit.nouns.tape import PHASES, Phase
-from memfit.replay import Span, Timeline
 
 REST = "all else that was alive (a watch cannot tell it apart)"  # a line that stands for several roles
 WHOLE = "whole process, seen from outside"

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.capacity import Capacity, Slack
+from memfit.allocator.capacity import Capacity, Slack
+from memfit.allocator.replay import Timeline
 from memfit.nouns.footprint import Levels, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Verdict
 from memfit.nouns.tape import Phase, Tape
-from memfit.replay import Timeline
 
 
 class SpanDoc(Struct, frozen=True, kw_only=True):

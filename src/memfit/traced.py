@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from memfit.allocator.replay import Span, Timeline, alive_at
 from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
-from memfit.replay import Span, Timeline, alive_at
 
 SHOWN = 0.01  # of what is alive: smaller groups of tensors share a line
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")

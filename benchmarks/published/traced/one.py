@@ -36,7 +36,7 @@ def trace(row: Row) -> dict[str, Any]:
     """Peaks in bytes over the whole run on the row's card, and what ran."""
     import torch
 
-    from memfit.replay import replay
+    from memfit.allocator.replay import replay
     from memfit.virtual import virtual_gpu
     from memfit.virtual.observer import Observer
 

@@ -11,7 +11,7 @@ from memfit.errors import BadInput, MemfitError
 from memfit.units import gib
 
 if TYPE_CHECKING:
-    from memfit.capacity import Progress
+    from memfit.allocator.capacity import Progress
     from memfit.cli.asked import Asked
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Recipe

@@ -342,11 +342,11 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     assert tape is not None and memory is not None
     from importlib.resources import files
 
+    from memfit.allocator.recorded_card import made_with, room_of
     from memfit.cli.files import write_files
     from memfit.explain.reading import segments_of
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
-    from memfit.retrace import made_with, room_of
     from memfit.snapshot.stacks import stacks_of
 
     torch, settings = made_with(tape)

@@ -42,7 +42,7 @@ def run(tape: str, **flags: Any) -> int:
     Says whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors are.
     Without a card it is replayed on one without a limit.
     """
-    from memfit.capacity import capacity
+    from memfit.allocator.capacity import capacity
     from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf, torch_version
     from memfit.snapshot import read
 

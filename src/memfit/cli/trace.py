@@ -13,7 +13,7 @@ from memfit.cli.verdict import EXIT_OF, with_nccl
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
-    from memfit.capacity import Capacity, Progress
+    from memfit.allocator.capacity import Capacity, Progress
     from memfit.cli.asked import Asked
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
@@ -99,11 +99,11 @@ def traced(
 
     lean: no other recipe is traced in this process. full: every block is traced, those that repeat too.
     """
-    from memfit.capacity import capacity
+    from memfit.allocator.capacity import capacity
+    from memfit.allocator.replay import replay
     from memfit.formula.sharding import NCCL_BYTES
     from memfit.models import hub
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.replay import replay
     from memfit.supported import check_trace
     from memfit.traced import footprint_of, judged
 

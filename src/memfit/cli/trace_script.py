@@ -23,7 +23,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     import contextlib
     import sys
 
-    from memfit.capacity import capacity
+    from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
     from memfit.formula.sharding import NCCL_BYTES
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version

@@ -9,7 +9,7 @@ from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT
 from memfit.nouns.plan import Verdict
 
 if TYPE_CHECKING:
-    from memfit.capacity import Capacity
+    from memfit.allocator.capacity import Capacity
 
 EXIT_OF: dict[Verdict, int] = {"fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT}
 

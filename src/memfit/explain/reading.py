@@ -6,11 +6,11 @@ from contextlib import suppress
 
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
+from memfit.allocator.recorded_card import made_with, room_of
+from memfit.allocator.replay import alive_at_start, begun
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.nouns.finding import Part
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
-from memfit.replay import alive_at_start, begun
-from memfit.retrace import made_with, room_of
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label

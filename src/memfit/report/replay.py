@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.capacity import Capacity
+from memfit.allocator.capacity import Capacity
+from memfit.allocator.replay import Timeline
 from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, Tape
-from memfit.replay import Timeline
 from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
 from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, phase_title, room
 from memfit.units import gib

@@ -14,9 +14,9 @@ from typing import Any
 
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
+from memfit.allocator.replay import alive_at_start, begun
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, SegmentAlloc, Tape
-from memfit.replay import alive_at_start, begun
 
 Stack = list[dict[str, Any]]
 BASE = 0x7F00_0000_0000  # the model counts addresses from 0; the viewer takes 0 for none

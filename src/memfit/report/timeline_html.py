@@ -14,10 +14,10 @@ from html import escape
 import msgspec
 
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
+from memfit.allocator.replay import alive_at_start, begun
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.tape import ROLES, WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
-from memfit.replay import alive_at_start, begun
 from memfit.report.words import part_word, phase_title, visible
 from memfit.units import gib, human
 

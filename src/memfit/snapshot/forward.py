@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator.recorded_card import allocator_of
+from memfit.allocator.replay import begun
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Oom, Segment, SegmentAlloc, SegmentFree, Tape
-from memfit.replay import begun
-from memfit.retrace import allocator_of
 
 BY_AGE: Torch = (2, 13)  # from this version on the age of segments decides between blocks of equal size
 MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the next surprise

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator.replay import EMPTY_CACHE, NOBODY, use, used
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
-from memfit.replay import EMPTY_CACHE, NOBODY, use, used
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
@@ -21,7 +21,7 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` and `streams` are what `memfit.replay.run` takes.
+    """Allocations are numbered from 0; `ops` and `streams` are what `memfit.allocator.replay.run` takes.
 
     labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
     allocation at an address that a tensor shows.

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit import measured
+from memfit.allocator.replay import Timeline
 from memfit.doubt import doubt, stopped
 from memfit.growth import Growth, Series
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.sample import Alarm, Holder, Leak, Sample
 from memfit.nouns.tape import PHASES, Phase, Role
-from memfit.replay import Timeline
 from memfit.units import human
 from memfit.watcher.census import storages
 from memfit.watcher.experiments import THIS_PROCESS

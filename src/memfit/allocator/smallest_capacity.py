@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
 from memfit.allocator.beginning import Beginning, Undecided
+from memfit.allocator.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Event, Segment
-from memfit.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
 from memfit.units import MIB
 
 

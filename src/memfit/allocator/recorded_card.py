@@ -7,10 +7,10 @@ from contextlib import suppress
 from itertools import zip_longest
 
 from memfit.allocator import UNLIMITED, Allocator, OutOfMemory
+from memfit.allocator.replay import DEFAULTS, Timeline, Walk, begun
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
-from memfit.replay import DEFAULTS, Timeline, Walk, begun
 
 BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
 
