@@ -65,8 +65,8 @@ def _planned() -> Callable[[], object]:
 def estimated() -> dict[str, float]:
     """One recipe: what the search compares, every phase by closed form, and with a replay through the allocator."""
     from memfit import estimate
-    from memfit.formula.account import Account
-    from memfit.formula.estimate import closed_form
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.run.estimate import closed_form
 
     a, recipe, gpu = _question()
     return {

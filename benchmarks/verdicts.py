@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from memfit.formula.estimate import estimate
+from memfit.closed_form.run.estimate import estimate
 from memfit.nouns.verdicts import judge
 from memfit.units import GIB
 from published.case import NotCovered

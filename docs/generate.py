@@ -163,7 +163,7 @@ ARTICLES = (
 def articles() -> str:
     """What articles print about memory, with what the code says of it."""
     from memfit import resolve_model
-    from memfit.thumb import checkpointed_activations
+    from memfit.closed_form.rule_of_thumb import checkpointed_activations
 
     checkpointed = ("--gpu", "rtx-4090", "--method", "qlora", "--checkpointing", "full")
     plain = estimated("llama-2-7b", "--gpu", "rtx-4090", "--why")
@@ -251,7 +251,7 @@ EXAMPLES = {
     "example_quantization": ("src/memfit/tables/quantization.py", 'key="nf4-double"', 'key="fp4"'),
     "example_family": ("src/memfit/models/families/llama_like.py", '"smollm3": replace(', '"phi3"'),
     "example_trainer": ("src/memfit/tables/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
-    "example_loss": ("src/memfit/formula/losses.py", "def _full(", "def _fused("),
+    "example_loss": ("src/memfit/closed_form/layers/losses.py", "def _full(", "def _fused("),
     "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
     "example_target": ("src/memfit/export/__init__.py", "TARGETS: dict", "def target("),
 }

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: F401
 import memfit.run.attempt
 from memfit import recipe_file
 from memfit.catalogue.cards import custom_gpu
-from memfit.formula.estimate import estimate
+from memfit.closed_form.run.estimate import estimate
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.allocator import Allocator, GrowingAllocator, OutOfMemory, PlainAllocator, allocator_for
-from memfit.formula.account import Account
-from memfit.formula.estimate import tape_of
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import tape_of
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.units import KIB, MIB
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import memfit  # noqa: E402
-from memfit.formula.account import Account  # noqa: E402
+from memfit.closed_form.run.account import Account  # noqa: E402
 from memfit.models.families import architecture  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.tables.trainers import trainer  # noqa: E402

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Job, Recipe, codec, estimate, find_gpu, make_plan, resolve_model
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.why import explain
 from memfit.errors import BadInput
-from memfit.formula.account import Account
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.tape import ROLES
 from memfit.nouns.verdicts import judge
 from memfit.planner import techniques
 from memfit.report.ladder import chosen_index
-from memfit.report.why import explain
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODEL, CARD = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")

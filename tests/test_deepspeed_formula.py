@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.formula import coordinator
+from memfit.closed_form.parallel import zero3 as coordinator
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.formula.account import Account
-from memfit.formula.estimate import closed_form
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import PHASES, ROLES
 from memfit.tables import combinations

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from memfit import export, launch
 from memfit import framework_names as names
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.export import templates
 from memfit.export import text as export_text
 from memfit.export.dataset import layout_of
-from memfit.formula.account import Account
-from memfit.formula.estimate import closed_form
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe, Training
 from memfit.nouns.plan import Judgement, Plan

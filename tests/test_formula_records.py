@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from memfit import Recipe
-from memfit.formula.fold import Meter
-from memfit.formula.numerics import numerics
-from memfit.formula.run import Step
-from memfit.formula.setup import Situation, micro_step_of
-from memfit.formula.size import Dims
-from memfit.formula.static import static_of
+from memfit.closed_form.numerics import numerics
+from memfit.closed_form.run.micro_step import Step
+from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.setup import Situation, micro_step_of
+from memfit.closed_form.size import Dims
+from memfit.closed_form.static import static_of
 from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.tables.optimizers import optimizer

@@ -8,10 +8,10 @@ import pytest
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.allocator.replay import alive_at, replay
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import estimate, tape_of
+from memfit.closed_form.run.recording import _names, recorded
 from memfit.errors import Unsupported
-from memfit.formula.account import Account
-from memfit.formula.estimate import estimate, tape_of
-from memfit.formula.recording import _names, recorded
 from memfit.nouns.tape import Alloc, EmptyCache, Free, Mark, Role
 
 GPU = find_gpu("a100-80gb")

@@ -19,10 +19,11 @@ import memfit
 from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
 from memfit.catalogue import config, entries
 from memfit.catalogue.cards import list_gpus
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
+from memfit.closed_form.why import explain
 from memfit.data.lengths import Lengths
 from memfit.errors import UnknownName, Unsupported
-from memfit.formula.account import Account
-from memfit.formula.estimate import closed_form
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
@@ -40,7 +41,6 @@ from memfit.report.ladder import chosen_index, costs
 from memfit.report.models import models_view
 from memfit.report.plan import plan_view
 from memfit.report.techniques import techniques_view
-from memfit.report.why import explain
 from memfit.report.why_view import arithmetic, why_view
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tables.combinations import refusal

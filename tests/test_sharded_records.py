@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.formula.account import Account
+from memfit.closed_form.run.account import Account
 from memfit.models.families import architecture
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memfit import Recipe, resolve_model, static_lines
-from memfit.thumb import attention_scores, checkpointed_activations
+from memfit.closed_form.rule_of_thumb import attention_scores, checkpointed_activations
 
 TABLE = (Path(__file__).parent / "data" / "textbook_numbers.csv").read_text()
 ROWS = {row["id"]: row for row in csv.DictReader(TABLE.splitlines())}

@@ -15,8 +15,8 @@ pytest.importorskip("trl")
 from memfit import Recipe, find_gpu
 from memfit.allocator.replay import replay
 from memfit.cli.trace import beliefs
+from memfit.closed_form.parallel.sharding import NCCL_BYTES
 from memfit.errors import Unsupported
-from memfit.formula.sharding import NCCL_BYTES
 from memfit.nouns.tape import Phase
 from memfit.virtual.jobs.recipe import setup_of
 from memfit.virtual.jobs.setup import Setup

@@ -7,8 +7,8 @@ from itertools import accumulate
 import pytest
 
 from memfit import Recipe, find_gpu, resolve_model
-from memfit.formula.account import Account
-from memfit.formula.estimate import tape_of
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import tape_of
 
 GPU = find_gpu("a100-80gb")
 RECIPES = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from memfit.catalogue.cards import find_gpu
-from memfit.formula import varied
-from memfit.formula.account import Account
-from memfit.formula.size import Dims
+from memfit.closed_form.run import varied
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.size import Dims
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import trainer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import mean, pstdev
 
-from memfit.formula.account import Account
-from memfit.formula.estimate import estimate
-from memfit.formula.varied import levels_over, reserved_over
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import estimate
+from memfit.closed_form.run.varied import levels_over, reserved_over
 from memfit.nouns.alloc_settings import LATEST_TORCH
 from published.case import Case
 

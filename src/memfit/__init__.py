@@ -9,7 +9,8 @@ from memfit._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from memfit.catalogue.cards import find_gpu as find_gpu
-    from memfit.formula.estimate import estimate as estimate
+    from memfit.closed_form.rule_of_thumb import static_lines as static_lines
+    from memfit.closed_form.run.estimate import estimate as estimate
     from memfit.live import explain_oom as explain_oom
     from memfit.models.hub import resolve_model as resolve_model
     from memfit.nouns.architecture import Architecture as Architecture
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from memfit.nouns.job import Recipe as Recipe
     from memfit.nouns.verdicts import judge as judge
     from memfit.planner import make_plan as make_plan
-    from memfit.thumb import static_lines as static_lines
     from memfit.virtual import virtual_gpu as virtual_gpu
     from memfit.watcher.lightning import LightningCallback as LightningCallback
     from memfit.watcher.loop import watch as watch
@@ -32,12 +32,12 @@ _LAZY = {
     "Job": "memfit.nouns.job",
     "Recipe": "memfit.nouns.job",
     "explain_oom": "memfit.live",
-    "estimate": "memfit.formula.estimate",
+    "estimate": "memfit.closed_form.run.estimate",
     "find_gpu": "memfit.catalogue.cards",
     "judge": "memfit.nouns.verdicts",
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.models.hub",
-    "static_lines": "memfit.thumb",
+    "static_lines": "memfit.closed_form.rule_of_thumb",
     "virtual_gpu": "memfit.virtual",
     "watch": "memfit.watcher.loop",
     "MemfitCallback": "memfit.watcher.transformers",

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from memfit.allocator.capacity import Capacity, Slack
+from memfit.closed_form.why import Kept, Reason, Why
 from memfit.errors import BadInput
 from memfit.explain_doc import ExplainDoc
 from memfit.nouns.architecture import Architecture
@@ -24,7 +25,6 @@ from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdi
 from memfit.nouns.tape import Phase, Role
 from memfit.replay_doc import ReplayDoc
 from memfit.report.good_for import GpuRow, Largest
-from memfit.report.why import Kept, Reason, Why
 from memfit.watch_doc import CompareDoc, WatchedDoc
 
 T = TypeVar("T")

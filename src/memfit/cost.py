@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from memfit.formula.static import Static
+from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import memfit.launch as launch
-from memfit.formula.coordinator import BUCKET
+from memfit.closed_form.parallel.zero3 import BUCKET
 from memfit.nouns.job import Recipe
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from memfit import codec, recipe_file, snapshot, watch_file
 from memfit.allocator.recorded_card import as_recorded
 from memfit.catalogue import cards
+from memfit.closed_form.run.estimate import estimate
 from memfit.errors import BadInput, MemfitError
-from memfit.formula.estimate import estimate
 from memfit.measured import footprint_of
 from memfit.models import hub
 from memfit.nouns.footprint import Footprint, PhasePeak

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from memfit.closed_form.numerics import lora_modules
 from memfit.errors import Unsupported
-from memfit.formula.numerics import lora_modules
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer

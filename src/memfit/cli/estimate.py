@@ -36,7 +36,7 @@ def run(
     """Say what one recipe needs, as it is."""
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
-    from memfit.formula.estimate import estimate
+    from memfit.closed_form.run.estimate import estimate
     from memfit.nouns.verdicts import judge
     from memfit.tables import combinations
 
@@ -57,8 +57,8 @@ def run(
 
 
 def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
-    from memfit.formula.account import Account
-    from memfit.report.why import explain
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.why import explain
 
     why = explain(Account(found.architecture, recipe, found.gpu), footprint.peak) if flags["why"] else None
     if flags["json"]:

@@ -101,7 +101,7 @@ def traced(
     """
     from memfit.allocator.capacity import capacity
     from memfit.allocator.replay import replay
-    from memfit.formula.sharding import NCCL_BYTES
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.models import hub
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.supported import check_trace

@@ -25,7 +25,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 
     from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
-    from memfit.formula.sharding import NCCL_BYTES
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.report.words import card_title
     from memfit.supported import check_trace

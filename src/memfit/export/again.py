@@ -6,8 +6,8 @@ from pathlib import Path
 
 from memfit import recipe_file
 from memfit.catalogue.cards import other_card, planned
+from memfit.closed_form.run.estimate import estimate
 from memfit.errors import BadInput
-from memfit.formula.estimate import estimate
 from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job

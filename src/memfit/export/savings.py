@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
 from memfit.errors import MemfitError
-from memfit.formula.account import Account
-from memfit.formula.estimate import closed_form
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables import combinations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
-from memfit.formula.account import Account
-from memfit.formula.estimate import closed_form
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner import techniques

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.cost import step_time
-from memfit.formula.account import Account
-from memfit.formula.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement

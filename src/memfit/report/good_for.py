@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from memfit.closed_form.numerics import attention_kernel
+from memfit.closed_form.run.estimate import estimate
 from memfit.errors import Unsupported
-from memfit.formula.estimate import estimate
-from memfit.formula.numerics import attention_kernel
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe

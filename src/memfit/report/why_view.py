@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memfit.closed_form.why import Kept, Reason, Why
 from memfit.report.layout import GAP, table, text
-from memfit.report.why import Kept, Reason, Why
 from memfit.report.words import ROLE_WORDS, instant, tokens
 from memfit.units import human
 

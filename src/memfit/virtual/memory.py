@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.allocator.replay import EMPTY_CACHE
+from memfit.closed_form.run.recording import WORKSPACE
 from memfit.errors import Unsupported
-from memfit.formula.recording import WORKSPACE
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
 from memfit.nouns.tape import SegmentAlloc, Tape
 from memfit.report.snapshot_pickle import snapshot

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit import launch
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.static import Static
 from memfit.errors import BadInput
 from memfit.export import absolute, placed
 from memfit.export.text import comment, one_line, summary
-from memfit.formula.account import Account
-from memfit.formula.static import Static
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan

@@ -1,0 +1,310 @@
+"""A small autograd over sizes: tensors without data whose storages are born and die as PyTorch's would.
+
+Lifetimes follow CPython's reference counts, exactly as in eager PyTorch: a storage dies when the last local variable,
+saved tensor or gradient buffer lets go of it. Rules kept from torch/csrc/autograd/engine.cpp:
+- nodes run in the reverse order of their creation; a node's saved tensors are released when it has run;
+- the incoming gradient lives while its node runs;
+- two gradients for one tensor are added in place when the first is owned by the buffer alone, else into a new one;
+- a leaf's first gradient is kept as it is; a later one is added in place and dies (gradient accumulation).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memfit.closed_form.size import Basis, Size, scaled
+from memfit.nouns.tape import Role
+
+Elements = Size  # a number of elements, as a polynomial
+
+
+class Storage:
+    """Bytes on the card; tells its recorder when it dies."""
+
+    __slots__ = ("id", "rec")
+
+    def __init__(self, rec: Recorder, id: int) -> None:
+        self.rec, self.id = rec, id
+
+    def __del__(self) -> None:
+        self.rec.events.append(-self.id)
+
+
+class Tensor:
+    """Elements of some width in a storage (None: a parameter or constant counted elsewhere)."""
+
+    __slots__ = (
+        "elements", "expanded", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage", "viewed",
+    )  # fmt: skip
+
+    def __init__(
+        self, storage: Storage | None, elements: Elements, itemsize: int, requires_grad: bool = False,
+        grad_fn: Node | None = None, parameter: str | None = None, slot: int = 0, heads_first: bool = False,
+    ) -> None:  # fmt: skip
+        self.storage, self.elements, self.itemsize = storage, elements, itemsize
+        self.requires_grad, self.grad_fn, self.parameter, self.slot = requires_grad, grad_fn, parameter, slot
+        self.heads_first = heads_first  # laid out [B, N, S, H]; else [B, S, N, H], as a linear layer leaves it
+        self.expanded = False  # one head seen as many
+        self.viewed = False  # a gradient that came through a view: the engine adds to it out of place
+
+    def view(self, elements: Elements | None = None) -> Tensor:
+        """The same storage seen with another shape (or a part of it)."""
+        same = self.elements if elements is None else elements
+        return Tensor(
+            self.storage,
+            same,
+            self.itemsize,
+            self.requires_grad,
+            self.grad_fn,
+            self.parameter,
+            self.slot,
+            self.heads_first,
+        )
+
+    def blueprint(self) -> Tensor:
+        """The same shape, dtype and layout without storage: what a backward function may remember."""
+        return Tensor(None, self.elements, self.itemsize, heads_first=self.heads_first)
+
+    def detach(self) -> Tensor:
+        """The same storage outside the graph."""
+        return Tensor(self.storage, self.elements, self.itemsize, heads_first=self.heads_first)
+
+
+# gradient of the output (of every output, for a node with several) -> gradient of every input
+Backward = Callable[[Any], Sequence[Tensor | None]]
+
+
+class Node:
+    """A backward function: where its gradients go and what it keeps until it runs."""
+
+    __slots__ = ("apply", "edges", "outputs", "saved", "unpacks")
+
+    def __init__(self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, outputs: int = 1) -> None:
+        self.apply, self.saved, self.outputs = apply, saved, outputs
+        self.unpacks = bool(saved)  # asks for saved tensors, which starts the recomputation of a checkpointed block
+        # an edge holds only where a gradient goes, never the forward tensor's storage
+        self.edges: list[tuple[Node | str, int] | None] = [
+            None if t is None or not t.requires_grad else (t.grad_fn or t.parameter or "input", t.slot) for t in inputs
+        ]
+
+
+Buffers = dict[Node, list[Tensor | None]]
+
+
+class Recorder:
+    """Writes events while model code runs on it. Positive id: born; negative: died; 0: cuBLAS multiplies."""
+
+    def __init__(self, autocast: int = 0, grad: bool = True) -> None:
+        self.events: list[int] = []
+        self.sizes: dict[int, dict[Basis, int]] = {}
+        self.roles: dict[int, Role] = {}
+        self.labels: dict[int, str] = {}
+        self.nodes: list[Node] = []
+        self.forgotten: list[Node] = []  # of the first forward of a checkpointed region
+        self.scopes = [""]  # prefixes of labels, the innermost last
+        self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
+        self.cache: dict[str, Tensor] = {}  # autocast's weight cache
+        self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
+        self.gradients: dict[str, Tensor] = {}
+        self.kept: Tensor | None = None  # sharded gradients: they outlive the program
+        self.input_gradient: list[Tensor | None] = [None]
+        self.accumulating = False  # a gradient exists already
+        self.awaited = ""  # the parameter of which a second gradient comes later: the first waits to be added to it
+        self.release_gradients = False  # optimizer in backward: gradients die at once
+        self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
+        self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
+        self.running: Node | None = None
+        self.saves = 0  # tensors saved so far
+        # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
+        self.lingering: set[int] = set()
+        self.returned = 0  # events up to here happen before the model returns, where that is not all of the forward
+        self.attributes: list[Tensor] = []  # what nodes hold beside their saved tensors: no checkpoint drops it
+        self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
+        self.silent = False  # ... after which operations still leave their nodes, but make nothing
+
+    def enter(self, name: str) -> None:
+        """What is made from here to `leave` is labelled as part of `name`."""
+        self.scopes.append(f"{self.scopes[-1]}{name}.")
+
+    def leave(self) -> None:
+        """The end of the innermost `enter`."""
+        self.scopes.pop()
+
+    def new(
+        self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries", heads_first: bool = False
+    ) -> Tensor:
+        """A fresh tensor of `elements` times `itemsize` bytes."""
+        if self.silent:
+            return Tensor(None, elements, itemsize, heads_first=heads_first)
+        id = len(self.sizes) + 1
+        self.sizes[id] = scaled(elements, itemsize)
+        self.roles[id] = role
+        self.labels[id] = self.scopes[-1] + label
+        self.events.append(id)
+        return Tensor(Storage(self, id), elements, itemsize, heads_first=heads_first)
+
+    def product(self, elements: Elements, itemsize: int, label: str, heads_first: bool = False) -> Tensor:
+        """A fresh tensor that cuBLAS writes."""
+        out = self.new(elements, itemsize, label, heads_first=heads_first)
+        self.multiplies()
+        return out
+
+    def multiplies(self) -> None:
+        """cuBLAS is at work: a thread's first product takes the thread's workspace."""
+        if not self.silent:
+            self.events.append(0)
+
+    def like(self, x: Tensor, label: str, itemsize: int = 0) -> Tensor:
+        """A fresh tensor with the shape and layout of `x`, and its dtype unless `itemsize` says otherwise."""
+        return self.new(x.elements, itemsize or x.itemsize, label, heads_first=x.heads_first)
+
+    def buffer(self, size: Size, label: str) -> Tensor:
+        """A kernel's own buffer, in bytes."""
+        return self.new(size, 1, label)
+
+    def record(
+        self, out: Tensor, inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None], apply: Backward
+    ) -> Tensor:
+        """Attach the backward node that PyTorch would attach to `out`."""
+        self.record_all([out], inputs, saved, apply)
+        return out
+
+    def record_all(
+        self, outs: list[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None], apply: Backward
+    ) -> None:
+        """`record` for an operation with several outputs; `apply` gets a list when there is more than one."""
+        if not self.grad or not any(t is not None and t.requires_grad for t in inputs):
+            return
+        kept = [t.detach() for t in reversed(saved) if t is not None]  # a list drops its last member first
+        self.saves += len(kept)
+        if self.keep:
+            for t in kept:
+                if t.storage is not None and self.roles[t.storage.id] == "temporaries":
+                    self.roles[t.storage.id] = "activations"
+        node = Node(inputs, kept, apply, len(outs))
+        if not self.keep:
+            node.saved = []
+        (self.nodes if self.keep else self.forgotten).append(node)
+        for slot, out in enumerate(outs):
+            out.requires_grad, out.grad_fn, out.slot = True, node, slot
+        if self.stop_at is not None and self.saves >= self.stop_at:
+            self.silent = True
+
+    def hold(self, x: Tensor) -> None:
+        """The node that is about to be recorded keeps `x` as a plain attribute, until the graph is gone."""
+        if x.storage is not None:
+            self.roles[x.storage.id] = "activations"
+            self.attributes.append(x.detach())
+
+    def before_saving(self, *saved: Tensor | None) -> None:
+        """Inputs are saved before the kernel runs: a recomputation that needs no more stops here, without the output."""
+        count = sum(t is not None for t in saved)
+        if self.grad and count and self.stop_at is not None and self.saves + count >= self.stop_at:
+            self.silent = True
+
+    def taken(self) -> list[int]:
+        """The events so far; the recorder starts a new list."""
+        events, self.events = self.events, []
+        return events
+
+    def exit_autocast(self) -> None:
+        """The forward returns: autocast's weight cache is emptied and a key/value cache goes."""
+        self.cache.clear()
+        self.until_exit.clear()
+
+    def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
+        """Run all nodes from `root`, whose gradient is popped off `gradient`; returns that of the tensor named "input"."""
+        buffers: Buffers = {}
+        if root.grad_fn is not None:
+            buffers[root.grad_fn] = [gradient.pop()]
+        del root
+        self._run(self.nodes, buffers)
+        received, self.input_gradient = self.input_gradient, [None]
+        return received[0]
+
+    def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
+        """The nodes behind a checkpointed region's last saved tensor run before it is computed again.
+
+        Returns how many of the region's nodes are left, and the gradients that wait for some of them.
+        """
+        buffers: Buffers = {}
+        if root.grad_fn is not None:
+            buffers[root.grad_fn] = [gradient.pop()]
+        del root
+        self._run(self.forgotten, buffers, ahead=True)
+        waiting = {i: buffers.pop(node) for i, node in enumerate(self.forgotten) if node in buffers}
+        left, self.forgotten = len(self.forgotten), []
+        return left, waiting
+
+    def resume(self, left: int, waiting: dict[int, list[Tensor | None]]) -> Tensor | None:
+        """The rest of the backward, through the nodes of the recomputation."""
+        del self.nodes[left:]
+        buffers = {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
+        self._run(self.nodes, buffers)
+        received, self.input_gradient = self.input_gradient, [None]
+        return received[0]
+
+    def _run(self, nodes: list[Node], buffers: Buffers, *, ahead: bool = False) -> None:
+        """Run nodes from the last on; `ahead`: up to the first that unpacks a saved tensor."""
+        while nodes:
+            if ahead and nodes[-1] in buffers and nodes[-1].unpacks:
+                return
+            node = nodes.pop()
+            incoming = buffers.pop(node, None)
+            if incoming is None:
+                node.saved = []
+                continue
+            edges, self.running = node.edges, node
+            results = list(node.apply(incoming[0] if node.outputs == 1 else incoming))
+            del incoming
+            node.saved, self.running = [], None
+            for edge in edges:
+                result = results.pop(0)
+                if edge is not None and result is not None:
+                    self._deliver(buffers, edge, result)
+                del result
+
+    def returned_from_function(self) -> None:
+        """The gradients are computed; what remains is to bring them into their inputs' shape and dtype."""
+        if self.recomputed and self.running is not None:
+            self.running.saved = []
+
+    def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
+        node, slot = edge
+        if isinstance(node, str) and node != "input":
+            self._accumulate(node, result)
+            return
+        held = self.input_gradient if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
+        old, held[slot] = held[slot], None
+        if old is None:
+            held[slot] = result
+        elif not old.viewed and _holders(old) <= _ALONE:
+            held[slot] = old  # added in place
+        else:
+            held[slot] = self.like(old, "gradient sum")
+
+    def _accumulate(self, parameter: str, gradient: Tensor) -> None:
+        added = self.accumulating and parameter not in self.gradients and parameter != self.awaited
+        if self.release_gradients or added:
+            return
+        if parameter in self.gradients or gradient.storage is None:
+            return
+        self.roles[gradient.storage.id] = "gradients"
+        self.labels[gradient.storage.id] = f"{parameter} gradient"
+        self.gradients[parameter] = gradient
+
+
+def _holders(t: Tensor) -> int:
+    """References to a tensor and to its storage; views of one storage hold it together."""
+    return sys.getrefcount(t) + (0 if t.storage is None else sys.getrefcount(t.storage))
+
+
+def _holders_of_one() -> int:
+    """What `_holders` says of a tensor that only one variable holds; Python versions count differently."""
+    t = Tensor(Storage(Recorder(), 0), {}, 1)
+    return _holders(t)
+
+
+_ALONE = _holders_of_one()

@@ -1,0 +1,180 @@
+"""torch.nn.functional.scaled_dot_product_attention: what each of its kernels allocates, keeps and needs backward.
+
+Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every kernel.
+"""
+
+from __future__ import annotations
+
+from memfit.closed_form import ops
+from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.size import Basis
+from memfit.closed_form.style import Style
+from memfit.nouns.architecture import Attention
+
+Grads = list[Tensor | None]
+MASK_ALIGNMENT = 16  # keys, of the efficient kernel's mask in PyTorch 2.0 and 2.1 (attention.cpp, preprocess_mask)
+
+
+def scaled_dot_product_attention(
+    rec: Recorder, style: Style, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, mask: Tensor | None
+) -> Tensor:
+    """Attention of [B, N, S, H] queries on keys and values of N or (without a mask) K heads.
+
+    mask: elements of the bool mask as given, or of a float mask; None when the kernel masks causally by itself.
+    """
+    q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
+    if mask is not None and mask.itemsize != 1:
+        mask = ops.autocast(rec, mask)
+    if style.kernel == "math":
+        compute, rec.autocast = rec.autocast, 0  # the call as a whole was autocast, nothing within it is
+        out = _math(rec, q, k, v, a, dropout, None if mask is None else _bias(rec, mask, q.itemsize))
+        rec.autocast = compute
+        return out
+    bias = None if mask is None else _bias(rec, mask, q.itemsize)
+    if bias is not None and style.kernel == "efficient" and style.mask_per_head:
+        bias = rec.new({("mask", a.heads, MASK_ALIGNMENT): 1}, q.itemsize, "mask of every head")
+    return {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}[style.kernel](
+        rec, q, k, v, a, bias
+    )
+
+
+def _bias(rec: Recorder, mask: Tensor, itemsize: int) -> Tensor:
+    """convert_boolean_attn_mask: a float mask of the queries' dtype for every row of the batch, made at each call."""
+    if mask.itemsize != 1:
+        return mask
+    return rec.new({"TS": 1} if set(mask.elements) == {"SS"} else mask.elements, itemsize, "mask in compute dtype")
+
+
+def _flash(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+    """FlashAttention-2: gradients of grouped keys and values are made for every query head first."""
+    ragged = a.head_dim % 8
+    if ragged:
+        q, k, v = (_padded(rec, t, a.head_dim) for t in (q, k, v))
+    width, grouped = q.itemsize, k.elements != q.elements
+    out = rec.like(q, "attention output")
+    logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
+    state = [rec.new({"1": size}, 1, "random state") for size in (16, 8)]
+    shapes, out_first = (q.blueprint(), k.blueprint(), v.blueprint()), out.heads_first
+
+    def backward(g: Tensor) -> Grads:
+        copies = [rec.new(t.elements, width, "contiguous copy") for t in (g, g) if t.heads_first or out_first]
+        grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
+        held = [
+            rec.new({"T128": a.heads}, 4, "row sums"),
+            rec.new({"T128": a.heads * _head_tile(a.head_dim)}, 4, "dq accumulator"),
+        ]
+        if grouped:
+            held += [rec.new(shapes[0].elements, width, "expanded key gradient") for _ in range(2)]
+        while held:
+            held.pop()
+        del copies
+        return grads
+
+    out = rec.record(out, [q, k, v], [k, q, v, logsumexp, out, *state], backward)
+    return ops.slice(rec, out, {"T": a.heads * a.value_dim}) if ragged else out
+
+
+def _padded(rec: Recorder, x: Tensor, head: int) -> Tensor:
+    """Heads whose width is no multiple of 8 are padded to one."""
+    shape = {k: n // head * -(-head // 8) * 8 for k, n in x.elements.items()}
+    before = x.blueprint()
+    out = rec.new(shape, x.itemsize, "padded heads", heads_first=x.heads_first)
+    return rec.record(out, [x], [], lambda g: [rec.like(before, "unpadded gradient")])
+
+
+def _head_tile(head: int) -> int:
+    step = 32 if head <= 128 else 64
+    return -(-head // step) * step
+
+
+def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+    """The memory-efficient kernel: fp32 accumulators of the output and of the gradients of heads wider than one tile."""
+    width = q.itemsize
+    out = rec.new({"T": a.heads * a.value_dim}, width, "attention output")
+    logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
+    wide = max(a.head_dim, a.value_dim) > 128
+    if wide and width != 4:
+        rec.new({"T": a.heads * a.value_dim}, 4, "output accumulator")
+    shapes = [t.elements for t in (q, k, v)]
+
+    def backward(g: Tensor) -> Grads:
+        grads: Grads = [rec.new(elements, width, "attention gradient") for elements in shapes]
+        if width == 4:
+            product = rec.new({"T": a.heads * a.value_dim}, 4, "output * gradient")
+            delta = rec.new({"T": a.heads}, 4, "row sums")
+            del product
+        else:
+            delta = rec.new({"T": a.heads}, 4, "row sums")
+        workspace = rec.new(_gradient_workspace(a, width), 4, "gradient accumulators")
+        del delta, workspace
+        return grads
+
+    return rec.record(out, [q, k, v], [bias, k, q, v, logsumexp, out], backward)
+
+
+def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
+    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per split of the keys for heads above 128."""
+    if a.head_dim <= 64:
+        return {"T64": a.heads * 64, ("tiles", 64, a.heads): 4}
+    columns = 128 if a.head_dim <= 128 else -(-a.head_dim // 64) * 64
+    size: dict[Basis, int] = {"T128": a.heads * columns, ("tiles", 128, a.heads): 4 * columns // 64}
+    if a.head_dim > 128 and width != 4:
+        size["keysplit", a.heads, 64 * sum(-(-h // 128) * 128 for h in (a.head_dim, a.value_dim))] = 1
+    return size
+
+
+def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+    """cuDNN: everything in the layout of its operand; one workspace backward."""
+    width = q.itemsize
+    out = rec.new({"T": a.heads * a.value_dim}, width, "attention output", heads_first=q.heads_first)
+    logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
+    shapes = q.blueprint(), k.blueprint(), v.blueprint()
+
+    def backward(g: Tensor) -> Grads:
+        grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
+        workspace = rec.new({"T": a.heads * (a.head_dim + 1)}, 4, "dq accumulator and row sums")
+        del workspace
+        return grads
+
+    return rec.record(out, [q, k, v], [bias, k, q, v, logsumexp, out], backward)
+
+
+def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None) -> Tensor:
+    """The fallback: fp32 copies of 16-bit operands and all scores, written out."""
+    origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
+    q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
+    q = ops.scale(rec, q, "scaled queries")
+    if bias is None:
+        bias = _causal_bias(rec)
+    broadcast = a.code == "falcon" and k.elements != heads  # torch.matmul expands the one head
+    if k.elements != heads and not broadcast:  # enable_gqa: repeat_interleave
+        k, v = ops.repeat(rec, k, heads), ops.repeat(rec, v, {"T": a.heads * a.value_dim})
+    k = ops.scale(rec, k, "scaled keys")
+    if broadcast:
+        k, v = ops.expand(rec, k, heads), ops.expand(rec, v, heads)
+    scores = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
+    weights = _safe_softmax(rec, scores, a.heads)
+    del scores
+    weights = ops.dropout(rec, weights, dropout)
+    returned = rec.like(weights, "weights in the dtype of the queries", origin) if origin != 4 else None
+    out = ops.cast(rec, ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output"), origin)
+    del returned, bias
+    return out
+
+
+def _causal_bias(rec: Recorder) -> Tensor:
+    ones = rec.new({"SS": 1}, 1, "ones")
+    lower = rec.new({"SS": 1}, 1, "lower triangle")
+    del ones
+    bias = rec.new({"SS": 1}, 4, "causal mask")
+    del lower
+    return bias
+
+
+def _safe_softmax(rec: Recorder, scores: Tensor, heads: int) -> Tensor:
+    """_safe_softmax: looks for rows without any key."""
+    out = ops.softmax(rec, scores, 4)
+    equal = rec.new({"TS": heads}, 1, "masked scores")
+    rows = rec.new({"T": heads}, 1, "masked rows")
+    del rows, equal
+    return out

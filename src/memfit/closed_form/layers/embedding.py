@@ -1,0 +1,155 @@
+"""The lower end of a model: token, position and type embeddings, and the masks and tables made once per forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+from memfit.closed_form import ops
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.layers.masks import MaskStyle, masks
+from memfit.closed_form.layers.norms import norm
+from memfit.closed_form.layers.per_layer import PerLayer, inputs
+from memfit.closed_form.layers.program import GRADIENT, Program, finished, recorder, sharded
+from memfit.closed_form.style import Style
+from memfit.nouns.architecture import Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingStyle:
+    """What the embedding end does besides looking rows up."""
+
+    vocabulary: int
+    width: int
+    rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
+    wide_tables: bool = False  # the tables stay in fp32
+    tied: bool = False
+    awaited: bool = False  # the head's gradient of the tied table waits, to be added to one of an earlier micro-batch
+    tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
+    positions: int = 0  # rows of a learned position table
+    types: int = 0  # rows of BERT's token type table
+    norm: Norm | None = None  # right after the embedding
+    scaled: Literal["none", "module", "model"] = "none"  # see Architecture.embedding_scale
+    dropout: float = 0.0
+    module: bool = False  # the embeddings are a module of their own, whose local variables die early
+    leaf: bool = False  # frozen, but its output made to need a gradient: a leaf that stays with the graph, as its .grad
+    checkpointed: bool = False  # blocks keep the masks and tables as arguments until they have run again
+    per_layer: PerLayer | None = None
+    masks: MaskStyle = field(default_factory=MaskStyle)
+    trained: bool = True
+    itemsize: int = 2  # of the embedding weights
+
+
+@lru_cache(maxsize=1024)
+def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
+    """Everything before the first block; backward makes the gradients of the tables."""
+    rec = recorder(style)
+    rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
+    gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
+    if e.awaited:
+        rec.awaited = "embedding"
+        table = rec.new({"1": e.vocabulary * e.width}, e.itemsize, "gradient of the head", "gradients")
+        rec.gradients[rec.awaited] = table
+        del table
+    rec.taken()
+    x, held, leaf = _embed(rec, e, style)
+    own = inputs(rec, e.per_layer, x, e.width, e.itemsize, style) if e.per_layer else None
+    x = ops.dropout(rec, x, e.dropout if style.dropout else 0.0)
+    x = ops.cast(rec, x, style.residual)
+    into_own: list[Tensor | None] = []
+    if own and own.requires_grad:
+        x = rec.record(x.view(), [x, own], [], lambda g: [g, into_own.pop()])
+    made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
+    tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
+    output = x.storage.id if x.storage else 0
+    if leaf and leaf.storage:
+        rec.lingering |= {leaf.storage.id, GRADIENT if leaf.storage.id == output else 0} - {0}
+    forward = rec.taken()
+    del held
+    if not e.checkpointed:
+        del made[: len(made) - (e.masks.saved and style.grad)]
+    if not style.grad:
+        tables.clear()
+    leave = [event for event in rec.taken() if event != -output]
+    if own and own.requires_grad:  # the sum of its gradients is there from the last block's backward on
+        into_own.append(rec.like(own, "gradient of every layer's input"))
+    exits = rec.taken()
+    del own
+    made.clear()  # blocks save them, or get them as arguments: they outlive the forward, not the first block's backward
+    tables.clear()
+    if style.grad and (e.trained or x.grad_fn):
+        root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
+        del x
+        received = rec.backward(root, gradient)
+        rec.lingering |= {received.storage.id} if received and received.storage else set()
+        del leaf, received
+        sharded(rec, style, beside=-style.unit)  # the reduction before is done
+    waited = rec.gradients.pop(rec.awaited, None)
+    waiting = waited.storage.id if waited and waited.storage else 0
+    del waited
+    gradient.clear()
+    backward = [event for event in rec.taken() if event != -output]
+    return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
+
+
+def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The sum of all embeddings, what the model's code still holds besides, and the leaf among them, if there is one."""
+    hidden: Elements = {"T": e.width}
+    x = _look_up(rec, e, hidden)
+    if e.scaled == "module":
+        x = ops.scale(rec, x, "scaled embedding")
+    leaf = x if e.leaf else None
+    x.requires_grad |= e.leaf
+    if e.scaled == "model":
+        x = ops.scale(rec, x, "scaled embedding")
+    held = [x]
+    if e.types:
+        held.append(_table(rec, e, hidden, e.types, "type embedding"))
+        x = ops.add(rec, x, held[-1], "with types")
+    if e.positions:
+        held.append(_table(rec, e, {"S": e.width}, e.positions, "position embedding"))
+        x = ops.add(rec, x, held[-1], "with positions")
+    if e.norm is not None:
+        x = norm(rec, x, e.norm, e.width, style, "embedding norm")
+    return x, [] if e.module else held, leaf
+
+
+def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
+    out = rec.new(hidden, e.itemsize, "embedding output")
+    table: Elements = {"1": e.vocabulary * e.width}
+    weight = ops.weight(e.vocabulary * e.width, e.itemsize, "embedding", e.trained)
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        """embedding_dense_backward; with a tied head both gradients wait and are added into a third tensor."""
+        dense = rec.new(table, e.itemsize, "embedding gradient", "gradients")
+        rec.buffer({("embed", e.width, e.itemsize): 1}, "embedding sort buffers")
+        if e.tied and e.tied_in_place:
+            del dense
+            return [None]
+        if e.tied:
+            total = rec.new(table, e.itemsize, "sum of tied gradients", "gradients")
+            del dense, total
+            return [None]
+        return [dense]
+
+    return rec.record(out, [weight], [], backward)
+
+
+def _table(rec: Recorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
+    out = rec.new(size, e.itemsize, label)
+    weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
+    return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
+
+
+def _rotary_tables(rec: Recorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
+    """LlamaRotaryEmbedding.forward: cos and sin of one sequence."""
+    angles = rec.new({"S": width // 2}, 4, "angles")
+    both = rec.new({"S": width}, 4, "angles twice")
+    cos, sin = (ops.scale(rec, ops.scale(rec, both, "cosine or sine"), "scaled table") for _ in range(2))
+    tables = [cos, sin] if e.wide_tables else [ops.cast(rec, t, style.residual, "rotary table") for t in (cos, sin)]
+    del angles, both, cos, sin
+    for table in tables:
+        if table.storage:
+            rec.roles[table.storage.id] = "activations"
+    return tables

@@ -1,0 +1,107 @@
+"""Liger's Triton kernels on sized tensors: one autograd function each, which saves little and writes over what it can.
+
+Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its inputs
+contiguous first. Under autocast they compute in the dtype they are given.
+"""
+
+from __future__ import annotations
+
+from memfit.closed_form import ops
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+
+
+def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
+    """LigerRMSNormFunction: keeps x, the weight and one fp32 number a row; the weight's gradient is summed by multiprocessor."""
+    out, rstd = rec.like(x, "normalised"), rec.new(rows, 4, "rstd")
+    columns, width, trained, heads_first = w.elements["1"], w.itemsize, w.requires_grad, x.heads_first
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        if g.heads_first != heads_first:
+            g = rec.new(g.elements, g.itemsize, "contiguous gradient", heads_first=heads_first)
+        partial = rec.new({"processors": columns}, 4, "partial weight gradients") if trained else None
+        input_grad = g.view() if in_place else rec.like(g, "norm gradient")
+        if partial is None:
+            return [ops.viewed(input_grad), None]
+        summed = rec.new({"1": columns}, 4, "summed gradient")
+        return [ops.viewed(input_grad), ops.cast(rec, summed, width, "weight gradient")]
+
+    return rec.record(out, [x, w], [x, w, rstd], backward)
+
+
+def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
+    """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients are written over the two saved tensors."""
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        assert rec.running is not None
+        up, gate = rec.running.saved  # in the order in which a node lets go of them
+        return [ops.viewed(gate.detach()), ops.viewed(up.detach())]
+
+    return rec.record(rec.like(gate, "gated product"), [gate, up], [gate, up], backward)
+
+
+def halves(rec: Recorder, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves of a joint projection."""
+    count = next(iter(x.elements.values()))
+    gate, up = ops.split(rec, x, (count // 2, count // 2))
+    return contiguous(rec, gate), contiguous(rec, up)
+
+
+def contiguous(rec: Recorder, part: Tensor) -> Tensor:
+    """The copy of a part of a tensor that a function makes before it begins."""
+    copied = rec.new(part.elements, part.itemsize, "contiguous part")
+    return rec.record(copied, [part], [], lambda g: [ops.viewed(g.detach())])
+
+
+def rotate(rec: Recorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor, Tensor]:
+    """LigerRopeFunction: in place on [B, S, N, H], forward and backward; what lies otherwise is copied first.
+
+    parts: queries and keys are parts of one tensor.
+    """
+    q, k = (_by_token(rec, x, "heads by token", parts) for x in (q, k))
+    turned = [q.view(), k.view()]
+
+    def backward(grads: list[Tensor | None]) -> list[Tensor | None]:
+        return [None if g is None else ops.viewed(_by_token(rec, g, "gradient by token")) for g in grads]
+
+    rec.record_all(turned, [q, k], [], backward)
+    return turned[0], turned[1]
+
+
+def _by_token(rec: Recorder, x: Tensor, label: str, part: bool = False) -> Tensor:
+    """x.transpose(1, 2).contiguous() inside a function: no node of its own."""
+    if not (x.heads_first or part):
+        return x.view()
+    copied = rec.new(x.elements, x.itemsize, label)
+    copied.requires_grad, copied.grad_fn, copied.slot = x.requires_grad, x.grad_fn, x.slot
+    return copied
+
+
+def experts(rec: Recorder, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, width: int, k: int) -> Tensor:
+    """LigerFusedMoEFunction: keeps the inputs and the joint projection of every row.
+
+    The gradients of all experts are made even where they are frozen.
+    """
+    joint: Elements = {"T": 2 * width * k}
+    hidden: Elements = {basis: n * k for basis, n in x.elements.items()}
+    before = rec.new(joint, x.itemsize, "joint projection")
+    working = [
+        rec.new({"T": width * k}, x.itemsize, "gated product"),
+        rec.new(hidden, x.itemsize, "output of the experts"),
+    ]
+    out = rec.like(x, "experts' output")
+    working.clear()
+    x_like, up_like, down_like = x.blueprint(), gate_up.blueprint(), down.blueprint()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        held = [rec.new(joint, g.itemsize, "gradient of the joint projection")]
+        held.append(rec.new({"T": width * k}, g.itemsize, "weighted product"))
+        score_grad = rec.new({"T": k}, g.itemsize, "gradient of the scores")
+        down_grad = rec.like(down_like, "weight gradient")
+        held.append(rec.new(hidden, g.itemsize, "gradient by expert"))
+        x_grad = rec.like(x_like, "input gradient", g.itemsize)
+        up_grad = rec.like(up_like, "weight gradient")
+        while held:
+            held.pop()
+        return [x_grad, score_grad, up_grad, down_grad]
+
+    return rec.record(out, [x, scores, gate_up, down], [x, gate_up, down, before, scores], backward)

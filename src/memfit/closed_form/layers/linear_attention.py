@@ -1,0 +1,360 @@
+"""Gated delta rule of Qwen3-Next and Qwen3.5 as transformers runs it without the fla package: chunks of 64 tokens.
+
+Source: torch_chunk_gated_delta_rule. The scan over the chunks is two steps here, the last chunk and all before it: what
+the earlier ones keep is counted together, what they only pass through is that of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.closed_form import ops
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.layers.modules import Block
+from memfit.closed_form.layers.norms import l2_norm, mean, rsqrt
+from memfit.errors import Unsupported
+from memfit.nouns.architecture import Attention
+
+CHUNK = 64
+
+
+def gated_delta_net(block: Block, x: Tensor, a: Attention) -> Tensor:
+    """Qwen3_5GatedDeltaNet; K = kv_heads heads of queries and keys, N = heads of values."""
+    rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
+    if block.find("in_proj_qkv", "attention") is None and block.find("in_proj_qkvz", "attention") is None:
+        raise Unsupported(
+            "Kimi's delta attention without the fla package is not modelled",
+            hint="'memfit models' lists what is covered",
+        )
+    if block.style.mask == "rows":
+        x = ops.mul(rec, x, ops.constant({"T": 1}, 1), "padding zeroed")
+    mixed, z, b, decay_input = _project(block, x, a)
+    state = (
+        rec.new({"B": (2 * keys + values) * a.conv}, mixed.itemsize, "conv state") if block.style.use_cache else None
+    )
+    mixed = _causal_conv(block, mixed, a.conv)
+    mixed = ops.unary(rec, mixed, "silu")
+    if state is not None:
+        rec.until_exit.append(state)
+        mixed = _last_tokens(rec, mixed)
+    q, k, v = (ops.split_heads(rec, t) for t in ops.split(rec, mixed, (keys, keys, values)))
+    beta = ops.unary(rec, b, "sigmoid", keeps="output")
+    decay = _decay(block, decay_input, a)
+    out = _chunk_rule(block, q, k, v, decay, beta, a)
+    out = _gated_norm(block, out, z, a)
+    return block.linear("o", out, block.width)
+
+
+def _gated_norm(block: Block, x: Tensor, z: Tensor, a: Attention) -> Tensor:
+    """Qwen3_5RMSNormGated: normed in fp32, scaled in the dtype of the hidden states, gated in fp32."""
+    rec, style, before = block.rec, block.style, x.itemsize
+    wide = ops.cast(rec, x, 4, "fp32 copy")
+    variance = mean(rec, ops.power(rec, wide, "square"), {"T": a.heads}, "mean square")
+    wide = ops.mul(rec, wide, rsqrt(rec, variance), "normalised fp32")
+    w = ops.weight(a.value_dim, style.norm_weight, "norm.weight", style.trained)
+    scaled = ops.mul(rec, w, ops.cast(rec, wide, before, "normalised"), "scaled")
+    del wide
+    gated = ops.mul(rec, scaled, ops.unary(rec, ops.cast(rec, z, 4, "fp32 gate"), "silu"), "gated")
+    del scaled
+    return ops.cast(rec, gated, before, "gated output")
+
+
+def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values together; the gate of the output; learning rate and decay."""
+    rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
+    if block.find("in_proj_qkv", "attention") is not None:
+        qkv = block.linear("in_proj_qkv", x, 2 * keys + values)
+        z = block.linear("in_proj_z", x, values)
+        return qkv, z, block.linear("in_proj_b", x, a.heads), block.linear("in_proj_a", x, a.heads)
+    qkvz = block.linear("in_proj_qkvz", x, 2 * keys + 2 * values)
+    ba = block.linear("in_proj_ba", x, 2 * a.heads)
+    q, k, v, z = ops.split(rec, qkvz, (keys, keys, values, values))
+    b, decay = ops.split(rec, ba, (a.heads, a.heads))
+    v, z, b, decay = (_reshaped(rec, t) for t in (v, z, b, decay))
+    q, k, v = (_reshaped(rec, t) for t in (q, k, v))
+    qkv = ops.cat(rec, [q, k, v], "queries, keys and values")
+    qkv.heads_first = False
+    return qkv, z, b, decay
+
+
+def _reshaped(rec: Recorder, x: Tensor) -> Tensor:
+    """A part of every head by itself: copied out of the joint projection."""
+    return ops.clone(rec, x, "reshaped")
+
+
+def _last_tokens(rec: Recorder, x: Tensor) -> Tensor:
+    """x[..., -S:]: a view of everything, whose gradient is copied all the same."""
+    return ops.slice(rec, x, x.elements)
+
+
+def _causal_conv(block: Block, x: Tensor, kernel: int) -> Tensor:
+    """A convolution of each channel with padding on both sides, the tail cut off; it copies its transposed input."""
+    rec, style, channels = block.rec, block.style, x.elements["T"]
+    w = ops.autocast(rec, ops.weight(channels * kernel, style.weight, "conv1d.weight", style.trained))
+    x = ops.autocast(rec, x)
+    need_x, need_w, like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()  # saved all the same
+    longer: Elements = {"T": channels, "B": (kernel - 1) * channels}
+    contiguous = rec.like(x, "contiguous")
+    out = rec.new(longer, x.itemsize, "conv output")
+    del contiguous
+
+    def backward(g: Tensor) -> ops.Grads:
+        contiguous = rec.like(like, "contiguous")
+        weight_grad = rec.like(w_like, "weight gradient") if need_w else None
+        input_grad = rec.like(like, "input gradient") if need_x else None
+        del contiguous
+        return [input_grad, weight_grad]
+
+    out = rec.record(out, [x, w], [x, w], backward)
+    return ops.slice(rec, out, x.elements)
+
+
+def _decay(block: Block, x: Tensor, a: Attention) -> Tensor:
+    """-exp(A_log) * softplus(a + dt_bias) in fp32."""
+    rec, style = block.rec, block.style
+    rate = ops.cast(rec, ops.weight(a.heads, style.weight, "A_log", style.trained), 4, "fp32 A_log")
+    rate = ops.scale(rec, ops.unary(rec, rate, "exp", keeps="output"), "negated")
+    bias = ops.weight(a.heads, style.weight, "dt_bias", style.trained)
+    step = ops.unary(rec, ops.add(rec, ops.cast(rec, x, 4, "fp32 step"), bias, "step"), "softplus")
+    return ops.mul(rec, rate, step, "decay")
+
+
+def _chunk_rule(block: Block, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a: Attention) -> Tensor:
+    """torch_chunk_gated_delta_rule."""
+    rec, before = block.rec, q.itemsize
+    if a.kv_heads != a.heads:
+        q, k = (_for_every_head(rec, t, a.heads * a.head_dim) for t in (q, k))
+    q, k, v, beta = (_fp32_by_head(rec, t) for t in (q, k, v, beta))
+    q, k = (l2_norm(rec, t, {"T": a.heads}) for t in (q, k))
+    q = ops.scale(rec, q, "scaled queries")
+    q, k, v = [_padded(rec, t) for t in (q, k, v)]
+    beta, decay = [_padded(rec, t) for t in (beta, g)]
+    v_beta = ops.mul(rec, v, beta, "v_beta")
+    k_beta = ops.mul(rec, k, beta, "k_beta")
+    cumulated = _cumsum(rec, decay)
+    pairwise = _pairwise(rec, cumulated)
+    square = pairwise.elements
+    lie = _laid_by_token if before == 4 else _as_is
+    system = ops.bmm(rec, lie(rec, k_beta), lie(rec, k), square, "k_beta @ keys")
+    system = ops.mul(rec, system, pairwise, "ut_system")
+    intra = ops.bmm(rec, lie(rec, q), lie(rec, k), square, "queries @ keys")
+    intra = ops.mul(rec, intra, pairwise, "attention within chunks")
+    decayed = ops.mul(rec, k_beta, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed k_beta")
+    new_values = _solve_triangular(rec, system, v_beta)
+    seen = _solve_triangular(rec, system, decayed)
+    core = rec.like(new_values, "core output")
+    q = ops.mul(rec, q, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed queries")
+    k = ops.mul(rec, k, _rest_of_chunk(rec, cumulated), "decayed keys")
+    core, last = _scan(rec, core, new_values, seen, q, k, intra, a)
+    core = _reshaped_rows(rec, core)
+    core = _tokens_first(rec, core, before, {"T": a.heads * a.value_dim})
+    del v_beta, decayed, decay, cumulated, beta, pairwise, system, intra, new_values, seen, q, k, v, k_beta
+    if block.style.use_cache:
+        rec.until_exit.append(rec.like(last, "recurrent state"))
+    return core
+
+
+def _for_every_head(rec: Recorder, x: Tensor, width: int) -> Tensor:
+    out = ops.repeat(rec, x, {"T": width}, "repeated for every value head")
+    out.heads_first = False
+    return out
+
+
+def _fp32_by_head(rec: Recorder, x: Tensor) -> Tensor:
+    """x.transpose(1, 2).to(fp32, contiguous): in fp32 already, it stays a view."""
+    if x.itemsize == 4:
+        return x
+    out, width = rec.new(x.elements, 4, "fp32 by head", heads_first=True), x.itemsize
+    return rec.record(out, [x], [], lambda g: [rec.like(g, "cast gradient", width)])
+
+
+def _padded(rec: Recorder, x: Tensor) -> Tensor:
+    """F.pad to whole chunks: always a copy."""
+    whole, before = {"T64": x.elements["T"]}, x.elements
+    out = rec.new(whole, x.itemsize, "padded", heads_first=True)
+    return rec.record(out, [x], [], lambda g: [rec.new(before, g.itemsize, "cut gradient", heads_first=True)])
+
+
+def _as_is(rec: Recorder, x: Tensor) -> Tensor:
+    return x
+
+
+def _laid_by_token(rec: Recorder, x: Tensor) -> Tensor:
+    """fp32 operands were never copied head by head; a padding of nothing keeps that, and a product copies them."""
+    out = rec.new({("whole", CHUNK, 0): x.elements["T64"]}, x.itemsize, "contiguous", heads_first=True).view(x.elements)
+    return rec.record(out, [x], [], lambda g: [ops.viewed(g.detach())])
+
+
+def _cumsum(rec: Recorder, x: Tensor) -> Tensor:
+    """x.cumsum(dim): a scratch copy; backward flips, sums and flips."""
+    out, scratch = rec.like(x, "cumulative decay"), rec.like(x, "cumsum scratch")
+    del scratch
+
+    def backward(g: Tensor) -> ops.Grads:
+        flipped = rec.like(g, "flipped")
+        summed = rec.like(g, "cumsum")
+        result = rec.like(g, "flipped back")
+        del summed, flipped
+        return [result]
+
+    return rec.record(out, [x], [], backward)
+
+
+def _pairwise(rec: Recorder, x: Tensor) -> Tensor:
+    """exp(masked(x_i - x_j)) for all pairs of a chunk."""
+    rows, square = x.elements, {"T64": x.elements["T64"] * CHUNK}
+    difference = rec.new(square, 4, "differences", heads_first=True)
+
+    def backward(g: Tensor) -> ops.Grads:
+        negated = rec.like(g, "negated gradient")
+        sums = [rec.new(rows, 4, "summed gradient", heads_first=True) for _ in range(2)]
+        del negated
+        return [*sums]
+
+    difference = rec.record(difference, [x, x], [], backward)
+    masked = ops.unary(rec, difference, "masked differences", keeps="nothing")
+    del difference
+    return ops.unary(rec, masked, "pairwise decay", keeps="output")
+
+
+def _rest_of_chunk(rec: Recorder, x: Tensor) -> Tensor:
+    """exp(x at the end of the chunk - x)."""
+    difference = rec.like(x, "differences")
+    difference = rec.record(difference, [x], [], lambda g: [rec.like(g, "negated gradient")])
+    return ops.unary(rec, difference, "exp", keeps="output")
+
+
+def _solve_triangular(rec: Recorder, system: Tensor, b: Tensor) -> Tensor:
+    """torch.linalg.solve_triangular: keeps the system and the solution."""
+    out, square = rec.like(b, "solution"), system.blueprint()
+
+    def backward(g: Tensor) -> ops.Grads:
+        b_grad = rec.like(g, "gradient of b")
+        product = rec.like(square, "product")
+        negated = rec.like(square, "negated")
+        del product
+        return [rec.like(negated, "gradient of the system"), b_grad]
+
+    return rec.record(out, [system, b], [system, out], backward)
+
+
+def _reshaped_rows(rec: Recorder, x: Tensor) -> Tensor:
+    """core.reshape(): the zeros it was written into have the strides of a solution, so this copies."""
+    return rec.record(rec.like(x, "reshaped"), [x], [], lambda g: [g])
+
+
+def _tokens_first(rec: Recorder, x: Tensor, itemsize: int, elements: Elements) -> Tensor:
+    """Padding cut, heads behind tokens, and the dtype of the hidden states."""
+    out, before = rec.new(elements, itemsize, "attention output"), x.blueprint()
+    return rec.record(out, [x], [], lambda g: [rec.like(before, "cast gradient")])
+
+
+def _scan(
+    rec: Recorder, core: Tensor, new_values: Tensor, seen: Tensor, q: Tensor, k: Tensor, intra: Tensor, a: Attention
+) -> tuple[Tensor, Tensor]:
+    """The loop over the chunks: each keeps its new values and the state that enters it. Returns the last state too."""
+    state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
+    per_state = 4 * state["B"]
+    less_first = less_last = (
+        0  # what these chunks keep less: the zeros need no gradient, and nobody the state at the end
+    )
+    if rec.autocast:  # products keep casts of both operands instead
+        per_token = rec.autocast * a.heads * (3 * a.head_dim + 2 * a.value_dim + CHUNK)
+        per_state += 2 * rec.autocast * state["B"]
+        less_first = rec.autocast * a.heads * 2 * a.head_dim * CHUNK
+        less_last = rec.autocast * a.heads * (a.head_dim + a.value_dim) * CHUNK
+    one_chunk = CHUNK * per_token + per_state
+    back = _ScanBackward(rec, a, *(x.blueprint() for x in (core, seen, q, k, intra)))
+    slices = [] if rec.autocast else [q, seen, intra]
+
+    entering = rec.new(state, 4, "state of the last chunk")
+    earlier = rec.buffer(
+        {"T64": per_token + per_state // CHUNK, "B": -one_chunk - less_first}, "kept for the chunks before"
+    )
+    outputs = [core.view(), entering]
+    kept_before = [earlier, *slices, *([] if rec.autocast else [k])]
+    rec.record_all(outputs, [new_values, seen, q, k, intra], kept_before, back.before_last)
+    del earlier, kept_before
+    kept = rec.buffer({"B": one_chunk - less_last - 4 * state["B"]}, "kept for the last chunk")
+    part = rec.new(back.values, 4, "values read")
+    out = rec.new(back.values, 4, "output of a chunk")
+    inputs, written, entering = [new_values, seen, q, intra, outputs[1]], outputs[0], outputs[1]
+    out = rec.record(out, inputs, [kept, *([] if rec.autocast else [entering, *slices])], back.last)
+    written = ops.copy_into(rec, written, out)
+    del out
+    terms = [rec.new(state, 4, "decayed state"), rec.new(state, 4, "update")]
+    last = rec.new(state, 4, "last state")
+    del terms, part
+    return written, last
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanBackward:
+    """The scan's two steps backward, in fp32: B x heads times one chunk's rows or one state at a time.
+
+    `core`, `seen`, `q`, `k` and `intra` are blueprints of the whole tensors whose gradients are born here.
+    """
+
+    rec: Recorder
+    a: Attention
+    core: Tensor
+    seen: Tensor
+    q: Tensor
+    k: Tensor
+    intra: Tensor
+
+    @property
+    def values(self) -> Elements:
+        return {"B": CHUNK * self.a.heads * self.a.value_dim}
+
+    def _values(self, label: str) -> Tensor:
+        return self.rec.new(self.values, 4, label)
+
+    def _keys(self, label: str) -> Tensor:
+        return self.rec.new({"B": CHUNK * self.a.heads * self.a.head_dim}, 4, label)
+
+    def _pairs(self, label: str) -> Tensor:
+        return self.rec.new({"B": CHUNK * self.a.heads * CHUNK}, 4, label)
+
+    def _state(self, label: str) -> Tensor:
+        return self.rec.new({"B": self.a.heads * self.a.head_dim * self.a.value_dim}, 4, label)
+
+    def before_last(self, grads: list[Tensor | None]) -> ops.Grads:
+        """All chunks but the last; `grads` are those of the rest and of the state that enters the last one."""
+        value_grad, part = self._values("gradient of new values"), self._keys("gradient of a chunk of keys")
+        key_grad = self.rec.like(self.k, "gradient of keys")
+        del part
+        product, through = self._state("gradient of the decay"), self._state("gradient of the state")
+        del product
+        grads[1] = None
+        rest, own = self.rec.like(self.core, "gradient of the rest"), self._values("gradient of a chunk")
+        zeros = self._values("zeros")
+        del zeros
+        grads[0] = None
+        added, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
+        total = self._values("gradient sum")
+        del value_grad, added
+        for whole in (self.intra, self.q, self.seen):  # written into zeros of the whole, then added in place
+            zeros = self.rec.like(whole, "gradient of the whole")
+            del zeros
+        del part, total, through, rest, own
+        return [None, None, None, key_grad, None]
+
+    def last(self, g: Tensor) -> ops.Grads:
+        """The last chunk."""
+        value_grad, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
+        intra_grad = self.rec.like(self.intra, "gradient of pairs")
+        del part
+        read, part = self._state("gradient of the state"), self._keys("gradient of a chunk of queries")
+        q_grad = self.rec.like(self.q, "gradient of queries")
+        del part
+        negated, more = self._values("negated gradient"), self._state("gradient of the state")
+        part = self._keys("gradient of a chunk of keys")
+        del negated
+        total = self._state("gradient sum")
+        del read, more
+        seen_grad = self.rec.like(self.seen, "gradient of keys seen")
+        del part
+        values_grad = self.rec.like(self.core, "gradient of new values")
+        del value_grad
+        return [values_grad, seen_grad, q_grad, intra_grad, total]

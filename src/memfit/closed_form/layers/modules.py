@@ -1,0 +1,131 @@
+"""nn.Module-level pieces of a block: a linear layer with its adapter or quantised base, and norms by role."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.closed_form import ops
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.layers.norms import norm
+from memfit.closed_form.layers.quantised import quantised
+from memfit.closed_form.style import Style
+from memfit.nouns.architecture import Layer, Norm, Weight
+
+# where a family keeps each projection: the first module name found in the layer counts
+NAMES: dict[str, tuple[str, ...]] = {
+    "q": ("q_proj", "query", "q_lin", "q", "q_b_proj"),
+    "k": ("k_proj", "key", "k_lin", "k"),
+    "v": ("v_proj", "value", "v_lin", "v"),
+    "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "attn", "W_pack", "wqkv"),
+    "o": ("o_proj", "out_proj", "dense", "c_proj", "Wo", "wo", "out_lin", "o"),
+    "gate": ("gate_proj", "w2", "gate"),
+    "up": ("up_proj", "w1", "up"),
+    "gate_up": ("gate_up_proj", "Wi", "dense_h_to_4h"),
+    "down": ("down_proj", "c_proj", "w3", "Wo", "dense_4h_to_h"),
+    "fc1": ("fc1", "c_fc", "dense_h_to_4h", "fc_in", "up_proj", "lin1", "intermediate", "Wi"),
+    "fc2": ("fc2", "c_proj", "dense_4h_to_h", "fc_out", "down_proj", "lin2", "output", "Wo"),
+}
+MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_forward", "block_sparse_moe")
+
+
+class Block:
+    """One layer being run under a style: gives its modules to the code of attention and MLP."""
+
+    def __init__(self, rec: Recorder, layer: Layer, style: Style, width: int) -> None:
+        self.rec, self.layer, self.style, self.width = rec, layer, style, width
+        self.hidden: Elements = {"T": width}
+
+    def find(self, role: str, part: str) -> Weight | None:
+        """The weight of a projection; `part` is "attention" or "mlp"."""
+        for name in NAMES.get(role, (role,)):
+            for w in self.layer.weights:
+                if w.module == name or (name in ("intermediate", "output") and f"{name}.dense" in w.name):
+                    inside_mlp = any(word in w.name for word in MLP_WORDS) or w.name.startswith("output.dense")
+                    if w.kind == "linear" and inside_mlp == (part == "mlp"):
+                        return w
+        return None
+
+    def bias_of(self, weight: Weight) -> Weight | None:
+        """The bias beside a weight, when stored."""
+        name = weight.name.removesuffix("weight") + "bias"
+        return next((w for w in self.layer.weights if w.name == name), None)
+
+    def linear(self, role: str, x: Tensor, out: int, part: str = "attention") -> Tensor:
+        """The projection `role`, with quantised base and adapter as the style says."""
+        rec, style = self.rec, self.style
+        w = self.find(role, part)
+        name, key = (w.module, w.name) if w else (role, role)
+        rec.enter(name)
+        try:
+            ins = next(iter(x.elements.values()))
+            shape: Elements = {k: v // ins * out for k, v in x.elements.items()}
+            bias = self.bias_of(w) if w else None
+            numel = w.numel if w else ins * out
+            b = bias.numel if bias else 0
+            if style.lora_rank and name in style.lora_targets:
+                return self._adapted(x, numel, shape, b, key)
+            return self._base(x, numel, shape, b, key)
+        finally:
+            rec.leave()
+
+    def _base(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+        """The layer itself, as the family's class of linear layer runs it."""
+        rec, style = self.rec, self.style
+        if self.layer.attention.code == "falcon" and style.quantization == "none":
+            return _falcon_linear(rec, style, x, numel, shape, bias, name)
+        return base_linear(rec, style, x, numel, shape, bias, name)
+
+    def _adapted(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+        """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype.
+
+        The one for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
+        """
+        rec, style, rank = self.rec, self.style, self.style.lora_rank
+        y = self._base(x, numel, shape, bias, name)
+        before, ins, outs = y.itemsize, next(iter(x.elements.values())), next(iter(shape.values()))
+        quantized = style.quantization != "none"
+        if quantized:
+            y = ops.clone(rec, y, "defensive clone")
+        x = ops.cast(rec, x, style.adapter, "lora input") if not (quantized and rec.autocast) else x
+        a = ops.weight(ins * rank, style.adapter, f"{name}.lora_A", True)
+        b = ops.weight(outs * rank, style.adapter, f"{name}.lora_B", True)
+        low: Elements = {k: v // ins * rank for k, v in x.elements.items()}
+        dropped = ops.dropout(rec, x, 0.05) if style.lora_dropout and style.dropout else x
+        hidden = ops.linear(rec, dropped, a, low, label="lora_A")
+        del dropped
+        delta = ops.linear(rec, hidden, b, shape, label="lora_B")
+        del hidden
+        delta = ops.scale(rec, delta, "lora scaled")
+        if quantized and not rec.autocast:
+            delta = ops.cast(rec, delta, before, "adapter result")
+        y = ops.add(rec, y, delta, "with adapter")
+        del delta
+        return y if quantized else ops.cast(rec, y, before, "adapter result")
+
+    def norm(self, x: Tensor, label: str = "norm", width: int | None = None, kind: Norm | None = None) -> Tensor:
+        """A norm over the hidden width (or over `width` of each of several heads)."""
+        return norm(self.rec, x, kind or self.layer.norm, width or self.width, self.style, label)
+
+    def head_norm(self, x: Tensor, label: str, width: int) -> Tensor:
+        """A norm inside attention, which Liger may leave as it is."""
+        own = self.style.liger and self.style.liger.head_norm == "own"
+        return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
+
+
+def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+    """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
+    if style.quantization != "none":
+        return quantised(rec, x, numel, shape, style)
+    w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
+    b = ops.weight(bias, style.weight, f"{name}.bias", style.trained) if bias else None
+    return ops.linear(rec, x, w, shape, b)
+
+
+def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+    """FalconLinear: x @ weight.T, a view, whose cast autocast does not cache; the bias is added afterwards, uncast."""
+    w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
+    turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
+    y = ops.linear(rec, x, turned, shape)
+    if not bias:
+        return y
+    return ops.add(rec, y, ops.weight(bias, style.weight, f"{name}.bias", style.trained), "with bias")

@@ -1,0 +1,216 @@
+"""Block programs: one block traced forward and backward, folded into what it keeps and how high it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.layers.implementations import CODES
+from memfit.closed_form.layers.modules import Block
+from memfit.closed_form.size import Basis, Size, added, covers
+from memfit.closed_form.style import Style
+from memfit.nouns.architecture import Layer
+from memfit.nouns.tape import Role
+
+REDUCTION = "reduction"  # label of the moment at which whole gradients are copied together to be reduced
+REDUCED = ("reduced gradients and their cast", "sharded gradients")  # what comes out of it
+INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of events inside a program: the peaks above its start and what it leaves behind."""
+
+    events: tuple[int, ...]
+    peaks: tuple[tuple[Size, int], ...]  # candidates for the highest level, with the event index
+    left: Size  # level at the end relative to the start
+    sizes: Mapping[int, Size]  # of the program
+    roles: Mapping[int, Role]
+    product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
+
+    @staticmethod
+    def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
+        product = events.index(0) if 0 in events else -1
+        events = [event for event in events if event]
+        level: dict[Basis, int] = {}
+        peaks: list[tuple[Size, int]] = [({}, -1)]
+        last = len(events) - 1
+        for i, id in enumerate(events):
+            if id < 0:
+                added(level, sizes[-id], -1)
+                continue
+            added(level, sizes[id])
+            if i == last or events[i + 1] < 0:
+                now = {k: v for k, v in level.items() if v}
+                # the latest candidates are the likeliest to cover it
+                if not any(covers(p, now) for p, _ in reversed(peaks)):
+                    peaks = [(p, j) for p, j in peaks if not covers(now, p)]
+                    peaks.append((now, i))
+        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
+
+    @property
+    def marked(self) -> list[int]:
+        """The events as they were recorded, with a 0 before the first product."""
+        mark = [0] if self.product >= 0 else []
+        return [*self.events[: max(self.product, 0)], *mark, *self.events[max(self.product, 0) :]]
+
+    @cached_property
+    def left_by_role(self) -> dict[Role, dict[Basis, int]]:
+        """`left`, split by role."""
+        return by_role(self.events, self.sizes, self.roles)
+
+
+def by_role(
+    events: Iterable[int], sizes: Mapping[int, Size], roles: Mapping[int, Role]
+) -> dict[Role, dict[Basis, int]]:
+    """The level after `events`, split by role."""
+    split: dict[Role, dict[Basis, int]] = {}
+    for id in events:
+        added(split.setdefault(roles[abs(id)], {}), sizes[abs(id)], 1 if id > 0 else -1)
+    return split
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
+
+    forward: Segment
+    leave: Segment  # when the model's body returns, before the head
+    exit: Segment  # when the whole forward returns: the autocast region ends, the model's output goes
+    backward: Segment
+    sizes: dict[int, dict[Basis, int]]
+    roles: dict[int, Role]
+    labels: dict[int, str]
+    output: int
+    input_gradient: int  # 0: none
+    lingering: Size  # see Recorder.lingering
+    attributes: tuple[int, ...] = ()  # see Recorder.attributes: they die with the graph
+    waiting: int = 0  # a gradient that waits for another part's to be added to it; there, what was waiting
+
+
+def recorder(style: Style) -> Recorder:
+    """A recorder that follows a style."""
+    rec = Recorder(style.autocast, style.grad)
+    # sharded gradients are whole and new in every micro-batch
+    rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
+    return rec
+
+
+def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
+    """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
+
+    beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
+    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
+    """
+    if not style.shards or not rec.gradients:
+        return
+    rec.buffer({}, REDUCTION)
+    elements = sum(g.elements["1"] for g in rec.gradients.values())
+    received = -(-elements // style.shards)
+    share = received * style.shard_gradient
+    if beside is not None:
+        rec.buffer({"1": max(received * style.weight + share + beside, 0)}, REDUCED[0])
+    rec.gradients.clear()
+    rec.kept = rec.new({"1": share}, 1, REDUCED[1], "gradients")
+    if style.accumulating:
+        rec.kept = None
+
+
+def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
+    """The program of what `rec` has seen in four parts; what dies with the recorder from here on is no event.
+
+    What flows between programs has one role on both sides: hidden states are activations, their gradients temporary.
+    """
+    input_gradient = received.storage.id if received is not None and received.storage else 0
+    rec.roles[INPUT] = rec.roles[output] = "activations"
+    rec.roles[GRADIENT] = rec.roles[input_gradient] = "temporaries"
+    forward, leave, exit, backward = (Segment.of(events, rec.sizes, rec.roles) for events in parts)
+    rec.events = []
+    lingering: dict[Basis, int] = {}
+    for id in rec.lingering:
+        added(lingering, rec.sizes[id])
+    waits = rec.gradients.get(rec.awaited)
+    waiting = waits.storage.id if waits is not None and waits.storage else 0
+    attributes = tuple(sorted({t.storage.id for t in rec.attributes if t.storage}))
+    return Program(
+        forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering,
+        attributes, waiting,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def block_program(layer: Layer, style: Style, width: int) -> Program:
+    """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
+    rec = recorder(style)
+    x = rec.new({"T": width}, style.residual, "hidden states")
+    gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
+    rec.taken()
+    x.requires_grad = style.grad and style.input_grad
+    block = Block(rec, layer, style, width)
+    out, kept, saves = _run_forward(block, x)
+    held = x if style.holds_input else None
+    del x
+    forward = rec.taken()
+    del held
+    leave = rec.taken()
+    rec.exit_autocast()
+    exits = rec.taken()
+    output = out.storage.id if out.storage else 0
+    result = _run_backward(block, out, kept, saves, gradient) if style.grad else None
+    del out
+    sharded(rec, style)
+    backward = [event for event in rec.taken() if event != -output] if style.grad else []
+    return finished(rec, [forward, leave, exits, backward], output, result)
+
+
+def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    """The forward; with checkpointing the input stays (`kept`), unless offloaded, and what the policy saves."""
+    rec, style = block.rec, block.style
+    rec.keep = style.checkpointing == "none"
+    kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
+    out = CODES[style.code].block(block, x)
+    saves, rec.saves, rec.keep = rec.saves, 0, True
+    if style.grad and style.checkpointing in ("full", "selective"):
+        rec.roles[INPUT] = "activations"
+        kept.append(x.detach())
+    return out, kept, saves
+
+
+def _policy(block: Block) -> list[Tensor]:
+    """What TRL's selective policy saves: the outputs of a fused attention kernel, whoever needs them."""
+    rec, style, a = block.rec, block.style, block.layer.attention
+    if a.kind == "linear" or style.kernel in ("math", "eager"):
+        return []
+    width = style.autocast or style.residual
+    return [
+        rec.new({"T": a.heads * a.value_dim}, width, "attention output", "activations"),
+        rec.new({"T": a.heads}, 4, "log-sum-exp", "activations"),
+    ]
+
+
+def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]) -> Tensor | None:
+    """The backward; with checkpointing the forward runs again first, up to its last saved tensor."""
+    rec, style = block.rec, block.style
+    if style.checkpointing == "none":
+        root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
+        del out
+        return rec.backward(root, gradient)
+    x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
+    kept.clear()  # made again below, where the real run takes what was saved
+    x.requires_grad = style.input_grad
+    root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
+    del out
+    left, waiting = rec.run_ahead(root, gradient)
+    del root
+    rec.stop_at, held = saves, len(rec.attributes)
+    again = CODES[style.code].block(block, x)
+    rec.stop_at, rec.silent = None, False
+    del rec.attributes[held:]  # what ran again lost its graph, and kept its saved tensors alone
+    rec.exit_autocast()
+    rec.recomputed = True
+    del again
+    result = rec.resume(left, waiting)
+    del x
+    return result

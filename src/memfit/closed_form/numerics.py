@@ -1,0 +1,157 @@
+"""From a recipe to widths and kernels: what is stored in how many bytes, and which attention kernel the card runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memfit.closed_form.style import Kernel
+from memfit.nouns.architecture import Architecture, Attention, Weight
+from memfit.nouns.job import Recipe
+from memfit.tables.trainers import Trainer
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Widths in bytes per element."""
+
+    weight: int  # stored base weights
+    autocast: int  # compute dtype under autocast, 0 when off
+    other: int  # embeddings, norms and head beside a quantised base
+    residual: int  # hidden states between blocks
+    adapter: int
+    master: int  # extra fp32 copy of trained weights, 0 when none
+    gradient: int
+    state: int  # of an optimizer whose states are as wide as the parameter
+    quantised_head: bool = False  # the head is stored like the linear layers of the blocks
+
+
+def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
+    """The widths a recipe means under a trainer.
+
+    DeepSpeed has no fp32 weights under autocast: it keeps 16-bit weights and gradients and shards an fp32 master copy, so
+    mixed precision means that there; adapters are cast like everything else.
+    """
+    full = recipe.method == "full"
+    mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
+    half = recipe.precision != "fp32"
+    master = recipe.precision == "bf16-master" or (recipe.zero and (mixed or (half and not full)))
+    # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
+    wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
+    weight = 4 if wide else 2
+    autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
+    quantised = recipe.method == "qlora"
+    adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
+    sharded = recipe.shard == "parameters" and not recipe.zero
+    if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
+        adapter32 = adapter32 or recipe.precision == "fp16-mixed" or (sharded and not quantised)
+    adapter32 = adapter32 and not (recipe.zero and half)
+    narrowed = quantised and trainer.autocast and not trainer.qlora_adapter_fp32  # TRL's are bf16 whatever else is fp32
+    other = 4 if quantised and trainer.kbit_prepare and not sharded else weight  # FSDP2 wants one dtype
+    return Numerics(
+        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or (weight == 4 and not narrowed) else 2,
+        master=4 if master else 0, gradient=weight, state=4 if master else weight,
+        quantised_head=quantised and trainer.quantised_head,
+    )  # fmt: skip
+
+
+def gathered(n: Numerics) -> Numerics:
+    """The widths inside a block whose weights FSDP gathers: already in the compute dtype, so nothing is cast."""
+    if not n.autocast:
+        return n
+    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
+
+
+def kernel_width(r: Recipe, n: Numerics) -> int:
+    """Itemsize of the queries, keys and values that reach the attention kernel."""
+    return n.autocast or (n.residual if r.method == "qlora" else n.weight)
+
+
+def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:
+    """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
+
+    Source: sdp_utils.cpp's order of preference, recorded on cc 7.5 to 12.0. `width`: itemsize of q, k and v.
+    """
+    if recipe.attention == "eager" or not a.sdpa:
+        return "eager"
+    if recipe.attention == "flash":
+        return "flash2"
+    cc = capability or (8, 0)
+    grouped = a.heads != a.kv_heads and not masked  # with a mask transformers repeats keys and values itself
+    if a.code == "falcon" and a.kv_heads == 1:  # one key head is broadcast, which only the math path takes
+        return "math"
+    if width == 4:
+        return "math" if grouped else "efficient"
+    if a.head_dim % 8:
+        return "math" if masked else "flash"
+    if cc < (8, 0):
+        return "math" if grouped or recipe.precision.startswith("bf16") else "efficient"
+    if cc[0] in (9, 10) and a.head_dim <= (256 if cc[0] == 9 else 128) and not a.dropout:
+        return "cudnn"
+    return "efficient" if masked or a.head_dim > 256 or a.value_dim != a.head_dim else "flash"
+
+
+def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
+    """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
+    linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
+    if targets == ("all-linear",):
+        return frozenset(linears - {"router"})
+    if targets == ("attention",):
+        names = {
+            w.module for layer in architecture.kinds for w in layer.weights if w.kind == "linear" and "attn" in w.name
+        }
+        return frozenset(names or linears)
+    return frozenset(targets)
+
+
+# PEFT 0.21 adapts experts stacked in one parameter, and the router, in place of linear layers of these names
+# (peft/utils/transformers_weight_conversion.py); dense layers of the same names then get nothing
+_QWEN_EXPERTS = {
+    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj", "down_proj": "experts.down_proj",
+}  # fmt: skip
+_MIXTRAL_EXPERTS = {
+    "gate": "gate.weight", "w1": "experts.gate_up_proj", "w3": "experts.gate_up_proj", "w2": "experts.down_proj",
+}  # fmt: skip
+STACKED_EXPERTS = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
+    **dict.fromkeys((
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
+    ), _QWEN_EXPERTS),
+}  # fmt: skip
+
+
+def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
+    """What gets an adapter: module names, and ends of the names of parameters ("experts.down_proj")."""
+    modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
+    if targets == ("all-linear",):
+        modules |= renamed.keys()
+    return frozenset(renamed.get(name, name) for name in modules)
+
+
+def has_adapter(w: Weight, names: frozenset[str]) -> bool:
+    """Whether a weight is one of `adapted`."""
+    return (w.kind == "linear" and w.module in names) or any("." in n and w.name.endswith(n) for n in names)
+
+
+def adapter_rank(w: Weight, rank: int) -> int:
+    """The rank of the adapter of one weight; of stacked experts that of all, twice where two layers became one."""
+    if w.kind != "experts":
+        return rank
+    return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
+
+
+def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
+    """lora_A [rank, in] and lora_B [out, rank] of every adapted one among `weights`."""
+    found = []
+    for w in weights:
+        if has_adapter(w, names):
+            (out, ins), r = w.shape[-2:], adapter_rank(w, rank)
+            found += [
+                Weight(f"{w.module}.lora_A", (r, ins), "linear"),
+                Weight(f"{w.module}.lora_B", (out, r), "linear"),
+            ]
+    return found

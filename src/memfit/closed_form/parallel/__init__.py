@@ -1,0 +1,1 @@
+"""What one GPU holds of a run that is spread over several: shares, buckets, gathered weights."""

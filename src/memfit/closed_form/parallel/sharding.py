@@ -1,0 +1,98 @@
+"""What several GPUs or host memory change: shares of the static bytes, and the buffers that gathering needs.
+
+Sources: PyTorch 2.13 FSDP2 (_fsdp_collectives.py) and DDP measured over 8 ranks; DeepSpeed 0.19 stage_1_and_2.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
+from memfit.closed_form.parallel.share import Gathered, Share, Streams, Transitions, part
+from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
+from memfit.closed_form.static import Static
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
+from memfit.tables.trainers import trainer
+
+NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
+
+
+def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
+    """How the static bytes of a recipe lie on one GPU."""
+    weights = s.base + s.scales + s.upcast + s.adapter
+    whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES if r.num_gpus > 1 else 0)
+    if r.shard == "parameters" and not r.zero:
+        return _fsdp(a, r, n, s, whole)
+    if r.shard == "parameters" or r.offload == "parameters":
+        return stage_3(a, r, n, s, whole)
+    if r.shard != "none" or r.offload != "none":
+        return stages_1_and_2(a, r, n, s, whole)
+    if r.zero:
+        return stage_0(s, n, whole)
+    return replace(whole, buckets=s.gradients if r.num_gpus > 1 else 0)
+
+
+def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
+    gathered, streams, between = _gathered(a, r, n, s)
+    weights, gradients, states, master = (
+        part(x, r.num_gpus) for x in (whole.weights, whole.gradients, whole.states, whole.master)
+    )
+    share = Share(
+        weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams, by_block=True
+    )  # fmt: skip
+    if a.tied:
+        return share
+    # from its second batch on an evaluation begins with the head that the one before left whole
+    head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
+    later = replace(
+        gathered,
+        entry=gathered.entry + head,
+        forward=gathered.forward + head,
+        loss=max(gathered.loss, head + gathered.forward // 2),
+    )
+    left = Transitions(between.first + head, between.last and between.last + head, 0)
+    return replace(share, evaluated=replace(share, gathered=later, transitions=left))
+
+
+def _width(r: Recipe, n: Numerics, s: Static) -> float:
+    """Bytes per gathered element."""
+    return (s.base + s.scales) / s.parameters if r.method == "qlora" else n.autocast or n.weight
+
+
+def whole_at_load(a: Architecture, n: Numerics) -> int:
+    """Bytes of whole weights while FSDP2 cuts them: of a block, or of both ends, which accelerate holds until it is done."""
+    tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
+    ends = sum(w.numel for w in tables) * n.weight
+    return max(ends, max(x.parameters for x in a.kinds) * n.weight)
+
+
+def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:
+    """See there."""
+    compute = n.autocast or n.weight
+    names, full = adapted(a, r.lora_targets), r.method == "full"
+    adapters = 0 if full else max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds)
+    block = int(max(x.parameters for x in a.kinds) * _width(r, n, s)) + adapters * compute
+    reduced = block if full else adapters * compute  # the input of a block's reduce-scatter
+    head = sum(w.numel for w in (*a.final, *a.head)) * compute
+    embedding = sum(w.numel for w in a.embedding) * compute
+    share, several = s.gradients // r.num_gpus, len(a.layers) > 1
+    early = block if trainer(r.trainer).head(r.loss) == "fused" else 0  # the last block is gathered before its backward
+    if a.tied:
+        ends = head + embedding
+        whole = Gathered(
+            2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block, ends + 2 * block + reduced,
+            ends + block + reduced, ends + reduced,
+        )  # fmt: skip
+        outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
+        # the block's inputs are copied together while two outputs exist
+        streams = Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs, share)
+        return whole, streams, Transitions(2 * (ends + block), (ends + 3 * block) * several, 0)
+    whole = Gathered(
+        2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full, 2 * block + reduced, block + embedding + reduced,
+        embedding + reduced,
+    )  # fmt: skip
+    outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
+    largest = max(head, embedding)
+    streams = Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs, share)
+    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, block + 2 * head)

@@ -1,0 +1,369 @@
+"""The byte account of one recipe on one card: every phase's worst instant, in requested bytes, then in reserved ones."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from memfit.closed_form.layers.implementations import CODES
+from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
+from memfit.closed_form.parallel.sharding import share_of, whole_at_load
+from memfit.closed_form.parallel.share import Share
+from memfit.closed_form.run.afterwards import Merge, loaded_again, merging, taken_apart
+from memfit.closed_form.run.micro_step import MicroStep, Step
+from memfit.closed_form.run.peak import Peak, fold, meter_of
+from memfit.closed_form.run.setup import Situation, micro_step_of
+from memfit.closed_form.size import Dims
+from memfit.closed_form.static import Static, static_of
+from memfit.errors import Unsupported
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Phase, Role
+from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
+from memfit.tables.optimizers import Optimizer, optimizer
+from memfit.tables.trainers import Trainer, checkpointing_of, trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A level reached at one moment, with what was alive: requested bytes by name."""
+
+    phase: Phase
+    name: str
+    requested: int
+    static: tuple[tuple[Role, str, int], ...]
+    peak: Peak | None = None
+    idle: int = 0  # cached by other streams, of no use to this one
+
+
+class Account:
+    """One recipe taken apart. Cheap to make: everything that does not depend on the batch is cached."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        gpu: Gpu,
+        padded: bool | None = None,
+        profile: Trainer | None = None,
+    ) -> None:
+        if architecture.trainable_memory:
+            hint = "'memfit models' lists what is covered"
+            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
+        self.trainer: Trainer = profile or trainer(recipe.trainer)
+        if self.trainer.packs_into_one_row and recipe.padding == "packing":
+            recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
+        recipe = recipe.but(checkpointing=checkpointing_of(recipe))
+        architecture = CODES[self.trainer.code].stored(architecture)
+        self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
+        self.optimizer: Optimizer = optimizer(recipe.optimizer)
+        if self.trainer.optimizer_in_backward:
+            self.optimizer = replace(self.optimizer, in_backward=True)
+        self.numerics: Numerics = numerics(recipe, self.trainer)
+        if padded is None:
+            padded = masks_needed(recipe) and not _worse_unmasked(
+                architecture, recipe, gpu, self.numerics, self.trainer
+            )
+        self.padded = padded
+        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
+        whole = recipe.shard == "parameters" or recipe.offload == "parameters"
+        self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
+        self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
+        capability = gpu.compute_capability or (8, 0)
+        threads = threads_per_multiprocessor(capability)
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
+        self.meter = meter_of(dims)
+        self.workspace = cublas_workspace(capability)
+        self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask
+
+    @property
+    def released(self) -> bool:
+        """Gradients never exist together."""
+        return self.share.release_gradients or self.optimizer.in_backward
+
+    @property
+    def accumulates(self) -> bool:
+        """Some forward passes begin with the gradients of earlier ones in place."""
+        again = self.recipe.accumulation > 1 or self.trainer.zeroes_gradients
+        return again and not self.optimizer.in_backward
+
+    @property
+    def tied_gradient(self) -> int:
+        """Bytes of the gradient of an embedding that is also the head, when it is trained; else 0."""
+        tied = self.architecture.tied and self.recipe.method == "full"
+        return max(w.numel for w in self.architecture.embedding) * self.numerics.gradient if tied else 0
+
+    @property
+    def warmup(self) -> int:
+        """Bytes asked for and freed before a model is loaded; only a quantised one is loaded onto the card."""
+        return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
+
+    def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
+        """The traced micro-step (cached by everything but the batch size)."""
+        r, a = self.recipe, self.architecture
+        # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
+        cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
+        shards = r.num_gpus if self.share.by_block else 0
+        situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
+        key = (
+            a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
+            r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
+            tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
+        )  # fmt: skip
+        found = _MICRO.get(key)
+        if found is None:
+            if len(_MICRO) > 4096:
+                _MICRO.clear()
+            found = _MICRO[key] = micro_step_of(
+                a, r, self.traced, self.trainer, self.optimizer, self.gpu.compute_capability, situation
+            )
+        return found
+
+    def resident(self, *, states: bool, gradients: bool, buffers: int = 0) -> tuple[tuple[Role, str, int], ...]:
+        """What lies on the card during a phase, line by line."""
+        s, share = self.static, self.share
+        whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
+        lines: list[tuple[Role, str, int]] = [
+            ("parameters", "base weights", int(s.base * whole)),
+            ("parameters", "buffers of the model", s.buffers),
+            ("parameters", "quantisation scales", int(s.scales * whole)),
+            ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
+            ("parameters", "adapter weights", int(s.adapter * whole)),
+            ("parameters", "fp32 master weights", share.master),
+            ("gradients", "gradients", share.gradients if gradients or share.lasting_gradients else 0),
+            ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
+            ("temporaries", "communication buckets", share.buckets),
+            ("temporaries", "gathered blocks", buffers),
+            ("activations", "batch", self.batch),
+            ("workspace", "cuBLAS workspaces", 2 * self.workspace),
+        ]
+        return tuple(line for line in lines if line[2])
+
+    def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
+        """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
+        found = []
+        accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
+        tied = self.tied_gradient if self.optimizer.in_backward else 0  # waits for its second half
+        for later in (False, True) if accumulating else (False,):
+            micro = self.micro(accumulating=later)
+            where = ", later micro-batch" if later else ""
+            if self.share.gathered is not None:
+                found += self._gathered(phase, micro, where, states=states, gradients=later)
+                continue
+            lines = self.resident(states=states, gradients=later)
+            before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
+            if before:
+                lines = (*lines, ("activations", "inputs kept by the graph of the step before", before))
+            level, top = sum(line[2] for line in lines), fold(micro.until_loss, self.meter)
+            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
+            lines = self.resident(states=states, gradients=later)
+            if tied:
+                lines = (*lines, ("gradients", "gradient of the tied embedding", tied))
+            level, top = level + top.left - before + tied, fold(micro.from_loss, self.meter)
+            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
+        return found
+
+    def _gathered(
+        self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
+    ) -> list[Instant]:
+        """The worst instant of each of the first `parts` of a pass (None: all) whose weights are gathered part by part."""
+        special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
+        share = special or self.share
+        whole, streams = share.gathered, share.streams
+        assert whole is not None and streams is not None
+        found, left = self._between(phase, micro, where, share, states=states, gradients=gradients), 0
+        levels = zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True)
+        for number, (stretch, buffers, used) in enumerate(islice(levels, parts)):
+            # sharded gradients fill up while whole ones come and go
+            filling = gradients or (self.released and number >= BACKWARD)
+            lines = self.resident(states=states, gradients=filling, buffers=buffers)
+            top = fold(stretch, self.meter)
+            level = sum(line[2] for line in lines) + left + top.height
+            idle = streams.gathering + streams.reducing - used - (streams.kept if filling else 0)
+            found.append(Instant(phase, _named(top) + where, level, lines, top, idle))
+            left += top.left
+        return found
+
+    def _between(
+        self, phase: Phase, micro: MicroStep, where: str, share: Share, *, states: bool, gradients: bool
+    ) -> list[Instant]:
+        """The instants of a forward at which one group is gathered while another's output is still there."""
+        found: list[Instant] = []
+        if share.transitions is None:
+            return found
+        steps = micro.forward
+        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(steps) - 1}
+        for (name, begin), buffers in zip(begins.items(), astuple(share.transitions), strict=True):
+            if buffers:
+                lines = self.resident(states=states, gradients=gradients, buffers=buffers)
+                top = fold(micro.before(begin), self.meter)
+                kept = Peak(top.left, top.stretch, begin, None, top.left)
+                level = sum(line[2] for line in lines) + top.left
+                found.append(Instant(phase, f"gathering the {name}{where}", level, lines, kept))
+        return found
+
+    def optimizer_step(self, phase: Phase) -> Instant:
+        """All gradients and states exist, and the step's own buffers."""
+        whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
+        stepping = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
+        buffers = max(stepping, self.share.step_bytes)
+        lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
+        if self.optimizer.in_backward and self.tied_gradient:
+            lines = (*lines, ("gradients", "gradient of the tied embedding", self.tied_gradient))
+        if buffers:
+            lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
+        streams = self.share.streams
+        idle = streams.gathering + streams.reducing - streams.kept if streams and self.recipe.zero else 0
+        return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines, idle=idle)
+
+    def evaluation(self) -> Instant:
+        """One forward without gradients; its logits and loss exist at once. Or the gathering that it begins with."""
+        micro, share = self.micro(train=False), self.share.evaluated or self.share
+        if share.gathered is None:
+            lines = self.resident(states=True, gradients=False)
+            top = fold(micro.until_loss, self.meter)
+            return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
+        found = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
+        if share.transitions is None:
+            lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
+            found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
+        return max(found, key=lambda instant: instant.requested)
+
+    def load(self) -> Instant:
+        """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
+        kept = ("parameters", "gradients", "optimizer_states")
+        lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] in kept)
+        if self.static.passing:
+            lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
+        if self.share.by_block:
+            # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
+            quantised = self.recipe.method == "qlora"
+            before = (
+                self.static.base + self.static.scales if quantised else whole_at_load(self.architecture, self.numerics)
+            )
+            lines = (*lines, ("temporaries", "whole weights before they are sharded", before))
+        if self.share.loading:
+            lines = (*lines, ("temporaries", "weights being flattened or sharded", self.share.loading))
+        return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
+
+    def save(self) -> Instant:
+        """Saving copies to the host; a full state dict of sharded weights gathers them first."""
+        lines = self.resident(states=True, gradients=False)
+        if self.recipe.shard == "parameters":
+            lines = (*lines, ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight))
+        elif apart := taken_apart(self.architecture, self.recipe, self.numerics):
+            lines = (*lines, ("temporaries", "experts one by one for the checkpoint", apart))
+        return Instant("save", "saving a checkpoint", sum(line[2] for line in lines), lines)
+
+    @property
+    def resumes(self) -> bool:
+        """A trainer of transformers' loads its checkpoint into a model that is on the card already."""
+        return self.trainer.code == "transformers" and self.trainer.name != "torch" and self.recipe.num_gpus == 1
+
+    @property
+    def again(self) -> Static:
+        """What lies on the card after resuming."""
+        if not self.resumes:
+            return self.static
+        return loaded_again(self.architecture, self.recipe, self.numerics, self.optimizer, self.trainer)
+
+    def resume(self) -> Instant:
+        """transformers loads optimizer states to the host on one GPU, but straight onto each of several."""
+        return max(self._states_loaded(), self._weights_loaded(), key=lambda instant: instant.requested)
+
+    def _weights_loaded(self) -> Instant:
+        """FSDP2's rank 0 puts every saved weight on the card whole, one by one. A tied head counts as trained: PyTorch knows
+        frozen weights by name, and it has two (torch.distributed.checkpoint.state_dict, 2.13)."""
+        lines = self.resident(states=False, gradients=False)
+        saved = self.recipe.method == "full" or self.architecture.tied
+        if self.share.by_block and self.trainer.code == "transformers" and saved:
+            lines = (
+                *lines,
+                ("temporaries", "a weight of the checkpoint, whole", self.static.largest * self.numerics.weight),
+            )
+        return Instant("resume", "loading weights", sum(line[2] for line in lines), lines)
+
+    def _states_loaded(self) -> Instant:
+        lines = self.resident(states=True, gradients=False)
+        if self.recipe.num_gpus > 1 and self.share.states:
+            lines = (*lines, ("optimizer_states", "states as loaded, beside the live ones", self.share.states))
+        again = self.again
+        if wider := again.adapter - self.static.adapter:
+            lines = (*lines, ("parameters", "adapters loaded in fp32", wider))
+        if (more := again.states - self.static.states) and self.recipe.offload == "none":
+            lines = (*lines, ("optimizer_states", "states as they are loaded", more))
+        if self.resumes and (beside := again.adapter * (self.recipe.method != "full") - again.states) > 0:
+            lines = (*lines, ("temporaries", "adapters of the file, before the states", beside))
+        return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
+
+    @property
+    def merging(self) -> tuple[Merge, ...]:
+        """The merges, after resuming."""
+        wide = 4 if self.resumes else self.numerics.adapter
+        return merging(self.static, self.recipe, self.numerics, wide)
+
+    def merge(self) -> Instant:
+        """Adapters folded into the base, one matrix at a time, by the process that trained them."""
+        lines = self._states_loaded().static
+        lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
+        return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
+
+    def instants(self) -> list[Instant]:
+        """The worst instants of every phase."""
+        found = [self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step")]
+        found += [
+            *self.passes("step", states=True),
+            self.optimizer_step("step"),
+            self.evaluation(),
+            self.save(),
+            self.resume(),
+        ]
+        if self.recipe.method != "full":
+            found.append(self.merge())
+        return found
+
+
+def masks_needed(recipe: Recipe) -> bool:
+    """Samples padded to the longest need a mask; so do packed ones, unless flash-attn's variable-length kernel is used."""
+    if recipe.padding == "packing":
+        return recipe.attention != "flash"
+    return recipe.micro_batch > 1
+
+
+def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Trainer) -> bool:
+    """Whether a batch that happens to be of one length needs more than a padded one.
+
+    It has no mask, so grouped keys are not repeated before the kernel is chosen, and where the fused ones take no
+    grouped heads all scores are written out.
+    """
+    if r.padding == "packing" or t.code != "transformers":
+        return False
+    width, cc = kernel_width(r, n), gpu.compute_capability
+    pairs = ([attention_kernel(x.attention, r, width, cc, masked) for masked in (False, True)] for x in a.kinds)
+    return any(unmasked == "math" != masked for unmasked, masked in pairs)
+
+
+FORWARD = 2  # parts of a pass without gradients, in the order of `Gathered` from its second field on: blocks, loss
+BACKWARD = 3  # the first part of a pass, in the order of `Gathered`, in which gradients of blocks exist
+_MICRO: dict[tuple[Any, ...], MicroStep] = {}
+
+
+@lru_cache(maxsize=64)
+def _windows(a: Architecture) -> tuple[int, ...]:
+    return tuple(sorted({layer.attention.window for layer in a.kinds if layer.attention.window is not None}))
+
+
+def _named(peak: Peak) -> str:
+    step: Step | None = peak.step
+    if step is None:
+        return "forward"
+    return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
+
+
+def with_profile(account: Account, **changes: Any) -> Account:
+    """The same account under a changed trainer row."""
+    profile = replace(account.trainer, **changes)
+    return Account(account.architecture, account.recipe, account.gpu, account.padded, profile)

@@ -1,0 +1,219 @@
+"""estimate(): a recipe on a card -> Footprint. The closed form, and on request a replay through the exact allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from memfit.allocator import allocator_for
+from memfit.closed_form.numerics import attention_kernel, kernel_width
+from memfit.closed_form.parallel.zero3 import BUCKET
+from memfit.closed_form.run import fsdp2 as gathering
+from memfit.closed_form.run import pools
+from memfit.closed_form.run.account import Account, Instant
+from memfit.closed_form.run.timeline import Schedule, play
+from memfit.closed_form.run.unroll import Memory, Pass, Tape
+from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Phase, Role
+from memfit.tables.cautions import cautions
+from memfit.tables.trainers import Trainer
+from memfit.units import human
+
+# What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
+# states), when nothing is replayed. Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
+SLACK_SHARE = {
+    False: 0.10,
+    True: 0.25,
+}  # without and with checkpointing, whose blocks of many sizes fit each other less
+MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
+ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
+
+
+def estimate(
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
+    profile: Trainer | None = None,
+) -> Footprint:  # fmt: skip
+    """Bytes of every phase of a run.
+
+    replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
+    (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
+    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose activations are not modelled.
+    """
+    account = Account(architecture, recipe, gpu, padded, profile)
+    instants = account.instants()
+    real = max(i.requested for i in instants) < MOST_REPLAYED
+    worst: dict[Phase, Instant] = {}
+    for instant in instants:
+        if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
+            worst[instant.phase] = instant
+    exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
+    if replay and real and account.share.streams:
+        allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
+        play_streams = pools.reserved if recipe.zero else gathering.reserved
+        exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
+    held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
+    for instant in instants:
+        if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
+            held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
+    cached = 0
+    for phase in worst:  # the cache is never given back between phases
+        cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
+    phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
+    return Footprint(phases, "formula", *_said(account, bool(exact)))
+
+
+def closed_form(account: Account) -> Instant:
+    """The worst instant of training alone (no load, evaluation or saving): what a search compares."""
+    found = [*account.passes("step", states=True), account.optimizer_step("step")]
+    return max(found, key=lambda i: i.requested + i.idle)
+
+
+def reserved_of(account: Account, instant: Instant) -> int:
+    """Reserved bytes without a replay."""
+    steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
+    moving = max(instant.requested - steady, 0)
+    return (
+        instant.requested
+        + instant.idle
+        + int(ROUNDING_SHARE * instant.requested)
+        + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
+    )
+
+
+def replayable(recipe: Recipe) -> bool:
+    """Is the run unrolled tensor by tensor? Those of several cards and DeepSpeed's are known by their sums alone."""
+    return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
+
+
+def played(account: Account, memory: Memory) -> Iterator[Phase]:
+    """Play the run's own allocations on `memory`: load, first step, later step; yields each at its end."""
+    s, r = account.static, account.recipe
+    passes = 1 if account.released else r.accumulation
+    schedule = Schedule(
+        s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, account.warmup, passes
+    )
+    return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, memory)
+
+
+def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
+    """The same as integers by phase: n > 0 allocates, n < 0 frees allocation -n (from 1)."""
+    tape, sections = Tape(), []
+    for phase in played(account, tape):
+        sections.append((phase, tape.events))
+        tape.events = []
+    return sections
+
+
+def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
+    """Levels by phase from the allocator; device is left equal to reserved, requested is not needed."""
+    allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
+    levels: dict[Phase, Levels] = {}
+    for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
+        allocated, reserved = allocator.allocated_peak, allocator.reserved_peak
+        levels[phase] = Levels(0, allocated, reserved, reserved)
+        if phase == "load" and account.recipe.method == "qlora" and account.trainer.kbit_prepare:
+            allocator.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
+        allocator.reset_peak_stats()
+    return levels
+
+
+def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
+    """Evaluating where it needs more than training did; then, with an empty cache, resuming and merging."""
+    if worst["eval"].requested > worst["step"].requested:
+        Pass(allocator, account.meter, account.micro(train=False)).run(0)
+        yield "eval"
+    if not account.resumes:
+        return
+    again, before = account.again, account.static
+    allocator.empty_cache()
+    allocator.reset_peak_stats()
+    allocator.malloc(again.adapter - before.adapter + again.states - before.states)
+    yield "resume"
+    if account.recipe.method != "full":
+        for merge in account.merging:
+            merge.play(allocator)
+        yield "merge"
+
+
+def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:
+    context = account.gpu.context_bytes
+    known = exact.get(instant.phase)
+    requested = instant.requested
+    if known is not None:
+        allocated = max(known.allocated, requested + int(ROUNDING_SHARE * requested) * (not known.allocated))
+        held = max(known.reserved, allocated)
+    elif exact and instant.phase not in ("load", "first_step"):
+        allocated = requested + int(ROUNDING_SHARE * requested)
+        held = max(exact.get("eval", exact["step"]).reserved, allocated)
+    else:
+        allocated = requested + int(ROUNDING_SHARE * requested)
+        held = max(held, allocated)
+    nccl = account.share.nccl
+    levels = Levels(requested, allocated, held, held + context + nccl)
+    lines = [Line(role, label, size) for role, label, size in instant.static]
+    lines += _moving_lines(account, instant)
+    lines.append(Line("fragmentation", "allocator slack", held - requested))
+    lines.append(Line("context", "CUDA context", context))
+    if nccl:
+        lines.append(Line("context", "NCCL buffers", nccl))
+    return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
+
+
+def _moving_lines(account: Account, instant: Instant) -> list[Line]:
+    if instant.peak is None:
+        return []
+    titles: dict[Role, str] = {
+        "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
+    }  # fmt: skip
+    lines = []
+    for role, size in instant.peak.by_role.items():
+        lines.append(Line(role, titles.get(role, role), account.meter.bytes(size)))
+    return lines
+
+
+def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    r, n = account.recipe, account.numerics
+    kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
+    assumptions = [
+        f"trainer {account.trainer.name} on PyTorch 2.13",
+        f"attention kernel {', '.join(kernels)}"
+        + (f" (cc {'.'.join(map(str, account.gpu.compute_capability))})" if account.gpu.compute_capability else ""),
+        f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
+        "every sample as long as the sequence" if not account.padded else "padded batches",
+    ]
+    if r.shard in ("optimizer", "gradients") or r.offload != "none":
+        assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
+    if account.share.gathered and r.accumulation > 1 and r.method == "full":
+        kept = account.static.trained * account.traced.weight
+        assumptions.append(
+            f"gradients reduced after every micro-batch (sync_each_batch; without it {human(kept)} more)"
+        )
+    unknowns = [
+        "context ±100 MiB on your driver"
+        if "context_bytes" in account.gpu.unverified
+        else "context ±60 MiB on your driver"
+    ]
+    if not exact:
+        unknowns.append(
+            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
+        )
+    if account.share.buckets and not r.zero:  # DeepSpeed's are others
+        unknowns.append(
+            f"DDP's first buckets may outlive their rebuilding in step 2 ({human(account.share.buckets)} more)"
+        )
+    if r.num_gpus > 1:
+        unknowns.append("NCCL buffers 0.5 to 1 GiB")
+    return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)
+
+
+def _kernels(account: Account) -> set[str]:
+    r, width = account.recipe, kernel_width(account.recipe, account.numerics)
+    return {
+        attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded)
+        for x in account.architecture.kinds
+    }

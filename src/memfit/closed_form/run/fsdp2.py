@@ -1,0 +1,324 @@
+"""An FSDP2 run played on the allocators of its streams: what every group gathers, reduces and keeps, in order of time.
+
+Source: torch 2.13 _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; groups as accelerate 1.15 wraps a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
+from memfit.closed_form.layers.program import REDUCED, REDUCTION, Program
+from memfit.closed_form.numerics import adapted, adapter_weights
+from memfit.closed_form.parallel.share import part
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.micro_step import Step
+from memfit.closed_form.run.timeline import load, optimizer_step
+from memfit.closed_form.run.unroll import Memory, Pass
+from memfit.closed_form.static import Stored
+from memfit.nouns.architecture import Weight
+from memfit.nouns.tape import Phase
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+
+REDUCE = -1  # size of what is no tensor but the moment of a reduction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Bytes of weights that are gathered together; of one GPU where it says so."""
+
+    whole: tuple[int, ...]  # of every weight, on its way to the card
+    shares: tuple[int, ...]  # of them as stored, on one GPU
+    gathered: tuple[int, ...]
+    cast: int  # of one GPU's share in the dtype that is sent, where that is another
+    reduced: int  # of the whole gradients
+    received: int  # of one GPU's part of them
+    kept: int  # of it in the dtype of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Those of a model. Tied, the first one is both ends of it and there is no last; the root is what no other holds."""
+
+    root: Group
+    first: Group
+    blocks: tuple[Group, ...]
+    last: Group | None
+
+
+def reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
+    """Reserved bytes by phase on a fresh allocator, with the pools of the streams beside it."""
+    groups = groups_of(account)
+    gathering, reducing = PlainAllocator(), PlainAllocator()
+
+    def held() -> int:
+        return allocator.reserved_peak + gathering.reserved_peak + reducing.reserved_peak
+
+    _load(account, groups, allocator)
+    yield "load", held()
+    for phase in ("first_step", "step"):
+        _step(account, groups, (allocator, gathering, reducing), first=phase == "first_step")
+        yield phase, held()
+    _save(groups, allocator)
+    yield "save", held()
+    _evaluate(account, groups, (allocator, gathering, reducing))
+    yield "eval", held()
+
+
+def groups_of(account: Account) -> Groups:
+    """The groups of a run."""
+    a, r = account.architecture, account.recipe
+    made: dict[int, Group] = {}
+    names = adapted(a, r.lora_targets) if r.method != "full" else frozenset()
+    blocks = []
+    for layer in a.layers:
+        adapters = adapter_weights(layer.weights, names, r.lora_rank) if names else []
+        group = made.get(id(layer)) or made.setdefault(id(layer), _group(account, layer.weights, adapters))
+        blocks.append(replace(group))  # each layer has its own
+    tokens, head = max(a.embedding, key=lambda w: w.numel), (*a.final, *a.head)
+    root = _group(account, [w for w in a.embedding if w is not tokens], [])
+    if a.tied:
+        return Groups(root, _group(account, (tokens, *head), []), tuple(blocks), None)
+    return Groups(root, _group(account, (tokens,), []), tuple(blocks), _group(account, head, []))
+
+
+def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weight]) -> Group:
+    n, r, compute = account.numerics, account.recipe, account.traced.weight
+    full, gpus = r.method == "full", r.num_gpus
+    row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None
+    linear = "linear" if row is not None and adapters else ""
+    stored, sent, cast = [], [], 0
+    for w in weights:
+        if row is not None and w.kind == linear:
+            stored.append(row.payload(w.numel))
+            sent.append(row.payload(w.numel))
+            continue
+        stored.append(w.numel * n.weight)
+        sent.append(w.numel * compute)
+        cast += part(w.numel * compute, gpus) if n.weight != compute else 0
+    stored += [w.numel * n.adapter for w in adapters]
+    sent += [w.numel * account.traced.adapter for w in adapters]
+    cast += sum(part(w.numel * compute, gpus) for w in adapters) if n.adapter != account.traced.adapter else 0
+    trained, wide = (weights, n.weight) if full else (adapters, n.adapter)
+    elements, width = sum(w.numel for w in trained), compute if full else account.traced.adapter
+    kept = part(elements, gpus) * wide
+    return Group(
+        tuple(stored), tuple(part(size, gpus) for size in stored), tuple(sent), cast, elements * width,
+        part(elements, gpus) * width if width != wide else 0, kept,
+    )  # fmt: skip
+
+
+def _load(account: Account, groups: Groups, memory: Memory) -> None:
+    """Every group comes whole and is cut; accelerate holds both ends until it is done. 4-bit weights come all at once."""
+    if account.recipe.method == "qlora":
+        _load_quantised(account, groups, memory)
+        return
+    ends: list[Any] = []
+    for group in (*groups.blocks, groups.first, groups.last, groups.root):
+        if group is None:
+            continue
+        whole = [memory.malloc(size) for size in group.whole]
+        for size in group.shares:
+            memory.malloc(size)
+        ends += whole
+        if group in groups.blocks:
+            for block in ends:
+                memory.free(block)
+            ends = []
+    for block in ends:
+        memory.free(block)
+    load([Stored((size,)) for size in account.architecture.buffers], memory)
+
+
+def _load_quantised(account: Account, groups: Groups, memory: Memory) -> None:
+    """Every rank reads all 4-bit weights, group after group, before they are cut."""
+    memory.free(memory.malloc(account.warmup))
+    every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
+    passing = account.static.passing
+    whole: dict[Group, list[Any]] = {}
+    for group in every:
+        whole[group] = []
+        for size in group.whole:
+            beside = memory.malloc(passing if size < passing and group in groups.blocks else 0)
+            whole[group].append(memory.malloc(size))
+            memory.free(beside)
+    for group in every:
+        for size in group.shares:
+            memory.malloc(size)
+        for block in whole[group]:
+            memory.free(block)
+
+
+def _step(account: Account, groups: Groups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
+    """The passes of one step, each of which reduces its gradients, then the step itself."""
+    memory, gathering, reducing = memories
+    s, gpus = account.static, account.recipe.num_gpus
+    gradients: dict[Group, Any] = {}
+    for number in range(min(account.recipe.accumulation, 2)):
+        batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
+        one = _Pass(
+            memory=_Reducing(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
+            groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
+            early=account.trainer.head(account.recipe.loss) == "fused",
+        )  # fmt: skip
+        one.run(account.workspace if first and number == 0 else 0)
+        for block in batch:
+            memory.free(block)
+    for size in (size for group in s.state_tensors for size in group) if first else ():
+        memory.malloc(part(size, gpus))
+    optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
+    for block in gradients.values():
+        reducing.free(block)
+
+
+def _save(groups: Groups, memory: Memory) -> None:
+    """A full state dict gathers one weight after the other."""
+    for group in (groups.first, groups.blocks[0], groups.last):
+        for size in group.whole if group else ():
+            memory.free(memory.malloc(size))
+
+
+def _evaluate(account: Account, groups: Groups, memories: tuple[Any, Any, Any]) -> None:
+    """Two batches; what no forward lets go of stays whole for the second."""
+    memory, gathering, reducing = memories
+    left: dict[Group, list[Any]] = {}
+    for _ in range(2):
+        one = _Pass(
+            memory=_Reducing(memory), meter=account.meter, micro=account.micro(train=False),
+            groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
+        )  # fmt: skip
+        one.run(0)
+
+
+class _Reducing:
+    """The default stream's memory, which hears when gradients are reduced."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.free = memory, memory.free
+        self.reduce: Callable[[], None] = lambda: None
+
+    def malloc(self, size: int) -> Any:
+        """As the memory does."""
+        return self.memory.malloc(size) if size != REDUCE else self.reduce()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass(Pass):
+    """A pass that gathers each group before it is used and reduces its gradients after it."""
+
+    memory: _Reducing
+    groups: Groups
+    gathering: Memory
+    reducing: Memory
+    train: bool = True
+    early: bool = False  # the last block is gathered before the loss goes backward
+    whole: dict[Group, list[Any]] = field(default_factory=dict)  # gathered weights
+    output: Any = None  # of the last all-gather
+    sent: Any = None  # input of the last reduce-scatter
+    sums: dict[Group, Any] = field(default_factory=dict)  # reduced gradients
+
+    def sizes_of(self, program: Program) -> list[int]:
+        """Bytes by local id; what comes out of a reduction lies on a stream of its own."""
+        sizes = Pass.sizes_of(self, program)
+        for local, label in program.labels.items():
+            if label in REDUCED or label == REDUCTION:
+                sizes[local] = REDUCE if label == REDUCTION else 0
+        return sizes
+
+    def run(self, workspace: int) -> None:
+        """Play the pass; the last reduce-scatter's input goes at its end."""
+        if self.groups.root not in self.whole:
+            self._gather(self.groups.root)
+            self._copy_out(self.groups.root)
+        Pass.run(self, workspace)
+        self._drop_output()
+        for group in list(self.whole) if self.train else ():
+            self._drop(group)
+        self._drop_sent()
+
+    def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
+        if step.segment is step.part.program.leave or step.segment is step.part.program.exit:
+            return Pass._segment(self, step, flow, backward)
+        group = self._group(step)
+        self.memory.reduce = lambda: self._reduce(group)
+        (self._before_backward if backward else self._before_forward)(step, group)
+        flow = Pass._segment(self, step, flow, backward)
+        if backward and not self.train:
+            return flow
+        if backward:
+            self._after_backward(step, group)
+        elif group is not self.groups.last and not (group is self.groups.first and self.groups.last is None):
+            self._drop(group)
+        return flow
+
+    def _group(self, step: Step) -> Group:
+        if step.part.index >= 0:
+            return self.groups.blocks[step.part.index]
+        return self.groups.first if step.part is self.micro.embedding else self.groups.last or self.groups.first
+
+    def _before_forward(self, step: Step, group: Group) -> None:
+        if group not in self.whole:
+            before, self.output = self.output, None
+            self._gather(group)
+            self._copy_out(group)
+            self.gathering.free(before)
+
+    def _before_backward(self, step: Step, group: Group) -> None:
+        if step.part is self.micro.head or not self.train:
+            self._drop_output()
+            if self.early:
+                self._gather(self.groups.blocks[-1])
+            return
+        if group in self.whole or (step.part is self.micro.embedding and not group.reduced):
+            return
+        self._copy_out(group)
+        self._drop_output()
+        index = step.part.index
+        if index > 0 or (index == 0 and self.groups.last):
+            self._gather(self.groups.blocks[index - 1] if index else self.groups.first)
+
+    def _after_backward(self, step: Step, group: Group) -> None:
+        if step.part is self.micro.head and not self.early:
+            self._gather(self.groups.blocks[-1])
+        if step.part is not self.micro.head or self.groups.last:
+            if group in self.whole and group.kept:  # gradients that were added to earlier ones
+                self._reduce(group)
+            self._drop(group)
+        if step.part is self.micro.embedding:  # the head's, of a tied table
+            for gradient in self.gradients:
+                self.memory.free(gradient)
+            self.gradients = []
+
+    def _gather(self, group: Group) -> None:
+        cast = self.gathering.malloc(group.cast)
+        self.output = self.gathering.malloc(sum(group.gathered))
+        self.gathering.free(cast)
+
+    def _copy_out(self, group: Group) -> None:
+        self.whole[group] = [self.memory.malloc(size) for size in group.gathered]
+
+    def _reduce(self, group: Group) -> None:
+        """The weights are let go of, then the gradients copied together, reduced and cast, and added to earlier ones."""
+        if group is self.groups.first:
+            self._reduce(self.groups.root)
+        self._drop(group)
+        self._drop_sent()
+        self.sent = self.memory.malloc(group.reduced)
+        received = self.reducing.malloc(group.received)
+        share = self.reducing.malloc(group.kept)
+        self.reducing.free(received)
+        self.reducing.free(share) if group in self.sums else self.sums.setdefault(group, share)
+
+    def _drop(self, group: Group) -> None:
+        for block in self.whole.pop(group, ()):
+            self.memory.free(block)
+
+    def _drop_output(self) -> None:
+        self.gathering.free(self.output)
+        self.output = None
+
+    def _drop_sent(self) -> None:
+        self.memory.free(self.sent)
+        self.sent = None

@@ -1,0 +1,186 @@
+"""From architecture, recipe and card to the styles that blocks and ends are traced under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memfit.closed_form.layers import legacy_loss as shifted
+from memfit.closed_form.layers.embedding import EmbeddingStyle
+from memfit.closed_form.layers.logits import HeadStyle
+from memfit.closed_form.layers.masks import MaskStyle
+from memfit.closed_form.layers.per_layer import per_layer_of
+from memfit.closed_form.layers.rotary import ROTARY
+from memfit.closed_form.numerics import Capability, Numerics, adapted, attention_kernel, kernel_width
+from memfit.closed_form.run.micro_step import MicroStep, micro_step
+from memfit.closed_form.style import Kernel, Mask, Style
+from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
+from memfit.nouns.job import Recipe
+from memfit.tables.liger_kernels import LIGER, Liger
+from memfit.tables.optimizers import Optimizer
+from memfit.tables.trainers import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Facts about the data and loop that a recipe does not hold."""
+
+    padded: bool = False
+    train: bool = True
+    accumulating: bool = False
+    use_cache: bool = False
+    release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
+    shards: int = 0  # see Style.shards
+    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
+
+
+def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
+              s: Situation) -> tuple[Style, ...]:  # fmt: skip
+    """One style per layer; equal layers get equal styles, so they share a program."""
+    full, own = r.method == "full", per_layer_of(a)
+    common = Style(
+        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=_residual(a, n), trained=full,
+        quantization=r.quantization if r.method == "qlora" else "none",
+        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else adapted(a, r.lora_targets),
+        lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
+        checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
+        accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
+        shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
+        unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
+        holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
+        liger=_liger(a, r, t), code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
+        mask_per_head=t.mask_per_head, softmax_keeps_input=t.softmax_keeps_input, per_layer=own.joint if own else 0,
+        own_input_grad=s.train and (full or r.checkpointing != "none"),
+    )  # fmt: skip
+    made: dict[int, Style] = {}
+    styles = []
+    for i, layer in enumerate(a.layers):
+        style = made.get(id(layer))
+        if style is None:
+            mask = _mask(layer.attention, r, s)
+            style = made[id(layer)] = replace(
+                common, kernel=_kernel(layer, r, n, capability, mask != "none"), mask=mask
+            )
+        if i == 0:
+            # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
+            frozen = not full and r.checkpointing == "none" and s.train
+            style = replace(style, input_grad=not frozen, holds_input=_embedding_alone(a))
+        styles.append(style)
+    return tuple(styles)
+
+
+def _liger(a: Architecture, r: Recipe, t: Trainer) -> Liger | None:
+    """The layers that come with a fused loss."""
+    return LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
+
+
+def _residual(a: Architecture, n: Numerics) -> int:
+    """Width of the hidden states; autocast runs the LayerNorm of an embedding in fp32, and all that is added to it is."""
+    return 4 if n.autocast and _embedding_norm(a) else n.residual
+
+
+def _embedding_norm(a: Architecture) -> Norm | None:
+    """The norm right after the embedding."""
+    return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
+
+
+def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
+    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked)
+
+
+def _written_out(a: Attention, r: Recipe) -> bool:
+    return r.attention == "eager" or not a.sdpa
+
+
+def _package(a: Attention, r: Recipe) -> bool:
+    """Whether flash-attn runs it, which is given lengths and windows, never a mask [B, 1, S, S]."""
+    return r.attention == "flash" and a.sdpa and a.code != "falcon"
+
+
+def windowed(a: Attention, sequence: int) -> bool:
+    """Whether a window shortens the look back; at equal length transformers makes a mask too."""
+    return a.window is not None and a.window <= sequence
+
+
+def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
+    """Which mask reaches the attention of a layer."""
+    if _package(a, r):
+        return "rows" if s.padded else "none"
+    always = windowed(a, r.sequence_length) or a.code == "falcon" or (a.causal and _written_out(a, r))
+    if s.padded or always:
+        return "rows" if s.padded or s.mask_given else "shared"
+    return "none"
+
+
+def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
+    """The masks the model makes once per forward."""
+    kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
+    first = a.layers[0].attention
+    return MaskStyle(
+        windows=() if _package(first, r) else tuple(sorted(kinds)), always=first.code == "falcon", itemsize=n.residual,
+        saved=first.code == "falcon" and first.alibi and not _written_out(first, r) and n.autocast in (0, n.residual),
+        alibi=first.heads if first.alibi else 0, given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
+        additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
+    )  # fmt: skip
+
+
+def _tables(a: Architecture) -> dict[str, Weight]:
+    """The embedding tables by what they hold."""
+    found: dict[str, Weight] = {}
+    for w in a.embedding:
+        if w.kind == "embedding":
+            kind = "positions" if "position" in w.name or "wpe" in w.name else "types" if "type" in w.name else "tokens"
+            found.setdefault(kind, w)
+    return found
+
+
+def _embedding_alone(a: Architecture) -> bool:
+    """Whether the first block's input is the token embedding itself."""
+    return len(a.embedding) == 1 and not a.embedding_dropout
+
+
+def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
+    """Styles of the two ends."""
+    full, tables = r.method == "full", _tables(a)
+    rows = {kind: w.shape[0] for kind, w in tables.items()}
+    rotary = max(layer.attention.rotary_dim for layer in a.layers)
+    embedding = EmbeddingStyle(
+        vocabulary=rows["tokens"], width=tables["tokens"].shape[1], rotary=(rotary,) * a.rotary_tables if rotary else (),
+        wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
+        tied=a.tied, tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
+        positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
+        norm=_embedding_norm(a), dropout=a.embedding_dropout,
+        module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
+        leaf=not full and r.checkpointing != "none" and s.train,
+        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
+    )  # fmt: skip
+    masked, classes = a.task == "masked-lm", _classes(a)
+    outputs = classes or rows["tokens"]
+    head = HeadStyle(
+        vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else t.head(r.loss),
+        pooled=any("pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head),
+        tied=a.tied, trained=full,
+        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
+        bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
+        upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
+        returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
+        cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
+    )  # fmt: skip
+    return embedding, head
+
+
+def _classes(a: Architecture) -> int:
+    """How many classes a classifier tells apart; 0 for a head that predicts tokens."""
+    return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
+
+
+def _returned_cache(a: Architecture) -> tuple[int, ...]:
+    """Elements per token of the keys and values of every layer."""
+    attentions = [layer.attention for layer in a.layers]
+    return tuple(n for x in attentions for n in (x.kv_heads * x.head_dim, x.kv_heads * x.value_dim))
+
+
+def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
+                  s: Situation) -> MicroStep:  # fmt: skip
+    """The traced micro-step of a recipe."""
+    embedding, head = ends_of(a, r, n, t, s)
+    return micro_step(a, styles_of(a, r, n, t, o, capability, s), embedding, head)

@@ -1,0 +1,164 @@
+"""What lies on the card between steps, tensor by tensor: weights, adapters, quantised payload and scales, states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter
+from memfit.nouns.architecture import Architecture, Weight
+from memfit.nouns.job import Recipe
+from memfit.tables.optimizers import Optimizer
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.trainers import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One weight as it arrives on the card: the tensors that stay, and what is gone once it is converted."""
+
+    stays: tuple[int, ...]
+    passing: int = 0
+    widened: int = 0  # bytes of the copy that takes its place when everything is loaded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Static:
+    """Everything that is not an activation. Plain numbers are bytes; each is one line of the account."""
+
+    base: int  # weights as stored (payload alone when quantised)
+    buffers: int  # what modules hold beside their weights
+    scales: int  # block scales and tables of a quantised base
+    upcast: int  # what prepare_model_for_kbit_training's fp32 copies add
+    adapter: int
+    master: int
+    gradients: int  # when all of them exist
+    states: int
+    trained: int  # number of trained elements
+    parameters: int  # number of stored elements of the base
+    quantised: int  # how many of them are quantised
+    largest: int  # elements of the largest weight, an end of the model's as a rule
+    adapted: tuple[int, ...]  # elements of the weights that have adapters, in one block of every kind
+    stored: tuple[Stored, ...]
+    passing: int  # the most that is there only while a weight is converted
+    state_tensors: tuple[tuple[int, ...], ...]
+    step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
+    step_bytes: int  # their worst instant
+
+    @property
+    def weights(self) -> int:
+        """All weights on the card."""
+        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master
+
+
+@lru_cache(maxsize=512)
+def static_bytes(
+    architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
+    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
+) -> Static:  # fmt: skip
+    """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
+    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    if n.quantised_head:
+        linears |= {id(w) for w in architecture.head if w.kind == "linear"}
+    row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
+    stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
+    weights = architecture.weights
+    for w in (weights[at] for at in arrival(architecture, method)):
+        largest = max(largest, w.numel)
+        if row is not None and id(w) in linears:
+            arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
+            passing = 0 if quantization in CHECKPOINTS else w.numel * arriving
+            stored.append(Stored(row.tensors(w.numel, w.shape[0]), passing))
+            base += row.payload(w.numel)
+            scales += row.scales(w.numel, w.shape[0])
+            quantised += w.numel
+        else:
+            width = n.other if row is not None else n.weight
+            stored.append(Stored((w.numel * n.weight,), 0, w.numel * width if width != n.weight else 0))
+            base += w.numel * n.weight
+            upcast += w.numel * (width - n.weight)
+    stored += [Stored((size,)) for size in architecture.buffers]
+    trained = trained_weights(architecture, method, rank, targets, n)
+    adapter = 0
+    if method != "full":
+        stored += [Stored((w.numel * size,)) for w, size in trained]
+        adapter = sum(w.numel * size for w, size in trained)
+    if n.master:
+        stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    trained = in_groups(trained, decayed_first)
+    sizes = [(w.numel, size) for w, size in trained]
+    states = _state_tensors(trained, optimizer, n, embeddings_32bit)
+    return Static(
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
+        gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
+        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
+        adapted=_adapted(architecture, method, targets),
+        stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
+    )  # fmt: skip
+
+
+def arrival(architecture: Architecture, method: str) -> list[int]:
+    """The stored weights by number, as they reach the card: those of a quantised model by name, layers by their number."""
+    if method != "qlora":
+        return list(range(len(architecture.weights)))
+    parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
+    parts += [(f"{stem}.{number}.", layer.weights) for number, layer in enumerate(architecture.layers)]
+    parts.append(("", (*architecture.final, *architecture.head, *architecture.tower)))
+    names = [_pieces(prefix + w.name) for prefix, weights in parts for w in weights]
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
+def _pieces(name: str) -> list[tuple[int, int, str]]:
+    """transformers' dot_natural_key: "layers.10.mlp" after "layers.9.mlp"."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def trained_weights(
+    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics
+) -> list[tuple[Weight, int]]:
+    """(weight, bytes per element) of everything that gets a gradient."""
+    if method == "full":
+        return [(w, n.weight) for w in architecture.weights]
+    names = adapted(architecture, targets)
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
+    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
+
+
+def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
+    """What is trained, in the order an optimizer goes through it; transformers gives norms and biases, which it does not
+    decay, a group of their own behind all others.
+    """
+    return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
+
+
+def _state_tensors(
+    trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
+) -> tuple[tuple[int, ...], ...]:
+    """State tensors per trained weight; the first entry holds the tables they share.
+
+    transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
+    """
+    wide = embeddings_32bit and optimizer.package == "bitsandbytes" and optimizer.width == 1
+    tensors: list[tuple[int, ...]] = [(optimizer.tables,)] if optimizer.tables else []
+    for w, size in trained:
+        if wide and w.kind == "embedding":
+            tensors.append(optimizer.in_32bit().state_tensors(w, 4))
+        else:
+            tensors.append(optimizer.state_tensors(w, 4 if n.master else size))
+    return tuple(tensors)
+
+
+def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
+    """`static_bytes` for a recipe."""
+    return static_bytes(
+        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, t.embeddings_32bit, t.decayed_first
+    )
+
+
+def _adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> tuple[int, ...]:
+    if method == "full":
+        return ()
+    names = adapted(architecture, targets)
+    return tuple(w.numel for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))

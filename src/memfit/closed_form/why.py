@@ -1,0 +1,374 @@
+"""Why a peak is what it is: for every share the formula with its numbers, and the tensors alive at that instant.
+
+The sums are exact: the terms of a reason add up to its bytes, and the reasons add up to what nvidia-smi shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from memfit.closed_form.layers.program import GRADIENT, INPUT
+from memfit.closed_form.run.account import Account, Instant
+from memfit.closed_form.run.micro_step import Part, Step
+from memfit.closed_form.run.peak import Peak
+from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.tape import Role
+from memfit.tables.quantization import QUANTIZATIONS
+from memfit.units import human
+
+WIDTHS = {1: "8 bits", 2: "16 bits", 4: "32 bits", 8: "64 bits"}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand: '6,738,415,616 x 2 x 2 B'."""
+
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One share of the peak: what it is in a sentence, and terms that add up to its bytes."""
+
+    role: Role
+    label: str
+    bytes: int
+    words: str
+    terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Equal tensors alive at one instant: `count` of them, `bytes` each."""
+
+    where: str  # "block", "embedding" or "head"
+    label: str
+    role: Role
+    bytes: int
+    count: int
+    per_token: bool  # the size grows with the tokens of a micro-batch
+
+    @property
+    def total(self) -> int:
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A peak explained, and the tensors behind it."""
+
+    peak: PhasePeak
+    reasons: tuple[Reason, ...]
+    kept: tuple[Kept, ...]  # by the forward pass for the backward pass: what makes activations
+    working: tuple[Kept, ...]  # alive at the worst instant beside them
+    tokens: int
+    blocks: int
+
+
+def explain(account: Account, peak: PhasePeak) -> Why:
+    """Explain one phase's peak, as `estimate` gave it for the same recipe and card."""
+    instants = [i for i in account.instants() if i.phase == peak.phase]
+    worst = max(instants, key=lambda i: i.requested)
+    reasons = [_static(account, *line) for line in worst.static]
+    reasons += _moving(account, worst) if worst.peak else []
+    reasons += _around(account, peak)
+    until_loss = account.micro().until_loss
+    forward = alive(account, Peak(0, until_loss, len(until_loss.steps), None))
+    at_worst = alive(account, worst.peak) if worst.peak else ()
+    return Why(
+        peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
+        tuple(k for k in at_worst if k.role == "temporaries"), account.recipe.tokens, len(account.architecture.layers),
+    )  # fmt: skip
+
+
+# ---- what lies still -----------------------------------------------------------------------------------------------
+
+
+def _static(account: Account, role: Role, label: str, size: int) -> Reason:
+    words, terms = _STATIC.get(label, _plain)(account)
+    if (gpus := _parts(account, label)) > 1:
+        total = sum(t.bytes for t in terms)
+        terms = [Term(f"({' + '.join(t.text for t in terms)}) / {gpus}", total // gpus)]
+        words += f", split over {gpus} GPUs"
+    rest = size - sum(t.bytes for t in terms)
+    if rest:
+        terms = [*terms, Term(_REST.get(label, "rounding") if terms else human(size), rest)]
+    return Reason(role, label, size, words, tuple(terms))
+
+
+def _parts(account: Account, label: str) -> int:
+    """How many GPUs share a line."""
+    owner = {"gradients": "gradients", "optimizer states": "optimizer", "fp32 master weights": "optimizer"}
+    least = ("none", "optimizer", "gradients", "parameters")
+    needed = owner.get(label, "parameters" if label in _WEIGHTS else "")
+    sharded = needed and least.index(account.recipe.shard) >= least.index(needed)
+    return account.recipe.num_gpus if sharded else 1
+
+
+Told = tuple[str, list[Term]]
+_WEIGHTS = ("base weights", "quantisation scales", "fp32 copies (k-bit preparation)", "adapter weights")
+_REST = {
+    "optimizer states": "scales, tables and counters",
+    "base weights": "rounding of packed matrices",
+}
+
+
+def _plain(account: Account) -> Told:
+    return "", []
+
+
+def _base(account: Account) -> Told:
+    s, n = account.static, account.numerics
+    row = QUANTIZATIONS.get(account.recipe.quantization) if s.quantised else None
+    if row is None:
+        return f"every weight in {WIDTHS[n.weight]}", [_product(s.parameters, n.weight)]
+    rest = s.parameters - s.quantised
+    words = f"matrices packed to {row.bits} bits each ({row.title}), embeddings, norms and head in {WIDTHS[n.weight]}"
+    packed = Term(f"{s.quantised:,} x {row.bits} / 8 B", s.quantised * row.bits // 8)
+    return words, [packed, _product(rest, n.weight)]
+
+
+def _scales(account: Account) -> Told:
+    row = QUANTIZATIONS[account.recipe.quantization]
+    per = (
+        f"one scale of {row.scale_bytes} B per {row.block} weights" if row.block else f"{row.per_row} B per output row"
+    )
+    return f"what makes packed weights readable: {per}, and tables", []
+
+
+def _upcast(account: Account) -> Told:
+    s, n = account.static, account.numerics
+    words = "prepare_model_for_kbit_training makes everything that is not packed fp32"
+    return words, [_product(s.parameters - s.quantised, n.other - n.weight)]
+
+
+def _adapter(account: Account) -> Told:
+    r, n = account.recipe, account.numerics
+    where = {"all-linear": "every linear layer", "attention": "the attention projections"}.get(
+        r.lora_targets[0], ", ".join(r.lora_targets)
+    )
+    words = f"rank {r.lora_rank}: two thin matrices beside {where} of every block, in {WIDTHS[n.adapter]}"
+    return words, [_product(account.static.trained, n.adapter)]
+
+
+def _master(account: Account) -> Told:
+    words = "an fp32 copy of every trained weight, so that small updates are not rounded away"
+    return words, [_product(account.static.trained, account.numerics.master)]
+
+
+def _gradients(account: Account) -> Told:
+    n, full = account.numerics, account.recipe.method == "full"
+    width = n.weight if full else n.adapter
+    return f"one number per trained weight, as wide as the weight ({width} B)", [
+        _product(account.static.trained, width)
+    ]
+
+
+def _states(account: Account) -> Told:
+    row, s, n = account.optimizer, account.static, account.numerics
+    if row.factored:
+        return f"{row.title} keeps one number per row and per column of each matrix, in fp32", []
+    if row.rank_of:
+        return f"{row.title} keeps its numbers in a space of rank {row.rank_of}, and the way into it", []
+    many = f"{row.moments} number{'s' if row.moments != 1 else ''} per trained weight"
+    if row.width is None:
+        wide = 4 if n.master else n.weight if account.recipe.method == "full" else n.adapter
+        words = f"{row.title} keeps {many}, each as wide as the weight it updates ({wide} B)"
+        return words, [Term(f"{s.trained:,} x {row.moments} x {wide} B", s.trained * row.moments * wide)]
+    if row.paged:
+        return f"{row.title} keeps {many}; those of large tensors live in host memory that is paged in", []
+    words = f"{row.title} keeps {many}, {row.width:g} B each" + (f", and a scale per {row.block}" if row.block else "")
+    wide32 = _kept_wide(account)
+    few = s.trained - wide32
+    terms = [Term(f"{few:,} x {row.moments} x {row.width:g} B", int(few * row.moments * row.width))]
+    if wide32:
+        words += "; embeddings keep 32 bits"
+        terms.append(Term(f"{wide32:,} x {row.moments} x 4 B", wide32 * row.moments * 4))
+    return words, terms
+
+
+def _kept_wide(account: Account) -> int:
+    """Embedding elements whose 8-bit states stay in 32 bits under transformers' Trainer."""
+    row = account.optimizer
+    if not (account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1):
+        return 0
+    return (
+        sum(w.numel for w in account.architecture.weights if w.kind == "embedding")
+        if account.recipe.method == "full"
+        else 0
+    )
+
+
+def _batch(account: Account) -> Told:
+    return "token ids, labels and mask of one micro-batch", [_product(account.recipe.tokens, 8, "3 x ")]
+
+
+def _workspaces(account: Account) -> Told:
+    words = "scratch memory cuBLAS keeps for each thread that multiplies: forward and backward"
+    return words, [Term(f"2 x {human(account.workspace)}", 2 * account.workspace)]
+
+
+def _said(words: str) -> Callable[[Account], Told]:
+    return lambda account: (words, [])
+
+
+_STATIC: dict[str, Callable[[Account], Told]] = {
+    "base weights": _base,
+    "quantisation scales": _scales,
+    "fp32 copies (k-bit preparation)": _upcast,
+    "adapter weights": _adapter,
+    "fp32 master weights": _master,
+    "gradients": _gradients,
+    "optimizer states": _states,
+    "batch": _batch,
+    "cuBLAS workspaces": _workspaces,
+    "communication buckets": _said("where gradients are gathered to be sent to the other GPUs"),
+    "gathered blocks": _said(
+        "blocks whose sharded weights exist whole while they compute, and what reduces their gradients"
+    ),
+    "optimizer step buffers": _said("temporaries of the optimizer's step"),
+    "weight being converted": _said("one weight on its way from the width it is read in to the width it is kept in"),
+    "whole weight before it is sharded": _said(
+        "the largest weight, sent whole to every card before each keeps its part"
+    ),
+    "whole weights before they are sharded": _said(
+        "weights read from the checkpoint whole, before each rank keeps its share"
+    ),
+    "weights being flattened or sharded": _said(
+        "weights as the model holds them, beside DeepSpeed's flat copy of them"
+    ),
+    "gathered for the state dict": _said("a sharded weight made whole to be saved"),
+    "a weight of the checkpoint, whole": _said(
+        "one saved weight at a time is whole on the first GPU before it is dealt out"
+    ),
+    "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
+    "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),
+    "adapters loaded in fp32": _said("PEFT widens 16-bit adapters when it loads them again"),
+    "adapters of the file, before the states": _said("adapters read from the checkpoint, beside the live ones"),
+    "experts one by one for the checkpoint": _said(
+        "gate and up projections of all experts, copied out of joint tensors"
+    ),
+    "inputs kept by the graph of the step before": _said("a loop that keeps `loss` keeps what its graph still holds"),
+    "delta and merged weight": _said(
+        "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight"
+    ),
+}
+
+
+def _product(count: int, width: int, before: str = "") -> Term:
+    times = 3 if before else 1
+    return Term(f"{before}{count:,} x {width} B", times * count * width)
+
+
+# ---- what comes and goes -------------------------------------------------------------------------------------------
+
+_MOVING: dict[Role, tuple[str, str]] = {
+    "activations": ("kept for backward", "results of the forward pass that the backward pass needs"),
+    "temporaries": ("working tensors", "inputs and outputs of what runs at this instant"),
+    "gradients": ("gradients", "gradients of trained weights that exist at this instant"),
+}
+
+
+def _moving(account: Account, worst: Instant) -> list[Reason]:
+    by_role: dict[Role, list[Kept]] = {}
+    rest = worst.requested - sum(size for _, _, size in worst.static)
+    for kept in alive(account, worst.peak) if worst.peak else ():
+        by_role.setdefault(kept.role, []).append(kept)
+        rest -= kept.total
+    found = []
+    for role, group in by_role.items():
+        label, words = _MOVING[role]
+        places: dict[str, int] = {}
+        for kept in group:
+            places[kept.where] = places.get(kept.where, 0) + kept.total
+        terms = tuple(Term(f"{place}s" if place == "block" else place, size) for place, size in places.items())
+        found.append(Reason(role, label, sum(places.values()), words, terms))
+    if rest:  # a block and the next one disagree about the width of what passes between them
+        found.append(
+            Reason(
+                "temporaries",
+                "not attributed",
+                rest,
+                "counted in the peak, of no known tensor",
+                (Term(f"{rest:,} B", rest),),
+            )
+        )
+    return found
+
+
+def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
+    """Every tensor that exists at a peak beside weights and states, largest group first."""
+    counts: dict[tuple[str, str, Role, int, bool], int] = {}
+    for part, id, role in _living(peak):
+        program = part.program
+        where = "block" if part.index >= 0 else part.title
+        label = "block input" if role == "activations" and id == program.output else program.labels[id]
+        size = program.sizes[id]
+        key = (where, label, role, account.meter.bytes(size), all(str(basis).startswith("T") for basis in size))
+        counts[key] = counts.get(key, 0) + 1
+    found = [Kept(*key[:4], count, key[4]) for key, count in counts.items() if key[3]]
+    return tuple(sorted(found, key=lambda k: (-k.total, k.label)))
+
+
+def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
+    """Replay the completed steps and the begun one: what was born and has not died, with its role.
+
+    A block's output is born in the block and freed by the next one as its INPUT; gradients flow the other way.
+    """
+    live: dict[Part, dict[int, Role]] = {}
+    before: dict[Part, Part] = {}  # the part whose output is this part's input
+    last: Part | None = None
+    for step, events, backward in _played(peak):
+        part, program = step.part, step.part.program
+        own = live.setdefault(part, {})
+        if not backward and step.segment is program.forward:
+            if last is not None:
+                before[part] = last
+                if program.roles.get(INPUT) == "activations" and last.program.output in live[last]:
+                    live[last][last.program.output] = "activations"  # the next part keeps it for its backward
+            last = part
+        after = next((p for p, source in before.items() if source is part), None)
+        for event in events:
+            if event > 0:
+                own[event] = program.roles[event]
+            elif own.pop(-event, None) is None:
+                giver = after if -event == _gradient_of(part) else before.get(part)
+                if giver is not None:
+                    handed = giver.program.input_gradient if giver is after else giver.program.output
+                    live[giver].pop(handed, None)
+    for part, roles in live.items():
+        for id, role in roles.items():
+            yield part, id, role
+
+
+def _gradient_of(part: Part) -> int:
+    """The id under which a part knows the gradient that comes in: the embedding has no input of its own."""
+    return 1 if part.title == "embedding" else GRADIENT
+
+
+def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
+    """(step, its events so far, whether it runs backward) in order of time."""
+    for step in peak.steps:
+        yield step, step.segment.events, step.segment is step.part.program.backward
+    if peak.step is not None and peak.event is not None:
+        segment = peak.step.segment
+        yield peak.step, segment.events[: peak.event + 1], segment is peak.step.part.program.backward
+
+
+# ---- what surrounds the tensors ------------------------------------------------------------------------------------
+
+
+def _around(account: Account, peak: PhasePeak) -> list[Reason]:
+    levels = peak.levels
+    slack, context = levels.reserved - levels.requested, account.gpu.context_bytes
+    rows: list[tuple[Role, str, int, str, list[Term]]] = [
+        ("fragmentation", "allocator slack", slack, "held by PyTorch's allocator beyond the tensors: reserved - requested",
+         [Term(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
+        ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
+         [Term(human(context), context)]),
+        ("context", "NCCL buffers", levels.device - levels.reserved - context, "what the GPUs talk through",
+         [Term(human(account.share.nccl), account.share.nccl)]),
+    ]  # fmt: skip
+    return [Reason(role, label, size, words, tuple(terms)) for role, label, size, words, terms in rows if size]
