@@ -9,7 +9,7 @@ import pytest
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.closed_form.run.account import Account
-from memfit.cost import active_parameters, step_time
+from memfit.planner.cost import active_parameters, step_time
 
 MODEL = resolve_model("llama-2-7b")
 START = Recipe(micro_batch=4, precision="bf16", checkpointing="none")

@@ -390,7 +390,7 @@ def test_a_log_is_explained_and_priced(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_planner_answers_the_shortfall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from memfit.planner.descend import LEARNED
+    from memfit.planner.next_lower_recipe import LEARNED
 
     log = tmp_path / "train.log"
     log.write_text(NOW)

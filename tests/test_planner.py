@@ -12,7 +12,7 @@ from memfit.catalogue.cards import list_gpus, parse_gpu
 from memfit.errors import BadInput
 from memfit.export import export
 from memfit.planner import left_out, techniques
-from memfit.planner.engine import Estimator
+from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import LADDER, SHARDING
 from memfit.tables.combinations import absent
 from memfit.tables.optimizers import optimizer

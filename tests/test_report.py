@@ -31,11 +31,11 @@ from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.nouns.tape import PHASES, ROLES
 from memfit.nouns.verdicts import judge
 from memfit.planner import techniques
+from memfit.planner.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
 from memfit.report.bar import Share, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
 from memfit.report.estimate import estimate_view
 from memfit.report.glossary import glossary_view, lookup, term_view, terms
-from memfit.report.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
 from memfit.report.gpus import gpu_view, gpus_view
 from memfit.report.ladder import chosen_index, costs
 from memfit.report.models import models_view

@@ -16,7 +16,7 @@ import runs  # noqa: E402
 from memfit.export.requirements import packages  # noqa: E402
 from memfit.launch import backend  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
-from memfit.planner.descend import LEARNED, STORED  # noqa: E402
+from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402
 from memfit.run.cause import cause  # noqa: E402
 from memfit.run.folder import Run, fallen, target_of  # noqa: E402

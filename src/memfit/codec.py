@@ -23,8 +23,8 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
 from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role
+from memfit.planner.good_for import GpuRow, Largest
 from memfit.replay_doc import ReplayDoc
-from memfit.report.good_for import GpuRow, Largest
 from memfit.watch_doc import CompareDoc, WatchedDoc
 
 T = TypeVar("T")

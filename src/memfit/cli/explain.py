@@ -240,7 +240,7 @@ class _Planned:
 
     def price(self, remedy: Remedy) -> int | None:
         """Tensor bytes of the worst instant that it saves, as were missing; None where this run cannot take it."""
-        from memfit.planner.descend import tensor_bytes
+        from memfit.planner.next_lower_recipe import tensor_bytes
         from memfit.tables import combinations
 
         try:
@@ -252,7 +252,7 @@ class _Planned:
     @property
     def over(self) -> int:
         """Bytes by which the run as described is too much for the card, by estimate."""
-        from memfit.planner.engine import Estimator
+        from memfit.planner.candidates import Estimator
 
         _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
         return max(judgement.need - judgement.usable, 0)
@@ -261,8 +261,8 @@ class _Planned:
         """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
         from memfit.nouns.finding import Remedy
         from memfit.nouns.plan import Plan
-        from memfit.planner.descend import down, tensor_bytes
-        from memfit.planner.engine import Estimator
+        from memfit.planner.candidates import Estimator
+        from memfit.planner.next_lower_recipe import down, tensor_bytes
         from memfit.report.words import changes
         from memfit.units import rough
 

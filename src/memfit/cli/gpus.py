@@ -21,7 +21,7 @@ def run(name: str | None = None, **flags: Any) -> int:
     """List GPUs and what each is good for."""
     from memfit.catalogue import entries
     from memfit.catalogue.cards import find_gpu, list_gpus
-    from memfit.report.good_for import SETTING, good_for
+    from memfit.planner.good_for import SETTING, good_for
     from memfit.report.gpus import gpu_view, gpus_view
 
     chosen = (find_gpu(name),) if name else list_gpus()

@@ -10,7 +10,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Refusal, Rung
-from memfit.planner.engine import Candidate, Estimator, Known
+from memfit.planner.candidates import Candidate, Estimator, Known
 from memfit.planner.rungs import Step, backwards, half_precision, steps_for
 from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.tables.combinations import absent, check

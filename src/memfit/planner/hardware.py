@@ -9,7 +9,7 @@ from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
-from memfit.planner.engine import Estimator
+from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import worded
 
 SHOWN = 6  # cards

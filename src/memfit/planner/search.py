@@ -7,7 +7,7 @@ from itertools import product
 from math import log
 
 from memfit.nouns.job import Job, Recipe
-from memfit.planner.engine import Candidate, Estimator
+from memfit.planner.candidates import Candidate, Estimator
 from memfit.planner.rungs import worded
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.nouns.gpu import Gpu, Platform
-from memfit.report.good_for import VENDORS, GpuRow, Largest
+from memfit.planner.good_for import VENDORS, GpuRow, Largest
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import DOT
 from memfit.tables.cautions import PLATFORMS

@@ -8,22 +8,10 @@ from typing import Protocol
 from rich.console import Group
 from rich.text import Text
 
+from memfit.planner.good_for import Entry
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import tokens
 from memfit.units import billions
-
-
-class Entry(Protocol):
-    """What views need of a catalogue entry."""
-
-    @property
-    def stem(self) -> str: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def family(self) -> str: ...
-    @property
-    def parameters(self) -> int | None: ...
 
 
 class Row(Entry, Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memfit.launch import backend
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.planner.descend import STORED, down
+from memfit.planner.next_lower_recipe import STORED, down
 from memfit.run.folder import Run, target_of
 from memfit.run.installed import missing
 from memfit.run.nouns import Settings, Shortage, Stage

@@ -16,7 +16,7 @@ from memfit.export.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.planner.engine import Estimator
+from memfit.planner.candidates import Estimator
 from memfit.run.environment import environment
 from memfit.units import GIB, MIB
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
-from memfit.cost import step_time
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement
 from memfit.nouns.verdicts import judge, verdict_of
+from memfit.planner.cost import step_time
 from memfit.tables import combinations
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay

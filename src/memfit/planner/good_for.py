@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from memfit.closed_form.numerics import attention_kernel
 from memfit.closed_form.run.estimate import estimate
@@ -13,7 +13,6 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.verdicts import verdict_of
-from memfit.report.models import Entry
 from memfit.tables import combinations
 
 SETTING = (
@@ -32,6 +31,19 @@ RECIPES: dict[str, Recipe] = {
 # bytes per parameter that no model can stay below, to skip the hopeless ones: AdamW in 16 bits, 16-bit and 4-bit bases
 _LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
 VENDORS = ("NVIDIA", "AMD")  # those PyTorch's allocator and kernels, as modelled here, run on
+
+
+class Entry(Protocol):
+    """What views need of a catalogue entry."""
+
+    @property
+    def stem(self) -> str: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def parameters(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
