@@ -26,7 +26,7 @@ from memfit.catalogue.weights import Weights
 from memfit.explain import explain, learned, read_text
 from memfit.explain.clue import Clue
 from memfit.explain.evidence import Evidence
-from memfit.explain.text import clues
+from memfit.explain.text.findings import clues
 from oom_cases import CLASSES, DATA, DEFAULT, enough, text_of
 
 TABLE = Path(__file__).resolve().parents[1] / "src" / "memfit" / "catalogue" / "words_of_causes.gz"

@@ -24,12 +24,12 @@ from memfit.catalogue.cards import list_gpus
 from memfit.catalogue.weights import Weights
 from memfit.explain import Evidence, explain, learned, messages, read_text
 from memfit.explain.clue import SURE
-from memfit.explain.figures import card_of, vocabulary
+from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import holders, unnumbered
-from memfit.explain.reading import memory_of
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
-from memfit.explain.signs import SIGNS
-from memfit.explain.text import clues
+from memfit.explain.text.figures import card_of, vocabulary
+from memfit.explain.text.findings import clues
+from memfit.explain.text.signs import SIGNS
 from memfit.models.hub import list_models
 from memfit.nouns.finding import CAUSES, Cause
 from memfit.nouns.job import RECIPE_FIELDS

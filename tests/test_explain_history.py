@@ -8,9 +8,9 @@ import pytest
 
 from memfit import cli, watch_file
 from memfit.explain import Evidence, Root, explain
+from memfit.explain.history.reading import BEFORE, NOWHERE, memory_of
+from memfit.explain.history.watched import evidence_of
 from memfit.explain.memory import Memory
-from memfit.explain.reading import BEFORE, NOWHERE, memory_of
-from memfit.explain.watched import evidence_of
 from memfit.nouns.finding import Cause
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Holder, Leak, MeterName, Sample, Watched

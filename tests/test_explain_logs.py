@@ -8,7 +8,7 @@ import pytest
 
 from memfit import cli
 from memfit.explain import explain, read_text
-from memfit.explain.stated import stated
+from memfit.explain.text.stated import stated
 from memfit.nouns.finding import Cause
 from memfit.units import GIB, MIB
 

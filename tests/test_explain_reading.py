@@ -13,8 +13,8 @@ import pytest
 from memfit import cli
 from memfit.cli import logs
 from memfit.cli.logs import read_log
-from memfit.explain.failures import split
-from memfit.explain.oom_text import BEGINS, WORDS
+from memfit.explain.oom_message import BEGINS, WORDS
+from memfit.explain.text.failures import split
 from memfit.units import MIB
 
 Captured = pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.explain.reading import memory_of, segments_of
+from memfit.explain.history.reading import memory_of, segments_of
 from memfit.nouns.tape import Alloc, Free, Piece, Segment, Tape
 from memfit.report.pictures_html import flame, pictures, segment_map, stacks_of_groups
 from memfit.snapshot import read

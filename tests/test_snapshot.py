@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from memfit.allocator.recorded_card import retrace
 from memfit.allocator.replay import alive_at, replay
 from memfit.errors import BadInput
-from memfit.explain.reading import memory_of
+from memfit.explain.history.reading import memory_of
 from memfit.nouns.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
 from memfit.snapshot import pickles, read
 from memfit.snapshot.frames import Reader

@@ -15,7 +15,7 @@ import pytest
 from memfit import footprints, watch_file
 from memfit.allocator.recorded_card import as_recorded, made_with, room_of
 from memfit.errors import BadInput
-from memfit.explain.reading import memory_of
+from memfit.explain.history.reading import memory_of
 from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.sample import Header, Sample
 from memfit.nouns.tape import WRITTEN, Alloc, Free, Mark, Oom, Tape

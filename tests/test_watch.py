@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import memfit
 from memfit import watch_file
 from memfit.errors import BadInput
-from memfit.explain.watched import evidence_of
+from memfit.explain.history.watched import evidence_of
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Leak
 from memfit.units import GIB, MIB

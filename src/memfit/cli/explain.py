@@ -71,8 +71,8 @@ def run(what: str, **flags: Any) -> int:
     cause is named, 4 where none is known, 2 where nothing ran out of memory.
     """
     from memfit.explain import explain
-    from memfit.explain.circumstances import ran_out
-    from memfit.explain.reading import memory_of
+    from memfit.explain.history.reading import memory_of
+    from memfit.explain.text.circumstances import ran_out
 
     _check_flags(flags)
     if flags["html"]:
@@ -125,8 +125,8 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """What each failure in it says, in order: the last one ended the run."""
     from memfit import watch_file
     from memfit.explain import read_text
-    from memfit.explain.failures import split
-    from memfit.explain.watched import evidence_of
+    from memfit.explain.history.watched import evidence_of
+    from memfit.explain.text.failures import split
 
     if watch_file.known(content):
         return [evidence_of(watch_file.loads(content))]
@@ -296,7 +296,7 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Rec
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     """What the failure itself, its sums and its log show of the run, where the flags say nothing of it."""
     from memfit.explain import explain
-    from memfit.explain.stated import batch_of, stated
+    from memfit.explain.text.stated import batch_of, stated
 
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
@@ -344,7 +344,7 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
 
     from memfit.allocator.recorded_card import made_with, room_of
     from memfit.cli.files import write_files
-    from memfit.explain.reading import segments_of
+    from memfit.explain.history.reading import segments_of
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
     from memfit.snapshot.stacks import stacks_of

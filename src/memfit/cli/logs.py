@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import BinaryIO
 
-from memfit.explain.oom_text import BEGINS, LONGEST, WORDS
+from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
 CHUNK = 1 << 20

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.explain import learned
-from memfit.explain.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.clue import STRONG, Clue
 from memfit.explain.evidence import Evidence, Root, read_text
 from memfit.explain.frames import Frame
-from memfit.explain.history import memory_clues
+from memfit.explain.history.findings import memory_clues
 from memfit.explain.memory import Memory, holders
-from memfit.explain.oom_text import Message, messages
+from memfit.explain.oom_message import Message, messages
 from memfit.explain.remedies import remedies_of
-from memfit.explain.text import clues
+from memfit.explain.text.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
+from memfit.explain.text.findings import clues
 from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
 
 Price = Callable[[Remedy], int | None]

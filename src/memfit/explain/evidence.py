@@ -9,7 +9,7 @@ from typing import Literal
 from memfit.explain.clue import Clue
 from memfit.explain.frames import Frame, heard, scripts
 from memfit.explain.memory import Memory
-from memfit.explain.oom_text import Message, messages
+from memfit.explain.oom_message import Message, messages
 from memfit.explain.phases import When, when_it_failed
 from memfit.explain.printed import heard_of
 

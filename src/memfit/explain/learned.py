@@ -17,9 +17,9 @@ from typing import cast
 
 from memfit import catalogue
 from memfit.catalogue.weights import Weights
-from memfit.explain.circumstances import is_log
 from memfit.explain.clue import SURE, Clue
 from memfit.explain.evidence import Evidence
+from memfit.explain.text.circumstances import is_log
 from memfit.nouns.finding import Cause, Proof
 
 PIECES = (3, 4, 5)  # characters, a space before and after every word included

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from memfit.explain import Clue, Evidence, explain, read_text
+from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
-from memfit.explain.reading import memory_of
 from memfit.live.logits import logits_clue
 from memfit.live.recorder import LineObserver, about
 from memfit.live.roots import roots_of

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol
 from weakref import WeakSet
 
-from memfit.explain.oom_text import messages
+from memfit.explain.oom_message import messages
 from memfit.nouns.sample import Alarm
 from memfit.nouns.tape import Phase
 

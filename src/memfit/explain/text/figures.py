@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from memfit.explain.circumstances import ran_out
 from memfit.explain.clue import FAINT, SURE, WEAK, Clue
 from memfit.explain.concepts import DIFFUSION, FOUR_BIT, FSDP, IMAGES, MANY, ZERO3
 from memfit.explain.evidence import Evidence
-from memfit.explain.signs import PASS
+from memfit.explain.text.circumstances import ran_out
+from memfit.explain.text.signs import PASS
 from memfit.nouns.finding import Cause, Proof
 from memfit.units import GB, GIB, MIB, human
 

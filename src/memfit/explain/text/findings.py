@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from memfit.explain.circumstances import smaller_batch, went_on
 from memfit.explain.clue import FAINT, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import Evidence
-from memfit.explain.figures import ALIKE, FIGURES, SEVERAL, card_of
-from memfit.explain.oom_text import WSL, Message
-from memfit.explain.signs import SIGNS, Sign
+from memfit.explain.oom_message import WSL, Message
+from memfit.explain.text.circumstances import smaller_batch, went_on
+from memfit.explain.text.figures import ALIKE, FIGURES, SEVERAL, card_of
+from memfit.explain.text.signs import SIGNS, Sign
 from memfit.nouns.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 

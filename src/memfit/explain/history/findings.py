@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
 from memfit.explain.evidence import SAVED, Evidence
-from memfit.explain.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
+from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.nouns.finding import Part, Proof
 from memfit.nouns.tape import GRADIENTS_ON, WRITTEN

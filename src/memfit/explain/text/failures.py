@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from memfit.explain.evidence import HEAD, TAIL
 from memfit.explain.frames import frames_of
-from memfit.explain.oom_text import begun
+from memfit.explain.oom_message import begun
 
 AFTER = 16 << 10  # characters after a message that still tell of it
 BEFORE = 64 << 10  # characters before a message in which its traceback stands

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from memfit.errors import UnknownName
 from memfit.explain.evidence import Evidence
-from memfit.explain.figures import tokens_of
+from memfit.explain.text.figures import tokens_of
 from memfit.tables.optimizers import optimizer
 
 SEQUENCE = 2048  # tokens of a sequence where only those of a batch are known

@@ -1,0 +1,1 @@
+"""What a recorded or watched history shows of its cause: who was alive, since when, and who kept it."""
