@@ -25,9 +25,9 @@ CHILD = "import sys; sys.path.insert(0, sys.argv[2]); import explain_snapshots a
 
 def measured(path: str) -> None:
     """In a process of its own: print CPU seconds and bytes of growth."""
+    from memfit.documents.snapshot import read
     from memfit.explain import explain, read_text
     from memfit.explain.history.reading import memory_of
-    from memfit.snapshot import read
 
     explain(read_text("CUDA out of memory"))  # what is imported and compiled at the first use is there
     before, held = resource.getrusage(resource.RUSAGE_SELF), _highest()

@@ -23,11 +23,11 @@ from memfit.allocator import Allocator
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
 from memfit.allocator.recorded_card import retrace
 from memfit.allocator.replay import replay
+from memfit.documents.snapshot import pickles
+from memfit.documents.snapshot import read as read_tape
+from memfit.documents.snapshot.history import tape_of
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch, parse_alloc_conf
-from memfit.snapshot import pickles
-from memfit.snapshot import read as read_tape
-from memfit.snapshot.history import tape_of
 
 DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"
 STATES = {ALLOCATED: "active_allocated", PENDING: "active_pending_free", FREE: "inactive"}

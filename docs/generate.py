@@ -293,7 +293,7 @@ def main() -> None:
             stale.append(name)
             if not check:
                 path.write_text(after)
-    from memfit.codec import schema_text
+    from memfit.documents.codec import schema_text
 
     schema = ROOT / "docs" / "schema.json"
     if schema.read_text() != schema_text():

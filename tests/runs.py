@@ -16,9 +16,9 @@ import multiprocess  # of datasets: it sends closures
 from safetensors.torch import load_file, save_file  # noqa: F401
 
 import memfit.run.attempt
-from memfit import recipe_file
 from memfit.catalogue.cards import custom_gpu
 from memfit.closed_form.run.estimate import estimate
+from memfit.documents import recipe_file
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan

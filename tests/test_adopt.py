@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.adopt import FORMATS, adopt
+from memfit.documents.recipe_file import SIZE_LIMIT
 from memfit.errors import BadInput, Unsupported
 from memfit.export import export, write
 from memfit.nouns.job import RECIPE_FIELDS, Recipe
-from memfit.recipe_file import SIZE_LIMIT
 from memfit.tables.combinations import refusal
 from plans import CHOICES, GRID, SINGLES, make_plan
 

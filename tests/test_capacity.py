@@ -12,11 +12,11 @@ from memfit.allocator.capacity import CONTEXT_BAND, Capacity, capacity
 from memfit.allocator.recorded_card import retrace
 from memfit.allocator.replay import alive_at, begun, replay, run, to_ops
 from memfit.allocator.smallest_capacity import smallest_capacity
+from memfit.documents.snapshot import read
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, SegmentAlloc, Tape
 from memfit.report.replay import facts
-from memfit.snapshot import read
 from memfit.units import GIB, MIB
 
 DATA = Path(__file__).parent / "data"

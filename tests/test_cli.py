@@ -17,8 +17,8 @@ import pytest
 from memfit import Recipe, __version__, cli
 from memfit.cli import flags as flag_table
 from memfit.cli.tree import COMMANDS
+from memfit.documents.recipe_file import loads
 from memfit.nouns.job import Training
-from memfit.recipe_file import loads
 
 MODEL, CARD = "qwen2.5-0.5b", "rtx-4060"
 RUN = (MODEL, "--gpu", CARD)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memfit import codec, tape_file
+from memfit.documents import codec, tape_file
+from memfit.documents.snapshot import read
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.tape import Alloc, Free, Mark, Tape
-from memfit.snapshot import read
 from memfit.units import GIB
 
 SNAPSHOT = Path(__file__).parent / "data" / "snapshots" / "plain-full.pickle.gz"

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import Job, Recipe, codec, estimate, find_gpu, make_plan, resolve_model
+from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.why import explain
+from memfit.documents import codec
 from memfit.errors import BadInput
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan

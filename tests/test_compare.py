@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memfit import codec, tape_file, watch_file
 from memfit.compare import compare
+from memfit.documents import codec, tape_file
+from memfit.documents import watch_log as watch_file
 from memfit.measured import REST, footprint_of
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.sample import Header, MeterName, Sample, Watched
@@ -249,7 +250,7 @@ def test_a_mistake_is_one_line_and_a_hint(ran: Ran, message: str) -> None:
 def test_no_file_whatever_is_a_bug(content: bytes) -> None:
     from tempfile import TemporaryDirectory
 
-    from memfit import footprints
+    from memfit.documents import footprint_file as footprints
     from memfit.errors import MemfitError
 
     with TemporaryDirectory() as folder:

@@ -18,10 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit import cli, codec
+from memfit import cli
 from memfit.catalogue import Entry, config, words_of_causes
 from memfit.catalogue.cards import list_gpus
 from memfit.catalogue.weights import Weights
+from memfit.documents import codec
+from memfit.documents.snapshot import read
 from memfit.explain import Evidence, explain, learned, messages, read_text
 from memfit.explain.clue import SURE
 from memfit.explain.history.reading import memory_of
@@ -34,7 +36,6 @@ from memfit.models.hub import list_models
 from memfit.nouns.finding import CAUSES, Cause
 from memfit.nouns.job import RECIPE_FIELDS
 from memfit.nouns.tape import Alloc, Free, Mark, Oom, Tape
-from memfit.snapshot import read
 from memfit.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from memfit import cli, watch_file
+from memfit import cli
+from memfit.documents import watch_log as watch_file
+from memfit.documents.snapshot import read
+from memfit.documents.snapshot.roles import Births
 from memfit.explain import Evidence, Root, explain
 from memfit.explain.history.reading import BEFORE, NOWHERE, memory_of
 from memfit.explain.history.watched import evidence_of
@@ -16,8 +19,6 @@ from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Holder, Leak, MeterName, Sample, Watched
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
 from memfit.report.explain import explain_view
-from memfit.snapshot import read
-from memfit.snapshot.roles import Births
 from memfit.units import MIB
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"  # where they lie beside the repository

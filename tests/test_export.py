@@ -25,6 +25,7 @@ from memfit import export, launch
 from memfit import framework_names as names
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
+from memfit.documents.recipe_file import loads
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.export import templates
 from memfit.export import text as export_text
@@ -32,7 +33,6 @@ from memfit.export.dataset import layout_of
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe, Training
 from memfit.nouns.plan import Judgement, Plan
-from memfit.recipe_file import loads
 from memfit.units import GIB, human
 from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan
 

@@ -11,9 +11,9 @@ import pytest
 
 from memfit import Recipe, cli
 from memfit.adopt import FORMATS
+from memfit.documents.recipe_file import dumps
 from memfit.nouns.job import RecipeFile
 from memfit.planner.rungs import ORDER
-from memfit.recipe_file import dumps
 
 MODEL = "qwen2.5-7b"
 AXOLOTL = {

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from memfit import cli
+from memfit.documents.snapshot import pickles, read
+from memfit.documents.snapshot.history import tape_of
+from memfit.documents.snapshot.hooked import hooked
+from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
-from memfit.snapshot import pickles, read
-from memfit.snapshot.history import tape_of
-from memfit.snapshot.hooked import hooked
-from memfit.snapshot.shape import Smaller
 from memfit.units import MIB
 
 CORPUS = sorted((Path(__file__).parent / "data" / "pickles").glob("*.pickle"))

@@ -19,8 +19,9 @@ import pytest
 import yaml
 
 from conftest import Ran
-from memfit import export, launch, recipe_file
+from memfit import export, launch
 from memfit.catalogue import cards
+from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.export.again import plan_of
 from memfit.launch import ACCELERATE_FILE

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from memfit.documents.snapshot import read
+from memfit.documents.snapshot.stacks import stacks_of
 from memfit.explain.history.reading import memory_of, segments_of
 from memfit.nouns.tape import Alloc, Free, Piece, Segment, Tape
 from memfit.report.pictures_html import flame, pictures, segment_map, stacks_of_groups
-from memfit.snapshot import read
-from memfit.snapshot.stacks import stacks_of
 from memfit.units import MIB
 
 OURS = Path(__file__).parent / "data" / "snapshots"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit import recipe_file
+from memfit.documents import recipe_file
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.job import TRAINING_RANGES, Recipe, RecipeFile, Training
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import tape_file
 from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
 from memfit.allocator.smallest_capacity import (
@@ -22,6 +21,7 @@ from memfit.allocator.smallest_capacity import (
     smallest_capacity,
     smallest_capacity_of,
 )
+from memfit.documents import tape_file
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, parse_alloc_conf
 from memfit.nouns.footprint import Levels

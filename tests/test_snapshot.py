@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from memfit.allocator.recorded_card import retrace
 from memfit.allocator.replay import alive_at, replay
+from memfit.documents.snapshot import pickles, read
+from memfit.documents.snapshot.frames import Reader
+from memfit.documents.snapshot.history import tape_of
 from memfit.errors import BadInput
 from memfit.explain.history.reading import memory_of
 from memfit.nouns.tape import WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
-from memfit.snapshot import pickles, read
-from memfit.snapshot.frames import Reader
-from memfit.snapshot.history import tape_of
 from memfit.units import KIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -433,9 +433,9 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.snapshot.MAX_CONTENT", 1 << 20)
+    monkeypatch.setattr("memfit.documents.snapshot.MAX_CONTENT", 1 << 20)
     assert "unpacks to more" in refused(gzip.compress(bytes(2 << 20)), tmp_path).message
-    monkeypatch.setattr("memfit.snapshot.MAX_FILE", 10)
+    monkeypatch.setattr("memfit.documents.snapshot.MAX_FILE", 10)
     assert "has more than" in refused(bytes(11), tmp_path).message
 
 

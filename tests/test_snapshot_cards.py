@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from memfit import footprints, watch_file
 from memfit.allocator.recorded_card import as_recorded, made_with, room_of
+from memfit.documents import footprint_file as footprints
+from memfit.documents import watch_log as watch_file
+from memfit.documents.snapshot import read
+from memfit.documents.snapshot.history import tape_of
+from memfit.documents.snapshot.writing import snapshot
 from memfit.errors import BadInput
 from memfit.explain.history.reading import memory_of
 from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.sample import Header, Sample
 from memfit.nouns.tape import WRITTEN, Alloc, Free, Mark, Oom, Tape
-from memfit.report.snapshot_pickle import snapshot
 from memfit.report.timeline_html import SHOWN, sample
-from memfit.snapshot import read
-from memfit.snapshot.history import tape_of
 from memfit.units import GIB, MIB
 
 Ran = Callable[..., tuple[int, str, str]]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import tape_file
+from memfit.documents import tape_file
+from memfit.documents.snapshot import read
 from memfit.errors import BadInput
 from memfit.nouns.tape import (
     PHASES,
@@ -30,7 +31,6 @@ from memfit.nouns.tape import (
     SegmentFree,
     Tape,
 )
-from memfit.snapshot import read
 
 WORDS, IDS, SIZES = st.text(max_size=12), st.integers(-(2**40), 2**62), st.integers(0, 2**50)
 ALLOCS = st.builds(Alloc, IDS, SIZES, st.sampled_from(ROLES), WORDS, st.integers(0, 2**40))

@@ -14,12 +14,12 @@ import pytest
 
 from memfit.allocator.recorded_card import retrace
 from memfit.allocator.replay import replay
+from memfit.documents.snapshot import read
+from memfit.documents.snapshot.history import tape_of
+from memfit.documents.snapshot.writing import snapshot_pickle
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
-from memfit.report.snapshot_pickle import snapshot_pickle
 from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
-from memfit.snapshot import read
-from memfit.snapshot.history import tape_of
 from memfit.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parent / "data" / "snapshots").glob("*.pickle.gz"))

@@ -15,9 +15,10 @@ pytest.importorskip("trl")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import closed_form
-from memfit import Recipe, cli, codec, find_gpu
+from memfit import Recipe, cli, find_gpu
 from memfit.allocator.capacity import capacity
 from memfit.allocator.replay import replay
+from memfit.documents import codec
 from memfit.errors import BadInput
 from memfit.models.hub import resolve_config
 from memfit.nouns.alloc_settings import parse_alloc_conf

@@ -239,7 +239,7 @@ def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
 
 def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], tmp_path: Path) -> None:
     """As a GPU leaves it: the log of a watch on a card, of the present rung alone."""
-    from memfit import watch_file
+    from memfit.documents import watch_log as watch_file
     from memfit.nouns.footprint import Levels
     from memfit.nouns.sample import Header, Sample
     from memfit.run.card import card

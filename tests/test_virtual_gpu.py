@@ -19,10 +19,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 from memfit import supported  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
+from memfit.documents.snapshot import read  # noqa: E402
 from memfit.errors import BadInput, Unsupported  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.nouns.alloc_settings import torch_version  # noqa: E402
-from memfit.snapshot import read  # noqa: E402
 from memfit.tables.cuda_kernels import reduction  # noqa: E402
 from memfit.virtual import Card, virtual_gpu  # noqa: E402
 from memfit.virtual.deaths import Deaths  # noqa: E402

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import memfit
-from memfit import watch_file
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.explain.history.watched import evidence_of
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import watch_file
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Holder, Leak, Sample, Watched

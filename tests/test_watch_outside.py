@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from memfit import codec, watch_file
+from memfit.documents import codec
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Sample

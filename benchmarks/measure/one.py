@@ -126,8 +126,8 @@ def keep(tape: Path) -> None:
     """Write the card's memory history as a tape."""
     import torch
 
-    from memfit import tape_file
-    from memfit.snapshot.history import tape_of
+    from memfit.documents import tape_file
+    from memfit.documents.snapshot.history import tape_of
 
     tape.write_bytes(tape_file.dumps(tape_of(torch.cuda.memory._snapshot())))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
-from memfit.recipe_file import read_text
 
 
 def parse(path: Path) -> Any:

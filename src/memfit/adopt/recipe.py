@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit import recipe_file
 from memfit.adopt.noun import Adopted
+from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.nouns.job import RECIPE_FIELDS
 

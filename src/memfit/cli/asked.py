@@ -145,7 +145,7 @@ def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
     """The card a recipe.toml was planned for, as --gpu and --gpu-memory say it."""
     if adopted is None or adopted.format != "recipe" or not path:
         return "", ""
-    from memfit import recipe_file
+    from memfit.documents import recipe_file
 
     file = recipe_file.read(Path(path))
     return "" if file.gpu == cards.CUSTOM else file.gpu, f"{file.gpu_memory}B" if file.gpu_memory else ""

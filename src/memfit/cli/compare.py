@@ -31,9 +31,9 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """
-    from memfit import footprints
     from memfit.catalogue import cards
     from memfit.compare import compare
+    from memfit.documents import footprint_file as footprints
 
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
@@ -49,7 +49,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     _check_cards(files, left, right)
     found = compare(left, right)
     if flags["json"]:
-        from memfit.watch_doc import compare_doc
+        from memfit.documents.watch_doc import compare_doc
 
         terminal.show_json(compare_doc(files[0], files[1], found))
     else:
@@ -61,7 +61,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
     """Resident memory of a process without a card says nothing about what a card must hold, nor a tape about a context."""
-    from memfit import footprints
+    from memfit.documents import footprint_file as footprints
     from memfit.measured import cardless
 
     without = [cardless(side) for side in (left, right)]

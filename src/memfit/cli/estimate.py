@@ -62,7 +62,7 @@ def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgeme
 
     why = explain(Account(found.architecture, recipe, found.gpu), footprint.peak) if flags["why"] else None
     if flags["json"]:
-        from memfit import codec
+        from memfit.documents import codec
 
         terminal.show_json(codec.estimate_doc(found.architecture, recipe, found.gpu, footprint, judgement, why))
         return

@@ -97,7 +97,7 @@ def run(what: str, **flags: Any) -> int:
             f"{human(log.left_out)} of it were only searched for messages: its head, its end and what stands around them were read"
         )
     if flags["json"]:
-        from memfit.explain_doc import explain_doc
+        from memfit.documents.explain_doc import explain_doc
 
         device = tape.device if tape else None
         terminal.show_json(explain_doc(evidence, findings, whole, earlier, log.left_out, device))
@@ -123,7 +123,7 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """What each failure in it says, in order: the last one ended the run."""
-    from memfit import watch_file
+    from memfit.documents import watch_log as watch_file
     from memfit.explain import read_text
     from memfit.explain.history.watched import evidence_of
     from memfit.explain.text.failures import split
@@ -135,8 +135,8 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
 
 def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
     """(the log, None); (nothing, tape) of a recorded history. Raises BadInput for what cannot be read."""
-    from memfit import watch_file
     from memfit.cli.logs import Log, read_log
+    from memfit.documents import watch_log as watch_file
 
     path = Path(what)
     try:
@@ -146,7 +146,7 @@ def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
             if packed is not None:
                 return packed, None
             if what != "-" and head.startswith((*BINARY, TAPE)):
-                from memfit.snapshot import read
+                from memfit.documents.snapshot import read
 
                 return Log(b""), read(path, device)
             # what a watch's log means is told by its first line
@@ -177,7 +177,7 @@ def _packed_log(path: Path) -> Log | None:
 
 def _check_content(content: bytes, what: str) -> None:
     """Raises BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
-    from memfit import watch_file
+    from memfit.documents import watch_log as watch_file
     from memfit.explain import messages
 
     if content.startswith((*BINARY, TAPE)):
@@ -344,10 +344,10 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
 
     from memfit.allocator.recorded_card import made_with, room_of
     from memfit.cli.files import write_files
+    from memfit.documents.snapshot.stacks import stacks_of
     from memfit.explain.history.reading import segments_of
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
-    from memfit.snapshot.stacks import stacks_of
 
     torch, settings = made_with(tape)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")

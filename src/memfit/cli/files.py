@@ -32,7 +32,7 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
     """Write the tape of a recipe's run as the formulas unroll it."""
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.run.recording import recorded
-    from memfit.tape_file import dumps
+    from memfit.documents.tape_file import dumps
 
     write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
     terminal.note(f"wrote {path} (see: memfit replay {path})")

@@ -27,7 +27,7 @@ def run(name: str | None = None, **flags: Any) -> int:
     chosen = (find_gpu(name),) if name else list_gpus()
     rows = good_for(chosen, entries(), loader())
     if flags["json"]:
-        from memfit import codec
+        from memfit.documents import codec
 
         terminal.show_json(codec.gpus_doc(rows, SETTING))
     else:

@@ -93,7 +93,7 @@ def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
     from memfit.report.ladder import chosen_index
 
     if flags["json"]:
-        from memfit import codec
+        from memfit.documents import codec
 
         terminal.show_json(codec.plan_doc(plan, chosen_index(plan)))
         return

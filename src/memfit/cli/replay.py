@@ -43,8 +43,8 @@ def run(tape: str, **flags: Any) -> int:
     Without a card it is replayed on one without a limit.
     """
     from memfit.allocator.capacity import capacity
+    from memfit.documents.snapshot import read
     from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf, torch_version
-    from memfit.snapshot import read
 
     check(flags)
     found = read(Path(tape), flags["device"])
@@ -61,7 +61,7 @@ def run(tape: str, **flags: Any) -> int:
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
     write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
-        from memfit.replay_doc import replay_doc
+        from memfit.documents.replay_doc import replay_doc
 
         terminal.show_json(replay_doc(found, answer, gpu, said, conf))
     else:
@@ -126,12 +126,12 @@ def write(
 
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:
-        from memfit.tape_file import dumps
+        from memfit.documents.tape_file import dumps
 
         about = {key: said for key, said in tape.about.items() if key != "chosen"}  # a tape holds one card
         made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
-        from memfit.report.snapshot_pickle import snapshot_pickle
+        from memfit.documents.snapshot.writing import snapshot_pickle
 
         made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
     if flags["html"]:

@@ -28,7 +28,7 @@ def run(
     for line in found.notes:
         terminal.note(line)
     if flags["json"]:
-        from memfit import codec
+        from memfit.documents import codec
 
         terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
         return 0

@@ -63,7 +63,7 @@ def show(view: RenderableType) -> None:
 
 def show_json(document: Any) -> None:
     """A document, or plain data, as JSON on stdout."""
-    from memfit import codec
+    from memfit.documents import codec
 
     text = codec.dumps(document)
     for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # within a string: what a terminal would obey

@@ -158,7 +158,7 @@ def _show(
 ) -> None:
     assert answer.judgement is not None
     if flags["json"]:
-        from memfit import codec
+        from memfit.documents import codec
 
         document = codec.trace_doc(found.architecture, recipe, found.gpu, footprint, answer)
         terminal.show_json(document)

@@ -61,7 +61,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         notes.insert(1, _settled(tape))
     write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
     if flags["json"]:
-        from memfit.replay_doc import replay_doc
+        from memfit.documents.replay_doc import replay_doc
 
         how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))

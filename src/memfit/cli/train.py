@@ -312,8 +312,8 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from dataclasses import replace
 
-    from memfit import recipe_file
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
+    from memfit.documents import recipe_file
     from memfit.export.again import plan_of
     from memfit.units import parse_size
 

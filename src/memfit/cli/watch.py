@@ -52,7 +52,7 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
-    from memfit import footprints
+    from memfit.documents import footprint_file as footprints
     from memfit.watcher.outside import program_of
     from memfit.watcher.outside import run as run_child
     from memfit.watcher.processes import outside_meter
@@ -82,7 +82,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     recorder = Recorder(header, log, sinks, screen)
     code, watched = run_child(command, recorder, meter, every, relay, aside=flags["json"])
     if flags["json"]:
-        from memfit.watch_doc import watched_doc
+        from memfit.documents.watch_doc import watched_doc
 
         with suppress(OSError):  # the command's exit code is the answer, whether this is read or not
             terminal.show_json(watched_doc(watched, code))
@@ -136,7 +136,7 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
         return _follow(path)
     watched = _read(path)
     if flags["json"]:
-        from memfit.watch_doc import watched_doc
+        from memfit.documents.watch_doc import watched_doc
 
         terminal.show_json(watched_doc(watched))
     else:
@@ -146,7 +146,8 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 
 def _read(path: Path) -> Watched:
     """The last run in a log."""
-    from memfit import recipe_file, watch_file
+    from memfit.documents import recipe_file
+    from memfit.documents import watch_log as watch_file
 
     try:
         return watch_file.loads(path.read_bytes())

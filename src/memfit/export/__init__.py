@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from memfit import launch, recipe_file
+from memfit import launch
 from memfit.catalogue import cards
+from memfit.documents import recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.export import axolotl, llamafactory, templates, transformers, trl
 from memfit.export.dataset import layout_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memfit import recipe_file
 from memfit.catalogue.cards import other_card, planned
 from memfit.closed_form.run.estimate import estimate
+from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu

@@ -110,7 +110,7 @@ def _watched(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
 
 
 def _of_real_card() -> Memory | None:
-    from memfit.snapshot.history import tape_of
+    from memfit.documents.snapshot.history import tape_of
 
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     return memory_of(tape_of(torch.cuda.memory._snapshot(), torch=(version[0], version[1])))

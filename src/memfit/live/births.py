@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
 
-from memfit.snapshot.origins import Origin, made_for, of_both
-from memfit.snapshot.passes import Site
+from memfit.documents.snapshot.origins import Origin, made_for, of_both
+from memfit.documents.snapshot.passes import Site
 from memfit.watcher.roots import own
 
 

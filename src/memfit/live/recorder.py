@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from memfit.documents.snapshot.origins import LABELS, Origin
+from memfit.documents.snapshot.passes import Site
 from memfit.live.births import birth, site
 from memfit.nouns.tape import FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Role, Tape
-from memfit.snapshot.origins import LABELS, Origin
-from memfit.snapshot.passes import Site
 from memfit.virtual.card import Card
 from memfit.virtual.observer import Observer
 from memfit.virtual.values import base, tensors

@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memfit import launch, recipe_file, watch_file
+from memfit import launch
 from memfit.catalogue.cards import CUSTOM, custom_gpu, find_gpu
+from memfit.documents import recipe_file
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Refused
 from memfit.export import export
 from memfit.export import write as write_files

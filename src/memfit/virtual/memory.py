@@ -11,10 +11,10 @@ import torch
 
 from memfit.allocator.replay import EMPTY_CACHE
 from memfit.closed_form.run.recording import WORKSPACE
+from memfit.documents.snapshot.writing import snapshot
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
 from memfit.nouns.tape import SegmentAlloc, Tape
-from memfit.report.snapshot_pickle import snapshot
 
 if TYPE_CHECKING:
     from types import FrameType

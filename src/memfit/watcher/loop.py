@@ -16,7 +16,7 @@ try:
 except ImportError:
     raise MissingExtra("memfit.watch", "trace") from None
 
-from memfit import footprints
+from memfit.documents import footprint_file as footprints
 from memfit.nouns.sample import Header
 from memfit.watcher.handle import Watch
 from memfit.watcher.meters import meter_for

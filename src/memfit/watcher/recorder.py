@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from memfit import watch_file
 from memfit.band import Alarms
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.measured import highest
 from memfit.nouns.footprint import Levels

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
+from memfit.documents.snapshot.hooked import NotPlain, Stream, hooked
 from memfit.errors import BadInput
-from memfit.snapshot.hooked import NotPlain, Stream, hooked
 
 # Objects take this many times the bytes of their pickle. Source: 3 to 5 for four recorded snapshots; an empty dict,
 # one byte in the file, takes 64 bytes.

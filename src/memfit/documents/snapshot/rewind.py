@@ -12,10 +12,10 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 from memfit.allocator.blocks import K_SMALL_BUFFER, K_SMALL_SIZE, round_size
+from memfit.documents.snapshot.shape import Entry, Pool, Range
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.tape import Alloc, Piece, Segment
-from memfit.snapshot.shape import Entry, Pool, Range
 
 LOST = "the history does not lead to its final segments"
 HINT = "one device's events may be missing; record it again"

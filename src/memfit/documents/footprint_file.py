@@ -7,10 +7,11 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from memfit import codec, recipe_file, snapshot, watch_file
 from memfit.allocator.recorded_card import as_recorded
 from memfit.catalogue import cards
 from memfit.closed_form.run.estimate import estimate
+from memfit.documents import codec, recipe_file, snapshot
+from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, MemfitError
 from memfit.measured import footprint_of
 from memfit.models import hub

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from memfit.documents.snapshot.frames import MAX_LABEL, Place, Reader, told
+from memfit.documents.snapshot.passes import INSIDE, LOAD, Site, Turn, comes_back, goes_back, site
+from memfit.documents.snapshot.shape import text_of
 from memfit.nouns.tape import Alloc, Event, Free, Role
-from memfit.snapshot.frames import MAX_LABEL, Place, Reader, told
-from memfit.snapshot.passes import INSIDE, LOAD, Site, Turn, comes_back, goes_back, site
-from memfit.snapshot.shape import text_of
 
 INSTANTS: dict[str, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", LOAD: "load"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}

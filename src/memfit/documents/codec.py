@@ -15,8 +15,10 @@ from msgspec import Meta, Struct
 
 from memfit.allocator.capacity import Capacity, Slack
 from memfit.closed_form.why import Kept, Reason, Why
+from memfit.documents.explain_doc import ExplainDoc
+from memfit.documents.replay_doc import ReplayDoc
+from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
-from memfit.explain_doc import ExplainDoc
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
@@ -24,8 +26,6 @@ from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, ch
 from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role
 from memfit.planner.good_for import GpuRow, Largest
-from memfit.replay_doc import ReplayDoc
-from memfit.watch_doc import CompareDoc, WatchedDoc
 
 T = TypeVar("T")
 VERSION = 1

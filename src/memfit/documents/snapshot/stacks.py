@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.snapshot import pickled
-from memfit.snapshot.shape import shaped, text_of
+from memfit.documents.snapshot import pickled
+from memfit.documents.snapshot.shape import shaped, text_of
 
 Stacks = dict[tuple[str, ...], int]
 DEEPEST = 60  # calls kept of a stack, from the outermost

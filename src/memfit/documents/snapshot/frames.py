@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple, get_args
 
+from memfit.documents.snapshot.origins import LABELS, Origin, made_for, of_both
+from memfit.documents.snapshot.shape import text_of
 from memfit.explain.frames import library
 from memfit.nouns.tape import Role
-from memfit.snapshot.origins import LABELS, Origin, made_for, of_both
-from memfit.snapshot.shape import text_of
 
 Place = Literal["forward", "backward", "zero_grad", "optimizer", "move", "cublas", "held", ""]
 # (place, is it said by a file's path or by a function's name, the words), the first that a frame has decides

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from memfit.documents.snapshot.frames import CALLED, of_library
 from memfit.nouns.tape import GRADIENTS_ON, Alloc, Event, Free, Mark, Oom, Phase
-from memfit.snapshot.frames import CALLED, of_library
 
 Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
 INSIDE = ("", "", 0)  # ends the site of what a library made, a module that was called

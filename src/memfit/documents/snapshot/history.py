@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.documents.snapshot.forward import completed
+from memfit.documents.snapshot.passes import LOAD, Turn, loops, marks
+from memfit.documents.snapshot.rewind import State, final_state, segments_of, start_state
+from memfit.documents.snapshot.roles import INSTANTS, Births
+from memfit.documents.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, text_of, torch_of
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
-from memfit.snapshot.forward import completed
-from memfit.snapshot.passes import LOAD, Turn, loops, marks
-from memfit.snapshot.rewind import State, final_state, segments_of, start_state
-from memfit.snapshot.roles import INSTANTS, Births
-from memfit.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, text_of, torch_of
 
 GIVES = ("segment_free", "segment_unmap")
 TAKES = ("segment_alloc", "segment_map")

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from memfit.documents.snapshot.forward import completed
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Phase, SegmentAlloc, SegmentFree, Tape
-from memfit.snapshot.forward import completed
 
 UNIT = 512  # bytes one step of an address stands for
 SUFFIX = ".tape.json.gz"

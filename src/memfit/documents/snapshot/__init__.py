@@ -9,13 +9,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from memfit import tape_file
+from memfit.documents import tape_file
+from memfit.documents.snapshot import pickles, records
+from memfit.documents.snapshot.history import tape_of
+from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch
 from memfit.nouns.tape import Tape
-from memfit.snapshot import pickles, records
-from memfit.snapshot.history import tape_of
-from memfit.snapshot.shape import Smaller
 
 MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
 MAX_CONTENT = 2 << 30  # bytes after decompression
