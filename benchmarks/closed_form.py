@@ -20,13 +20,13 @@ from typing import Any
 from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.allocator.replay import replay
 from memfit.errors import MemfitError, Unsupported
+from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.models.families import architecture
 from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.tables import combinations
-from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "closed-form.md"

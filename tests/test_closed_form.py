@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import closed_form
 from memfit import Recipe, estimate, find_gpu
 from memfit.allocator.replay import replay
+from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.models.families import architecture
 from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint
 from memfit.tables.cautions import cautions
-from memfit.traced import footprint_of
 from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memfit.compare import compare
 from memfit.documents import codec, tape_file
 from memfit.documents import watch_log as watch_file
-from memfit.measured import REST, footprint_of
+from memfit.footprints.compare import compare
+from memfit.footprints.footprint_of_watch import REST, footprint_of
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.sample import Header, MeterName, Sample, Watched
 from memfit.nouns.tape import PHASES, ROLES, Alloc, Free, Mark, Phase, Role, Tape

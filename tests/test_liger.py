@@ -53,8 +53,8 @@ def test_axolotl_has_the_loss_without_the_layers() -> None:
 def test_a_trace_says_the_same(model: str) -> None:
     pytest.importorskip("liger_kernel", reason="pip install liger-kernel")
     from memfit.allocator.replay import replay
+    from memfit.footprints.footprint_of_trace import footprint_of
     from memfit.models.hub import resolve_config
-    from memfit.traced import footprint_of
     from memfit.virtual.tracing import trace_recipe
 
     gpu, recipe = find_gpu("a100-80gb"), Recipe(trainer="transformers", loss="fused", **FULL)

@@ -20,10 +20,10 @@ from memfit.allocator.capacity import capacity
 from memfit.allocator.replay import replay
 from memfit.documents import codec
 from memfit.errors import BadInput
+from memfit.footprints.footprint_of_trace import footprint_of, general, judged
 from memfit.models.hub import resolve_config
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, Free, Mark, Tape
-from memfit.traced import footprint_of, general, judged
 from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -15,9 +15,9 @@ pytest.importorskip("trl")
 
 from memfit import Recipe, cli
 from memfit.allocator.capacity import capacity
+from memfit.footprints.footprint_of_trace import judged
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
-from memfit.traced import judged
 from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
 from memfit.virtual import depths
 from memfit.virtual.jobs import models

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 
 from memfit import Recipe, find_gpu  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
-from memfit.traced import footprint_of  # noqa: E402
+from memfit.footprints.footprint_of_trace import footprint_of  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.host import no_random_weights  # noqa: E402
 from memfit.virtual.jobs import run  # noqa: E402

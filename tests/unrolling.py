@@ -6,9 +6,9 @@ from typing import Any
 
 from memfit import Recipe, find_gpu
 from memfit.allocator.replay import replay
+from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.gpu import Gpu
-from memfit.traced import footprint_of
 from memfit.unrolled import Order, in_order_of_birth
 from memfit.virtual.tracing import trace_recipe
 

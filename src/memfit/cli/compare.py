@@ -14,7 +14,7 @@ from memfit.cli.flags import COMMON, DEVICE, Argument, Flag, takes
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 
 if TYPE_CHECKING:
-    from memfit.compare import Agreement
+    from memfit.footprints.compare import Agreement
     from memfit.nouns.footprint import Footprint
 
 EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
@@ -32,8 +32,8 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
     """
     from memfit.catalogue import cards
-    from memfit.compare import compare
     from memfit.documents import footprint_file as footprints
+    from memfit.footprints.compare import compare
 
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
@@ -62,7 +62,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
     """Resident memory of a process without a card says nothing about what a card must hold, nor a tape about a context."""
     from memfit.documents import footprint_file as footprints
-    from memfit.measured import cardless
+    from memfit.footprints.footprint_of_watch import cardless
 
     without = [cardless(side) for side in (left, right)]
     if without[0] != without[1]:

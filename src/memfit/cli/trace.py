@@ -102,10 +102,10 @@ def traced(
     from memfit.allocator.capacity import capacity
     from memfit.allocator.replay import replay
     from memfit.closed_form.parallel.sharding import NCCL_BYTES
+    from memfit.footprints.footprint_of_trace import footprint_of, judged
     from memfit.models import hub
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.supported import check_trace
-    from memfit.traced import footprint_of, judged
 
     check_trace()
     os.environ.setdefault(

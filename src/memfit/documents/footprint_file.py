@@ -13,13 +13,13 @@ from memfit.closed_form.run.estimate import estimate
 from memfit.documents import codec, recipe_file, snapshot
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, MemfitError
-from memfit.measured import footprint_of
+from memfit.footprints.footprint_of_trace import footprint_of as traced_footprint
+from memfit.footprints.footprint_of_watch import footprint_of
 from memfit.models import hub
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
-from memfit.traced import footprint_of as traced_footprint
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
 MOST = 1 << 30  # bytes of a file

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.compare import Agreement, Comparison, Level
+from memfit.footprints.compare import Agreement, Comparison, Level
 from memfit.nouns.tape import Role
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, phase_title

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.band import CARD_SHARE, bands
-from memfit.measured import by_phase, measured_by
+from memfit.footprints.band import CARD_SHARE, bands
+from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
 from memfit.nouns.tape import Phase

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memfit.export.script import learning_rate
 from memfit.export.text import summary, title
-from memfit.measured import by_phase
+from memfit.footprints.footprint_of_watch import by_phase
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title

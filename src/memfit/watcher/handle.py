@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memfit import measured
 from memfit.allocator.replay import Timeline
 from memfit.doubt import doubt, stopped
+from memfit.footprints import footprint_of_watch as measured
 from memfit.growth import Growth, Series
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.sample import Alarm, Holder, Leak, Sample

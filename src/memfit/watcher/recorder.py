@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from memfit.band import Alarms
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
-from memfit.measured import highest
+from memfit.footprints.band import Alarms
+from memfit.footprints.footprint_of_watch import highest
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched
 from memfit.nouns.tape import Phase, Role

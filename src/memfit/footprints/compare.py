@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.measured import REST, cardless
+from memfit.footprints.footprint_of_watch import REST, cardless
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import METERS
 from memfit.nouns.tape import ROLES, Phase, Role
