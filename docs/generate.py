@@ -253,7 +253,7 @@ EXAMPLES = {
     "example_trainer": ("src/memfit/tables/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
     "example_loss": ("src/memfit/closed_form/layers/losses.py", "def _full(", "def _fused("),
     "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
-    "example_target": ("src/memfit/export/__init__.py", "TARGETS: dict", "def target("),
+    "example_target": ("src/memfit/frameworks/targets.py", "TARGETS: dict", "def target("),
 }
 
 GENERATORS = {

@@ -19,12 +19,12 @@ import memfit.run.attempt
 from memfit.catalogue.cards import custom_gpu
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
+from memfit.frameworks.accelerate.environment import environment
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.verdicts import judge
 from memfit.run import embedded, folder, worker
-from memfit.run.environment import environment
 from memfit.run.keeper import Keeper
 from memfit.run.limit import CountingMeter
 from memfit.run.nouns import Event, Outcome, Settings

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.adopt import FORMATS, adopt
 from memfit.documents.recipe_file import SIZE_LIMIT
 from memfit.errors import BadInput, Unsupported
-from memfit.export import export, write
+from memfit.frameworks.reading import FORMATS, adopt
+from memfit.frameworks.targets import export, write
 from memfit.nouns.job import RECIPE_FIELDS, Recipe
 from memfit.tables.combinations import refusal
 from plans import CHOICES, GRID, SINGLES, make_plan

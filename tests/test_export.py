@@ -21,15 +21,16 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memfit import export, launch
-from memfit import framework_names as names
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
 from memfit.documents.recipe_file import loads
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
-from memfit.export import templates
-from memfit.export import text as export_text
-from memfit.export.dataset import layout_of
+from memfit.frameworks import names as names
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks import targets as export
+from memfit.frameworks import text as export_text
+from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.llamafactory import templates
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe, Training
 from memfit.nouns.plan import Judgement, Plan

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from memfit import Recipe, cli
-from memfit.adopt import FORMATS
 from memfit.documents.recipe_file import dumps
+from memfit.frameworks.reading import FORMATS
 from memfit.nouns.job import RecipeFile
 from memfit.planner.rungs import ORDER
 

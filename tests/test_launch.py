@@ -19,15 +19,16 @@ import pytest
 import yaml
 
 from conftest import Ran
-from memfit import export, launch
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
-from memfit.export.again import plan_of
-from memfit.launch import ACCELERATE_FILE
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks import targets as export
+from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.process_layout import ACCELERATE_FILE
 from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
-from memfit.run.environment import environment
 from memfit.run.jobs import TARGETS, files
 from memfit.run.jobs.skypilot import ACCELERATORS
 from memfit.run.jobs.spec import IMPORTED, PROCESS, spec_of

@@ -10,7 +10,7 @@ import pytest
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
 from memfit.catalogue.cards import list_gpus, parse_gpu
 from memfit.errors import BadInput
-from memfit.export import export
+from memfit.frameworks.targets import export
 from memfit.planner import left_out, techniques
 from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import LADDER, SHARDING

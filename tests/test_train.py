@@ -96,7 +96,7 @@ def test_the_rehearsal_leaves_no_trace(whole: tuple[Run, Outcome], made: tuple[P
 def test_an_empty_step_moves_nothing(optimizer: str) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from memfit import framework_names
+    from memfit.frameworks import names as framework_names
     from memfit.run.rehearsal import empty_step
 
     if "8bit" in optimizer or "lion" in optimizer:

@@ -13,8 +13,8 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
-from memfit.export.requirements import packages  # noqa: E402
-from memfit.launch import backend  # noqa: E402
+from memfit.frameworks.process_layout import backend  # noqa: E402
+from memfit.frameworks.requirements import packages  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
 from memfit.run.attempt import attempt  # noqa: E402

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights  # noqa: E402
 
 import oracle_sharded  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
-from memfit.launch import BLOCKS  # noqa: E402
+from memfit.frameworks.process_layout import BLOCKS  # noqa: E402
 from memfit.nouns.tape import ROLES, Alloc, RecordStream  # noqa: E402
 from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402

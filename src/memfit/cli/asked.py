@@ -23,9 +23,9 @@ from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size, said_share
 
 if TYPE_CHECKING:
-    from memfit.adopt import Adopted
     from memfit.data import Dataset
     from memfit.data.lengths import Lengths
+    from memfit.frameworks.reading import Adopted
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
@@ -91,7 +91,7 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
 def _adopted(path: str | None) -> Adopted | None:
     if not path:
         return None
-    from memfit.adopt import adopt
+    from memfit.frameworks.reading import adopt
 
     return adopt(Path(path))
 

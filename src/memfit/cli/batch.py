@@ -9,7 +9,7 @@ from memfit.errors import BadInput
 from memfit.nouns.job import Recipe
 
 if TYPE_CHECKING:
-    from memfit.adopt import Adopted
+    from memfit.frameworks.reading import Adopted
 
 DEFAULT_BATCH = 16
 LARGEST_BATCH = 1 << 24

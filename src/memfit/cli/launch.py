@@ -46,8 +46,8 @@ def run(file: str, **flags: Any) -> int:
     and steps are those of [training] in the recipe, or of the flags. Data and model of this machine go along to a cloud or
     into the image; notes say what is copied, assumed, and left to do.
     """
-    from memfit.export import write
-    from memfit.export.again import plan_of_file
+    from memfit.frameworks.plan_of_recipe import plan_of_file
+    from memfit.frameworks.targets import write
     from memfit.run.jobs import check_flags, files, target
     from memfit.run.jobs.spec import spec_of
 
@@ -95,7 +95,7 @@ def _check_tool(row: Target) -> None:
 def _absent(spec: Spec) -> Iterator[str]:
     """Data that is not here, so that no job can carry it."""
     from memfit.data.files import READERS
-    from memfit.export.script import NO_DATA
+    from memfit.frameworks.script import NO_DATA
 
     if not spec.plan.job.dataset:
         yield f"no data is named: train.py reads {NO_DATA} beside it"

@@ -14,7 +14,7 @@ from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
-    from memfit.export import Target
+    from memfit.frameworks.targets import Target
     from memfit.nouns.plan import Plan
 
 EXAMPLES = (
@@ -82,7 +82,7 @@ def _target(flags: dict[str, Any]) -> Target | None:
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.export import check_free, target
+    from memfit.frameworks.targets import check_free, target
     from memfit.tables.trainers import script_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
@@ -123,7 +123,7 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
 
 
 def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.export import export, notes, write
+    from memfit.frameworks.targets import export, notes, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")

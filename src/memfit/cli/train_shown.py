@@ -19,7 +19,7 @@ class Shown:
     """Use it as a context manager around the run. `interrupted`: Ctrl-C stopped it."""
 
     def __init__(self, run: Run, json: bool) -> None:
-        from memfit.export.text import title
+        from memfit.frameworks.text import title
 
         self.run, self.json, self.interrupted = run, json, False
         self.line = ""  # of progress, above the view

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from memfit.errors import BadInput
-from memfit.launch import backend
+from memfit.frameworks.process_layout import backend
 from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
 from memfit.run.gloo import sharding
 from memfit.run.keeper import Ended, Keeper, Stopped, Tell

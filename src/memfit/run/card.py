@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from memfit.export.script import learning_rate
-from memfit.export.text import summary, title
 from memfit.footprints.footprint_of_watch import by_phase
+from memfit.frameworks.script import learning_rate
+from memfit.frameworks.text import summary, title
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from memfit import launch
 from memfit.errors import BadInput
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks.accelerate.environment import environment
 from memfit.nouns.job import Recipe
-from memfit.run.environment import environment
 from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
 from memfit.run.nouns import EVENT, WARNING, Event, Outcome
 

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memfit import launch
 from memfit.catalogue.cards import CUSTOM, custom_gpu, find_gpu
 from memfit.documents import recipe_file
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Refused
-from memfit.export import export
-from memfit.export import write as write_files
-from memfit.export.again import plan_of
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.targets import export
+from memfit.frameworks.targets import write as write_files
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan

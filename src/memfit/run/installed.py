@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from memfit.export.requirements import packages
-from memfit.launch import backend
+from memfit.frameworks.process_layout import backend
+from memfit.frameworks.requirements import packages
 from memfit.nouns.job import Recipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.launch import backend
+from memfit.frameworks.process_layout import backend
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner.next_lower_recipe import STORED, down

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import Unsupported
-from memfit.export.text import one_line, yaml_text
+from memfit.frameworks.text import one_line, yaml_text
 from memfit.run.jobs.images import dockerfile
 from memfit.run.jobs.spec import TOKEN, Spec
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import UnknownName
-from memfit.export.text import one_line, yaml_text
+from memfit.frameworks.text import one_line, yaml_text
 from memfit.run.jobs.images import image_of
 from memfit.run.jobs.spec import OWN_PORT, TOKEN, Spec
 from memfit.units import GIB

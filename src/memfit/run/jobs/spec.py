@@ -7,17 +7,17 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from memfit import launch
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.static import Static
 from memfit.errors import BadInput
-from memfit.export import absolute, placed
-from memfit.export.text import comment, one_line, summary
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.targets import absolute, placed
+from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner.candidates import Estimator
-from memfit.run.environment import environment
 from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default

@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
-from memfit import deepspeed_file, launch
-from memfit import framework_names as names
 from memfit.errors import Unsupported
+from memfit.frameworks import names as names
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memfit.launch import BLOCKS
+from memfit.frameworks.process_layout import BLOCKS
 from memfit.virtual.jobs.checkpoints import Saving, resume, without_files
 from memfit.virtual.jobs.models import load
 from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from memfit import launch
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
-from memfit.export import axolotl, llamafactory, templates, transformers, trl
-from memfit.export.dataset import layout_of
+from memfit.frameworks import process_layout as launch
+from memfit.frameworks.axolotl import write as axolotl
+from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.llamafactory import templates
+from memfit.frameworks.llamafactory import write as llamafactory
+from memfit.frameworks.transformers import write as transformers
+from memfit.frameworks.trl import write as trl
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
 

@@ -8,10 +8,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt import accelerate, axolotl, deepspeed, llamafactory, recipe, transformers
-from memfit.adopt.noun import Adopted
-from memfit.adopt.parse import parse
 from memfit.errors import BadInput, Unsupported
+from memfit.frameworks import recipe_toml as recipe
+from memfit.frameworks.accelerate import read as accelerate
+from memfit.frameworks.adopted import Adopted
+from memfit.frameworks.axolotl import read as axolotl
+from memfit.frameworks.deepspeed import read as deepspeed
+from memfit.frameworks.llamafactory import read as llamafactory
+from memfit.frameworks.parsing import parse
+from memfit.frameworks.transformers import read as transformers
 
 __all__ = ["FORMATS", "Adopted", "adopt"]
 

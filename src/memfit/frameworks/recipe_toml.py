@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memfit.adopt.noun import Adopted
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
+from memfit.frameworks.adopted import Adopted
 from memfit.nouns.job import RECIPE_FIELDS
 
 NAME = "recipe"

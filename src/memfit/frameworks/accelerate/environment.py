@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import memfit.export.accelerate as accelerate
-from memfit import launch
+import memfit.frameworks.accelerate.write as accelerate
+from memfit.frameworks import process_layout as launch
 from memfit.nouns.job import Recipe
 
 # torch reads PYTORCH_ALLOC_CONF from 2.10 on, older ones PYTORCH_CUDA_ALLOC_CONF: both are set, to the same

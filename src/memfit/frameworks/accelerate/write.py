@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import memfit.deepspeed_file as deepspeed
-import memfit.launch as launch
-from memfit.export.text import yaml_text
+import memfit.frameworks.deepspeed.write as deepspeed
+import memfit.frameworks.process_layout as launch
+from memfit.frameworks.text import yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import memfit.adopt.harmless as harmless
-from memfit.adopt.noun import Keys, beside, word
-from memfit.adopt.parse import parse
+import memfit.frameworks.harmless_keys as harmless
 from memfit.errors import BadInput
-from memfit.framework_names import our_optimizer
+from memfit.frameworks.adopted import Keys, beside, word
+from memfit.frameworks.names import our_optimizer
+from memfit.frameworks.parsing import parse
 
 STAGES = ("none", "optimizer", "gradients", "parameters")
 KERNELS = {

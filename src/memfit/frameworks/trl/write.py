@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import memfit.export.accelerate as accelerate
-import memfit.export.script as script
-import memfit.framework_names as names
-import memfit.launch as launch
+import memfit.frameworks.accelerate.write as accelerate
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
+import memfit.frameworks.script as script
 from memfit.errors import Unsupported
-from memfit.export.requirements import requirements
-from memfit.export.savings import savings
-from memfit.export.text import literal
+from memfit.frameworks.requirements import requirements
+from memfit.frameworks.savings import savings
+from memfit.frameworks.text import literal
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.combinations import NOT_BY_TRL

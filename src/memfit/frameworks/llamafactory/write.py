@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import memfit.deepspeed_file as deepspeed
-import memfit.framework_names as names
-import memfit.launch as launch
+import memfit.frameworks.deepspeed.write as deepspeed
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
 from memfit.errors import Unsupported
-from memfit.export.dataset import Layout, layout_for
-from memfit.export.savings import savings
-from memfit.export.script import learning_rate
-from memfit.export.templates import template
-from memfit.export.text import stamp, summary, with_environment, yaml_text
+from memfit.frameworks.dataset_layout import Layout, layout_for
+from memfit.frameworks.llamafactory.templates import template
+from memfit.frameworks.savings import savings
+from memfit.frameworks.script import learning_rate
+from memfit.frameworks.text import stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import memfit.launch as launch
+import memfit.frameworks.process_layout as launch
 from memfit.closed_form.parallel.zero3 import BUCKET
 from memfit.nouns.job import Recipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import memfit.framework_names as names
+import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import memfit.framework_names as names
-import memfit.launch as launch
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
 from memfit.nouns.job import Recipe
 
 PINS = {

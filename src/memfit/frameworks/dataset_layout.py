@@ -10,7 +10,7 @@ from typing import Any
 from memfit.data.files import Broken, Record, reader_for
 from memfit.data.samples import KNOWN_FIELDS, UnusableError, sample_of
 from memfit.errors import MemfitError, Unsupported
-from memfit.export.script import NO_DATA
+from memfit.frameworks.script import NO_DATA
 
 LOOKED_AT = 100  # records; a file whose first hundred are broken is not looked at further
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import memfit.adopt.harmless as harmless
-import memfit.adopt.spread as spread
-from memfit.adopt.noun import Adopted, Keys, build
+import memfit.frameworks.harmless_keys as harmless
+import memfit.frameworks.shared_keys as spread
+from memfit.frameworks.adopted import Adopted, Keys, build
 
 NAME = "deepspeed"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import memfit.framework_names as names
-import memfit.launch as launch
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
 from memfit._version import __version__
-from memfit.export.script_data import DATA
-from memfit.export.text import WIDTH, comment, literal, summary
+from memfit.frameworks.script_data import DATA
+from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
 

@@ -1,0 +1,1 @@
+"""axolotl's YAML: keys and defaults of 0.19."""

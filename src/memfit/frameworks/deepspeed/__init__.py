@@ -1,0 +1,1 @@
+"""DeepSpeed's ds_config.json."""

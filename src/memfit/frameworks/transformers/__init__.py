@@ -1,0 +1,1 @@
+"""transformers' TrainingArguments and a train.py around its Trainer."""

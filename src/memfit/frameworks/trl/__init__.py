@@ -1,0 +1,1 @@
+"""A train.py around TRL's SFTTrainer."""
