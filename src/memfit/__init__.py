@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from memfit._version import __version__ as __version__
+from memfit._package import __version__ as __version__
 
 if TYPE_CHECKING:
     from memfit.catalogue.cards import find_gpu as find_gpu

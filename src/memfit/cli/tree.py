@@ -7,7 +7,7 @@ from types import ModuleType
 
 import click
 
-from memfit._version import __version__
+from memfit._package import __version__
 from memfit.cli import (
     compare,
     data,

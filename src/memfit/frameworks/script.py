@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import memfit.frameworks.names as names
 import memfit.frameworks.process_layout as launch
-from memfit._version import __version__
+from memfit._package import __version__
 from memfit.frameworks.script_data import DATA
 from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.nouns.job import AS_USUAL, Recipe, Training

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from memfit._version import __version__
+from memfit._package import __version__
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.units import human

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit._package import FOLDER
 from memfit.virtual.dispatch import current, register_by_name
 from memfit.virtual.imports import Change, when_imported
 from memfit.virtual.patching import patched
@@ -189,7 +189,8 @@ def _metrics(module: ModuleType) -> AbstractContextManager[None]:
 @contextmanager
 def _unseen(module: ModuleType) -> Iterator[None]:
     """torch._dynamo.trace_rules: the card's own Python code is no part of the program."""
-    files = [str(path) for path in Path(__file__).parent.glob("*.py") if path.name not in HOOKS]
+    own = FOLDER / "virtual"
+    files = [str(p) for p in own.rglob("*.py") if p.name not in HOOKS and own / "jobs" not in p.parents]
     module.SKIP_DIRS.extend(files)
     module._recompile_re()
     try:

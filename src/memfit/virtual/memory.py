@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit._package import FOLDER
 from memfit.allocator.replay import EMPTY_CACHE
 from memfit.closed_form.run.recording import WORKSPACE
 from memfit.documents.snapshot.writing import snapshot
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from memfit.virtual.card import Card
 
-_OWN = str(Path(__file__).parents[1])  # frames of this program are not the script's
 _ENGINE = "_engine_run_backward"  # in torch/autograd/graph.py
 POOLS = ("all", "large_pool", "small_pool")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
@@ -156,7 +155,7 @@ class Stacks:
             code = frame.f_code
             if node and code.co_name == _ENGINE:  # a thread of its own runs the backward
                 break
-            if not code.co_filename.startswith(_OWN):
+            if not code.co_filename.startswith(str(FOLDER)):
                 found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
             frame = frame.f_back
         return found

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
+from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
@@ -275,9 +276,8 @@ def _printed(error: BaseException | None) -> str:
     """As plain Python prints it, without the frames of this program."""
     if error is None:
         return ""
-    own = Path(__file__).parents[1]
     frames = [
-        f for f in _frames(error.__traceback__) if Path(f.filename).is_file() and own not in Path(f.filename).parents
+        f for f in _frames(error.__traceback__) if Path(f.filename).is_file() and FOLDER not in Path(f.filename).parents
     ]
     said = "".join(traceback.format_exception_only(error))
     return f"Traceback (most recent call last):\n{''.join(traceback.format_list(frames))}{said}".rstrip()

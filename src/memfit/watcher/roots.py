@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from memfit._package import FOLDER
 from memfit.explain.frames import library
 
-OURS = str(Path(__file__).resolve().parent.parent)  # memfit itself holds what it looks at
+OURS = str(FOLDER)  # memfit itself holds what it looks at
 OURS_ALONE = 3  # references to a frame's copy of its variables: the frame's, ours, and the call's that counts them
 WIDEST = 2000  # items of one container that are looked at
 
