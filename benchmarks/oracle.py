@@ -86,9 +86,10 @@ def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
     from memfit.catalogue.cards import find_gpu
     from memfit.nouns.alloc_settings import parse_alloc_conf
     from memfit.nouns.tape import Alloc
-    from memfit.virtual import Answers, depths, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
+    from memfit.virtual.repeated_blocks import depths
+    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
     depths.WORTH = 100.0  # however few layers there are
     case = record["case"]
@@ -117,9 +118,9 @@ def traced(record: dict[str, Any], models: Path) -> Outcome:
     import torch
 
     from memfit.catalogue.cards import find_gpu
-    from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
+    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
     case = record["case"]
     capacity = int(case["total_gib"] * 2**30)

@@ -41,9 +41,9 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
 def traced(case: dict[str, Any], config: dict[str, Any], *, late: bool) -> Peaks:
     """Peaks by phase. late: NCCL's watchdog looks as late as it may."""
     from memfit.catalogue.cards import find_gpu
-    from memfit.virtual import Answers, virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
+    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
     capacity = case["total_gib"] << 30
     gpu = replace(find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=108)

@@ -18,10 +18,10 @@ def fsdp() -> str:
     from memfit.catalogue.cards import find_gpu
     from memfit.models import hub
     from memfit.units import human
-    from memfit.virtual import virtual_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.jobs.setup import Setup
     from memfit.virtual.observer import Observer
+    from memfit.virtual.virtual_gpu import virtual_gpu
 
     setup = Setup(
         config=hub.resolve_config("llama-3.1-405b"), trainer="torch", method="full", dtype="bf16", autocast="bf16",

@@ -23,7 +23,7 @@ state = pytest.importorskip("accelerate.state")
 from memfit import virtual_gpu  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.nouns.finding import Cause, Finding  # noqa: E402
-from memfit.virtual.card import Card  # noqa: E402
+from memfit.virtual.device.card import Card  # noqa: E402
 
 PROGRAMS = sorted((Path(__file__).parent / "data" / "places").glob("*.py"))
 MESSAGE = (

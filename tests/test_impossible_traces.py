@@ -11,9 +11,9 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from memfit.tables.combinations import NOT_BY_TRL, ROUTERS
-from memfit.virtual import virtual_gpu
 from memfit.virtual.jobs import Setup, run
 from memfit.virtual.observer import Observer
+from memfit.virtual.virtual_gpu import virtual_gpu
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,11 +12,11 @@ import pytest
 if find_spec("torch") is None or find_spec("transformers") is None:
     pytest.skip("the trace needs PyTorch and transformers", allow_module_level=True)
 
-from memfit.virtual.lean import lean_imports
+from memfit.virtual.process.fast_imports import lean_imports
 
 PUT_OFF = """
 import sys
-from memfit.virtual.lean import lean_imports
+from memfit.virtual.process.fast_imports import lean_imports
 import torch
 from torch.utils.checkpoint import checkpoint
 

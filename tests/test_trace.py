@@ -145,7 +145,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 def test_trl_imported_before_there_was_a_triton_still_takes_the_road_of_a_card() -> None:
     code = (
         "import trl.kernels.chunked_logprob as before; assert not before._TRITON_AVAILABLE\n"
-        "from memfit.virtual import virtual_gpu\n"
+        "from memfit.virtual.virtual_gpu import virtual_gpu\n"
         "with virtual_gpu('l4'):\n"
         "    import trl.kernels.chunked_logprob as after\n"
         "    assert after._TRITON_AVAILABLE and after is not before\n"

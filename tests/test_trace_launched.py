@@ -12,8 +12,8 @@ pytest.importorskip("accelerate")
 from memfit import cli
 from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Tape
-from memfit.virtual.launched import launcher_file, processes_of, variables
-from memfit.virtual.script import trace_script
+from memfit.virtual.scripts.launched import launcher_file, processes_of, variables
+from memfit.virtual.scripts.script import trace_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

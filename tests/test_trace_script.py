@@ -13,8 +13,8 @@ from memfit import cli  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
-from memfit.virtual import Answers  # noqa: E402
-from memfit.virtual.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.scripts.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.virtual_gpu import Answers  # noqa: E402
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 MIB = 1 << 20

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import oracle
-from memfit.virtual import depths
+from memfit.virtual.repeated_blocks import depths
 
 DATA = json.loads((Path(__file__).parent / "data" / "recorded_runs.json").read_text())
 SMALL = ("smollm2-135m", "qwen2.5-0.5b", "pythia-410m", "gpt2", "qwen3-0.6b", "bert-base-uncased", "llama-3.2-1b")

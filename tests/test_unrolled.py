@@ -18,11 +18,11 @@ from memfit.allocator.capacity import capacity
 from memfit.footprints.footprint_of_trace import judged
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, Tape
-from memfit.unrolled import NotPeriodic, in_order_of_birth, unroll
-from memfit.virtual import depths
+from memfit.virtual.device.ledger import WARM_UP
 from memfit.virtual.jobs import models
 from memfit.virtual.jobs.recipe import setup_of
-from memfit.virtual.ledger import WARM_UP
+from memfit.virtual.repeated_blocks import depths
+from memfit.virtual.repeated_blocks.unrolled import NotPeriodic, in_order_of_birth, unroll
 from memfit.virtual.tracing import trace_recipe
 from unrolling import A100, COMMON, LLAMA, MODELS, SLIDING, both, first_difference
 

@@ -13,13 +13,13 @@ pytest.importorskip("trl")
 
 from memfit import Recipe  # noqa: E402
 from memfit.nouns.tape import Alloc, Free, Mark, Tape  # noqa: E402
-from memfit.unrolled import NotPeriodic, in_order_of_birth  # noqa: E402
-from memfit.virtual import depths  # noqa: E402
-from memfit.virtual.folded import fold, rows_of, unfold  # noqa: E402
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES  # noqa: E402
+from memfit.virtual.device.rows import Row  # noqa: E402
 from memfit.virtual.jobs.recipe import setup_of  # noqa: E402
 from memfit.virtual.jobs.setup import Setup  # noqa: E402
-from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES  # noqa: E402
-from memfit.virtual.rows import Row  # noqa: E402
+from memfit.virtual.repeated_blocks import depths  # noqa: E402
+from memfit.virtual.repeated_blocks.folded import fold, rows_of, unfold  # noqa: E402
+from memfit.virtual.repeated_blocks.unrolled import NotPeriodic, in_order_of_birth  # noqa: E402
 from memfit.virtual.tracing import _traced, as_in_a_run, quiet, trace_recipe  # noqa: E402
 from unrolling import A100, LLAMA, MODELS, both, first_difference  # noqa: E402
 

@@ -16,10 +16,11 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy, gelu  # noqa: E402
 
 from memfit.allocator.replay import replay  # noqa: E402
-from memfit.virtual import inductor, virtual_gpu  # noqa: E402
+from memfit.virtual.libraries import inductor  # noqa: E402
+from memfit.virtual.libraries.triton import Anything  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
-from memfit.virtual.script import trace_script  # noqa: E402
-from memfit.virtual.triton import Anything  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what PyTorch's compiler says of itself is its affair
 CARD = "a100-80gb"

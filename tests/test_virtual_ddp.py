@@ -21,11 +21,11 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from memfit.virtual import virtual_gpu  # noqa: E402
-from memfit.virtual.answers import Answers  # noqa: E402
+from memfit.virtual.device.unknown_values import Answers  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.patching import patched  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 _c10d: Any = torch._C._distributed_c10d
 COUNTED = {"prepare_for_forward": _c10d.Reducer.prepare_for_forward}  # before a world takes it away

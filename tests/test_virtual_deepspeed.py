@@ -18,12 +18,12 @@ pytest.importorskip("deepspeed")
 from memfit import Recipe, find_gpu  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.footprints.footprint_of_trace import footprint_of  # noqa: E402
-from memfit.virtual import virtual_gpu  # noqa: E402
-from memfit.virtual.host import no_random_weights  # noqa: E402
 from memfit.virtual.jobs import run  # noqa: E402
 from memfit.virtual.jobs.recipe import setup_of  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
+from memfit.virtual.process.host import no_random_weights  # noqa: E402
 from memfit.virtual.tracing import trace_recipe  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 DATA = json.loads((Path(__file__).parent / "data" / "deepspeed_runs.json").read_text())
 GPU = replace(find_gpu("a100-80gb"), total_bytes=80 << 30, context_bytes=0, sm_count=108)

@@ -17,8 +17,8 @@ from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.models.hub import resolve_config  # noqa: E402
 from memfit.nouns.tape import Alloc  # noqa: E402
-from memfit.virtual.flash_attn import standing_in  # noqa: E402
-from memfit.virtual.script import trace_script  # noqa: E402
+from memfit.virtual.libraries.flash_attn import standing_in  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.tracing import trace_recipe  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

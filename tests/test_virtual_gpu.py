@@ -17,19 +17,19 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from memfit import supported  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.documents.snapshot import read  # noqa: E402
 from memfit.errors import BadInput, Unsupported  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.nouns.alloc_settings import torch_version  # noqa: E402
 from memfit.tables.cuda_kernels import reduction  # noqa: E402
-from memfit.virtual import Card, virtual_gpu  # noqa: E402
-from memfit.virtual.deaths import Deaths  # noqa: E402
-from memfit.virtual.host import no_random_weights  # noqa: E402
-from memfit.virtual.native import shadowed, structured  # noqa: E402
+from memfit.virtual import supported  # noqa: E402
+from memfit.virtual.device.deaths import Deaths  # noqa: E402
+from memfit.virtual.device.native_functions import shadowed, structured  # noqa: E402
+from memfit.virtual.device.temporaries import flash_splits  # noqa: E402
 from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
-from memfit.virtual.temporaries import flash_splits  # noqa: E402
+from memfit.virtual.process.host import no_random_weights  # noqa: E402
+from memfit.virtual.virtual_gpu import Card, virtual_gpu  # noqa: E402
 
 MIB = 1 << 20
 Ran = Callable[..., tuple[int, str, str]]
@@ -452,7 +452,7 @@ def test_a_card_closes_when_the_thread_of_its_last_backward_has_let_go(mode: str
 
 HELD = """
 import contextlib, threading, torch, memfit
-from memfit.virtual import engine
+from memfit.virtual.virtual_gpu import engine
 
 smallest, asked, threads = engine._backward, [], []
 

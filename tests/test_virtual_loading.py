@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from memfit.allocator.replay import replay  # noqa: E402
-from memfit.virtual import virtual_gpu  # noqa: E402
-from memfit.virtual.script import trace_script  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 KIB = 1 << 10
 ON_THE_CARD: dict[str, Any] = {

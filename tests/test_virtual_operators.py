@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
-from memfit.virtual import virtual_gpu  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CARD = "a100-80gb"
@@ -116,7 +116,7 @@ def test_convolutions_are_compiled(to: Any) -> None:
     "name", ["NAdam", "RAdam", "Adamax", "Rprop", "ASGD", "Adadelta", "Adagrad", "RMSprop", "Adafactor"]
 )
 def test_every_optimizer_steps(name: str) -> None:
-    from memfit.virtual.host import hollow_host
+    from memfit.virtual.process.host import hollow_host
 
     with virtual_gpu(CARD), hollow_host():
         model = nn.Linear(64, 64).cuda()

@@ -21,9 +21,9 @@ import oracle_sharded  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.frameworks.process_layout import BLOCKS  # noqa: E402
 from memfit.nouns.tape import ROLES, Alloc, RecordStream  # noqa: E402
-from memfit.virtual import virtual_gpu  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
 MIB = 1 << 20

@@ -28,7 +28,7 @@ from memfit.explain.history.watched import evidence_of
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Leak
 from memfit.units import GIB, MIB
-from memfit.virtual import Card
+from memfit.virtual.virtual_gpu import Card
 from memfit.watcher import experiments, handle
 from memfit.watcher.handle import Watch
 

@@ -9,7 +9,7 @@ from memfit.allocator.replay import replay
 from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.gpu import Gpu
-from memfit.unrolled import Order, in_order_of_birth
+from memfit.virtual.repeated_blocks.unrolled import Order, in_order_of_birth
 from memfit.virtual.tracing import trace_recipe
 
 A100 = find_gpu("a100-80gb")

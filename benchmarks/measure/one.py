@@ -137,7 +137,7 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
     from dataclasses import replace
 
     from memfit.catalogue.cards import find_gpu
-    from memfit.virtual import Answers, virtual_gpu
+    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
     gpu = replace(
         find_gpu("h100"), total_bytes=card["total_bytes"], compute_capability=tuple(card["capability"]),

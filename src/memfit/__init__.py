@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memfit.nouns.job import Recipe as Recipe
     from memfit.nouns.verdicts import judge as judge
     from memfit.planner import make_plan as make_plan
-    from memfit.virtual import virtual_gpu as virtual_gpu
+    from memfit.virtual.virtual_gpu import virtual_gpu as virtual_gpu
     from memfit.watcher.lightning import LightningCallback as LightningCallback
     from memfit.watcher.loop import watch as watch
     from memfit.watcher.transformers import MemfitCallback as MemfitCallback
@@ -38,7 +38,7 @@ _LAZY = {
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.models.hub",
     "static_lines": "memfit.closed_form.rule_of_thumb",
-    "virtual_gpu": "memfit.virtual",
+    "virtual_gpu": "memfit.virtual.virtual_gpu",
     "watch": "memfit.watcher.loop",
     "MemfitCallback": "memfit.watcher.transformers",
     "LightningCallback": "memfit.watcher.lightning",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual import libraries
+from memfit.virtual.libraries import cuda_libraries as libraries
 
 
 def prepare() -> None:

@@ -37,8 +37,8 @@ def trace(row: Row) -> dict[str, Any]:
     import torch
 
     from memfit.allocator.replay import replay
-    from memfit.virtual import virtual_gpu
     from memfit.virtual.observer import Observer
+    from memfit.virtual.virtual_gpu import virtual_gpu
 
     gpu = card_of(row)
     warnings.simplefilter("ignore")

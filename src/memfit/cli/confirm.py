@@ -35,7 +35,7 @@ def _installed() -> bool:
     """Whether they are there, without importing any."""
     from importlib.util import find_spec
 
-    from memfit.supported import obstacle
+    from memfit.virtual.supported import obstacle
 
     return not obstacle() and all(find_spec(name) for name in ("torch", "transformers", "peft", "trl", "accelerate"))
 

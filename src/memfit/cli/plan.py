@@ -42,7 +42,7 @@ def run(
     from memfit.cli.asked import asked, job_of, with_data
     from memfit.cli.files import check_free
     from memfit.planner import make_plan
-    from memfit.supported import obstacle
+    from memfit.virtual.supported import obstacle
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])

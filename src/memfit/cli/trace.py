@@ -62,8 +62,8 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.cli.asked import asked, exact_recipe, longest_batch, with_data
-    from memfit.supported import obstacle
     from memfit.tables import combinations
+    from memfit.virtual.supported import obstacle
 
     found = with_data(asked(model, flags), flags)
     recipe = longest_batch(found, exact_recipe(found, flags["method"]))
@@ -105,7 +105,7 @@ def traced(
     from memfit.footprints.footprint_of_trace import footprint_of, judged
     from memfit.models import hub
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.supported import check_trace
+    from memfit.virtual.supported import check_trace
 
     check_trace()
     os.environ.setdefault(

@@ -15,7 +15,7 @@ from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
-    from memfit.virtual.script import Outcome
+    from memfit.virtual.scripts.script import Outcome
 
 
 def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
@@ -28,16 +28,16 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.report.words import card_title
-    from memfit.supported import check_trace
+    from memfit.virtual.supported import check_trace
 
     gpu, cards = _checked(flags)
     check_trace()
     conf = _alloc_conf(flags)
     launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.answers import Answers
+    from memfit.virtual.device.unknown_values import Answers
 
     answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
-    from memfit.virtual.script import trace_script
+    from memfit.virtual.scripts.script import trace_script
 
     nccl = NCCL_BYTES if world_size > 1 else 0
     kept = reserve(flags, gpu) + nccl
@@ -79,7 +79,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 
 def _alloc_conf(flags: dict[str, Any]) -> str:
     """The allocator's settings: those of the flag, else of the environment, as the script would read them."""
-    from memfit.virtual import told_by_environment
+    from memfit.virtual.virtual_gpu import told_by_environment
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
@@ -151,7 +151,7 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
 
 def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
     """accelerate's file, named or beside the script, and how many processes run."""
-    from memfit.virtual.launched import launcher_file, processes_of
+    from memfit.virtual.scripts.launched import launcher_file, processes_of
 
     named = flags["from_"]
     if named and not Path(named).is_file():

@@ -20,7 +20,7 @@ from memfit.live.roots import roots_of
 from memfit.nouns.finding import Finding
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 MAX_ENTRIES = 200_000  # events a real card's history holds: some hundred bytes of host memory each
 
@@ -86,7 +86,7 @@ def _to_stderr(text: str) -> None:
 
 
 def _virtual_card() -> Card | None:
-    dispatch = sys.modules.get("memfit.virtual.dispatch")
+    dispatch = sys.modules.get("memfit.virtual.device.dispatch")
     return dispatch._CARD[-1] if dispatch is not None and dispatch._CARD else None
 
 

@@ -17,10 +17,10 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
 from memfit.nouns.tape import Phase, Role, Tape
-from memfit.virtual.card import Card
-from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
+from memfit.virtual.device.card import Card
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
+from memfit.virtual.device.values import base, tensors
 from memfit.virtual.patching import patched
-from memfit.virtual.values import base, tensors
 
 # What is made by these operators where parameters are sharded (torch.distributed.fsdp), and the role of what has such a name.
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}

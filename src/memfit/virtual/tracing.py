@@ -18,13 +18,13 @@ from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
-from memfit.supported import check_trace, versions
 from memfit.virtual.patching import environment, patched
+from memfit.virtual.supported import check_trace, versions
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
-    from memfit.virtual.depths import Traced
+    from memfit.virtual.device.card import Card
     from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.repeated_blocks.depths import Traced
 
 Tell = Callable[[str, float], None]
 
@@ -46,8 +46,8 @@ def trace_recipe(
     about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
     with quiet(), _lean(lean), as_in_a_run(setup, lean), _failures_told(str(config.get("model_type"))):
         with _card(setup, gpu, recipe.alloc_conf):
-            from memfit.virtual.depths import depths, unrolled
             from memfit.virtual.jobs import import_libraries
+            from memfit.virtual.repeated_blocks.depths import depths, unrolled
 
             import_libraries(setup)
             plan = None if full else depths(setup)
@@ -60,16 +60,16 @@ def trace_recipe(
 
 
 def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
-    from memfit.virtual.lean import lean_imports
+    from memfit.virtual.process.fast_imports import lean_imports
 
     return lean_imports() if lean else contextlib.nullcontext()
 
 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """One job on a card of its own."""
-    from memfit.virtual.host import hollow_host, no_random_weights
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
+    from memfit.virtual.process.host import hollow_host, no_random_weights
 
     with _card(setup, gpu, alloc_conf) as card:
         observer = Observer(card)
@@ -82,7 +82,8 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
 @contextlib.contextmanager
 def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
     """A card without a limit, with the stand-ins that the job needs."""
-    from memfit.virtual import flash_attn, virtual_gpu
+    from memfit.virtual.libraries import flash_attn
+    from memfit.virtual.virtual_gpu import virtual_gpu
 
     with (
         virtual_gpu(

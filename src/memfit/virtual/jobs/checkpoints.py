@@ -12,9 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, modeling_utils, trainer_utils
 
-from memfit.virtual.files import Saves
 from memfit.virtual.observer import Observer
 from memfit.virtual.patching import patched
+from memfit.virtual.process.files import Saves
 
 
 class _Loaded(Exception):

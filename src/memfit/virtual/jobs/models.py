@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from memfit.units import GIB
-from memfit.virtual.dispatch import current
-from memfit.virtual.host import HUGE, room
+from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.ledger import WARM_UP
+from memfit.virtual.device.rows import Row
 from memfit.virtual.jobs.setup import Setup
-from memfit.virtual.ledger import WARM_UP
 from memfit.virtual.patching import patched
-from memfit.virtual.rows import Row
+from memfit.virtual.process.host import HUGE, room
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEFT = int(1.2 * GIB) + 1  # bytes of a card that caching_allocator_warmup (transformers 5.23) leaves, rounded as there

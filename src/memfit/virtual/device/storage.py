@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memfit.virtual.deaths import Deaths
+from memfit.virtual.device.deaths import Deaths
 
 # DLDataType codes and bits (dlpack.h)
 _CODES: dict[torch.dtype, tuple[int, int]] = {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, arange, ones, zeros  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput, UnknownName
-from memfit.virtual.shapes import describe
-from memfit.virtual.values import LARGEST, Values, base, tensors
+from memfit.virtual.device.shapes import describe
+from memfit.virtual.device.values import LARGEST, Values, base, tensors
 
 _INDICES = (
     "topk",

@@ -13,11 +13,11 @@ from transformers.initialization import no_init_weights
 
 from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.tape import Tape
-from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
-from memfit.virtual.folded import fold, rows_of, unfold
+from memfit.virtual.device.rows import Row
 from memfit.virtual.jobs.models import class_of, config_of
 from memfit.virtual.jobs.setup import Setup
-from memfit.virtual.rows import Row
+from memfit.virtual.repeated_blocks.folded import fold, rows_of, unfold
+from memfit.virtual.repeated_blocks.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 
 Traced = tuple[Tape, dict[str, int], list[Row]]  # and what had to be answered, and what DDP laid out by size
 Block = tuple[Any, ...]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memfit.virtual.values import base
+from memfit.virtual.device.values import base
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 
 class Stream:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, empty  # by value: DeepSpeed puts its own in torch's place
 from torch._C import DispatchKey
 
-from memfit.virtual.ledger import UNNAMED
-from memfit.virtual.values import base, keeps
+from memfit.virtual.device.ledger import UNNAMED
+from memfit.virtual.device.values import base, keeps
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 Args = tuple[Any, ...]
 Words = dict[str, Any]

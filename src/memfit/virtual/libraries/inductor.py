@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._package import FOLDER
-from memfit.virtual.dispatch import current, register_by_name
+from memfit.virtual.device.dispatch import current, register_by_name
+from memfit.virtual.device.shapes import conv_layout
+from memfit.virtual.device.values import base, tensors
 from memfit.virtual.imports import Change, when_imported
 from memfit.virtual.patching import patched
-from memfit.virtual.shapes import conv_layout
-from memfit.virtual.values import base, tensors
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 # a cache of an earlier compilation may be of a real card; what is timed or recorded needs one
 SETTINGS: dict[str, Any] = {

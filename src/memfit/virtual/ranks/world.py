@@ -16,11 +16,11 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-from memfit.virtual.dispatch import current
-from memfit.virtual.ledger import GATHERING, REDUCING
+from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.ledger import GATHERING, REDUCING
+from memfit.virtual.device.values import base, keeps
 from memfit.virtual.patching import environment, patched
-from memfit.virtual.reducer import told
-from memfit.virtual.values import base, keeps
+from memfit.virtual.ranks.reducer import told
 
 _c10d: Any = torch._C._distributed_c10d
 _NCCL = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.10 before it sends bfloat16

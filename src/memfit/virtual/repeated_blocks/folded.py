@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from memfit.nouns.tape import Alloc, Event, Free, RecordStream, Tape
-from memfit.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
-from memfit.virtual.ledger import BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP
-from memfit.virtual.rows import COUNT, Piece, Row
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP
+from memfit.virtual.device.rows import COUNT, Piece, Row
+from memfit.virtual.repeated_blocks.unrolled import NotPeriodic, Order, in_order_of_birth, unroll
 
 ROWS = (BROADCAST, BUCKET, WARM_UP)
 Rows = Sequence[Row]

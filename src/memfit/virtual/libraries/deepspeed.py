@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from memfit.virtual.imports import Change, when_imported
-from memfit.virtual.libraries import Kernels
+from memfit.virtual.libraries.cuda_libraries import Kernels
 from memfit.virtual.patching import patched
 
 # What DeepSpeed finds out once and keeps for the life of the process, by module: another card or world is another life.

@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
-from memfit.virtual.host import room
-from memfit.virtual.loading import bytes_of, device_of
-from memfit.virtual.values import LARGEST
+from memfit.virtual.device.values import LARGEST
+from memfit.virtual.process.host import room
+from memfit.virtual.process.loading import bytes_of, device_of
 
 HINT = "a trace changes no file that was there: let the script write to another folder"
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, empty, zeros  # by value: DeepSpeed puts its own in torch's place
 from torch._C import DispatchKey
 
-from memfit.virtual.ledger import UNNAMED
-from memfit.virtual.native import delegates, missing, operator, registered, shadowed, structured, title
-from memfit.virtual.shapes import Shapes, blueprint
-from memfit.virtual.special import SPECIAL
-from memfit.virtual.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
-from memfit.virtual.values import base, keeps, tensors
+from memfit.virtual.device.factory_kernels import SPECIAL
+from memfit.virtual.device.ledger import UNNAMED
+from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
+from memfit.virtual.device.shapes import Shapes, blueprint
+from memfit.virtual.device.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
+from memfit.virtual.device.values import base, keeps, tensors
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 Handler = Callable[["Card", Any, tuple[Any, ...], dict[str, Any]], Any]
 _REGISTERED: list[torch.library.Library] = []
@@ -79,7 +79,7 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    from memfit.virtual.attention import sdpa
+    from memfit.virtual.device.attention import sdpa
 
     capability = current().capability
     return sdpa(capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

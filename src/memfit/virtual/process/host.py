@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.virtual.native import operator
+from memfit.virtual.device.native_functions import operator
+from memfit.virtual.device.values import as_tensors
 from memfit.virtual.patching import patched
-from memfit.virtual.values import as_tensors
 
 HUGE = 1 << 30  # bytes of a tensor for which no memory is asked of the host
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from memfit.nouns.tape import Phase
-from memfit.virtual.card import Card
-from memfit.virtual.longest import Longest, longest
+from memfit.virtual.device.card import Card
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.longest import Longest, longest
 
 EVALUATED = 4  # forward passes over one loader that only evaluates; later ones find the memory as these left it
 AHEAD = 1  # steps beyond: accelerate reads a batch ahead, and steps once more with the last one

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memfit.errors import BadInput
-from memfit.supported import check_host
+from memfit.virtual.supported import check_host
 
 _KEPT: list[object] = []  # what C++ points at must never be collected
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")

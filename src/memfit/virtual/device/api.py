@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.virtual.memory import REFUSED, memory_functions
+from memfit.virtual.device.memory import REFUSED, memory_functions
+from memfit.virtual.device.streams import record_stream, stream_functions
 from memfit.virtual.patching import patched
-from memfit.virtual.streams import record_stream, stream_functions
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:

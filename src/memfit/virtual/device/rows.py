@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfit.virtual.ledger import BROADCAST, BUCKET, WARM_UP
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, WARM_UP
 
 COUNT = 4  # bytes in which the ranks tell each other the size of a bucket (Reducer::sync_bucket_indices)
 _IN_FLIGHT = 2  # broadcasts under way at once (maxInFlight in torch/csrc/distributed/c10d/comm.cpp)

@@ -19,7 +19,7 @@ from memfit.nouns.tape import SegmentAlloc, Tape
 if TYPE_CHECKING:
     from types import FrameType
 
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 _ENGINE = "_engine_run_backward"  # in torch/autograd/graph.py
 POOLS = ("all", "large_pool", "small_pool")

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memfit.virtual.dispatch import current
-from memfit.virtual.ledger import BROADCAST, BUCKET
+from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.ledger import BROADCAST, BUCKET
+from memfit.virtual.device.rows import Piece, Row
 from memfit.virtual.patching import patched
-from memfit.virtual.rows import Piece, Row
 
 _dist: Any = dist
 _c10d: Any = torch._C._distributed_c10d

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from memfit.tables.cuda_kernels import key_splits, reduction
-from memfit.virtual.shapes import conv_layout
+from memfit.virtual.device.shapes import conv_layout
 
 if TYPE_CHECKING:
-    from memfit.virtual.card import Card
+    from memfit.virtual.device.card import Card
 
 Call = tuple[Any, ...]
 Words = dict[str, Any]

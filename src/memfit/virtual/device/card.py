@@ -12,15 +12,15 @@ from memfit.allocator import Allocator, OutOfMemory
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
-from memfit.virtual.answers import Answers
-from memfit.virtual.engine import thread
-from memfit.virtual.ledger import BUCKET_SIZES, Ledger
-from memfit.virtual.shapes import Blueprint
-from memfit.virtual.storage import Storages
-from memfit.virtual.values import Values
+from memfit.virtual.device.engine import thread
+from memfit.virtual.device.ledger import BUCKET_SIZES, Ledger
+from memfit.virtual.device.shapes import Blueprint
+from memfit.virtual.device.storage import Storages
+from memfit.virtual.device.unknown_values import Answers
+from memfit.virtual.device.values import Values
 
 if TYPE_CHECKING:
-    from memfit.virtual.rows import Row
+    from memfit.virtual.device.rows import Row
 
 NOTHING = -1  # the number of tensors without bytes
 

@@ -23,16 +23,17 @@ from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual import Answers, flash_attn, told_by_environment, virtual_gpu
-from memfit.virtual.files import Saves, guarded
-from memfit.virtual.host import hollow_host
 from memfit.virtual.imports import when_imported
-from memfit.virtual.launched import variables
-from memfit.virtual.loaders import ScriptObserver, enough_batches
+from memfit.virtual.libraries import flash_attn
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import environment, patched
-from memfit.virtual.repositories import Repositories, changes
-from memfit.virtual.world import forget
+from memfit.virtual.process.files import Saves, guarded
+from memfit.virtual.process.host import hollow_host
+from memfit.virtual.ranks.world import forget
+from memfit.virtual.scripts.launched import variables
+from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
+from memfit.virtual.scripts.repositories import Repositories, changes
+from memfit.virtual.virtual_gpu import Answers, told_by_environment, virtual_gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The package needs a CUDA compiler and cannot be installed where there is no GPU. Its operators return, keep and allocate
 here what flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of version 2.8 do; their temporaries are rows of
-memfit.virtual.temporaries. The kernels of kernels-community/flash-attn2 are built from the same source.
+memfit.virtual.device.temporaries. The kernels of kernels-community/flash-attn2 are built from the same source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from memfit.errors import Unsupported
-from memfit.virtual.dispatch import current
+from memfit.virtual.device.dispatch import current
 
 VERSION = "2.8.3"
 SAID = "flash-attn 2.8 stood in for: its buffers, no kernels"
