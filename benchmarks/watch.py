@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.watcher.loop import watch
+from memfit.live.watch.loop import watch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 PART = re.compile(r"<!-- watch -->\n.*?<!-- end watch -->\n", re.DOTALL)

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit import explain_oom, find_gpu, virtual_gpu  # noqa: E402
-from memfit.live import Explained  # noqa: E402
+from memfit.live.explain_oom import Explained  # noqa: E402
 from memfit.units import MIB  # noqa: E402
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.growth import FLOOR, MOST_POINTS, WARMUP, Growth, Series, growth_of
+from memfit.live.watch.leak_test import FLOOR, MOST_POINTS, WARMUP, Growth, Series, growth_of
 from memfit.units import GIB, MIB
 
 STEPS = 400

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit import explain_oom, find_gpu, virtual_gpu  # noqa: E402
-from memfit.live import Explained  # noqa: E402
+from memfit.live.explain_oom import Explained  # noqa: E402
 from memfit.nouns.finding import CAUSES  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
 

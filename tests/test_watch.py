@@ -25,12 +25,12 @@ import memfit
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.explain.history.watched import evidence_of
+from memfit.live.watch import experiments, handle
+from memfit.live.watch.handle import Watch
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Leak
 from memfit.units import GIB, MIB
 from memfit.virtual.virtual_gpu import Card
-from memfit.watcher import experiments, handle
-from memfit.watcher.handle import Watch
 
 STEPS = 30  # the first look is after 19, the search takes 8 more
 CACHE: dict[int, Any] = {}

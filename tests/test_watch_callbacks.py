@@ -78,7 +78,7 @@ def test_the_callback_costs_no_import_of_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, memfit, memfit.watcher.outside, memfit.watcher.sinks, memfit.watcher.screens; print('torch' in sys.modules)"
+    code = "import sys, memfit, memfit.live.outside.outside, memfit.live.watch.sinks, memfit.live.watch.screens; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -130,9 +130,9 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
-    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning", raising=False)
-    yield importlib.import_module("memfit.watcher.lightning").LightningCallback(**QUIET, count_every=1)
-    monkeypatch.delitem(sys.modules, "memfit.watcher.lightning")
+    monkeypatch.delitem(sys.modules, "memfit.live.watch.lightning", raising=False)
+    yield importlib.import_module("memfit.live.watch.lightning").LightningCallback(**QUIET, count_every=1)
+    monkeypatch.delitem(sys.modules, "memfit.live.watch.lightning")
 
 
 def test_the_protocol_of_lightning(callback: Any) -> None:

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.doubt import doubt, stopped
-from memfit.growth import Series
+from memfit.live.holders.live_tensors import live_tensors
+from memfit.live.watch import meters
+from memfit.live.watch.handle import Watch
+from memfit.live.watch.inconclusive_leaks import doubt, stopped
+from memfit.live.watch.leak_test import Series
+from memfit.live.watch.meters import AT_ONCE, RISING, SHARE, HostMeter
+from memfit.live.watch.recorder import Recorder
+from memfit.live.watch.sampling_interval import FULL, MOST, Pace
+from memfit.live.watch.sampling_interval import SHARE as SHARE_OF_LOOKS
+from memfit.live.watch.screens import Quiet
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Leak, Sample
 from memfit.units import KIB, MIB
-from memfit.watcher import meters
-from memfit.watcher.census import live_tensors
-from memfit.watcher.handle import Watch
-from memfit.watcher.meters import AT_ONCE, RISING, SHARE, HostMeter
-from memfit.watcher.pace import FULL, MOST, Pace
-from memfit.watcher.pace import SHARE as SHARE_OF_LOOKS
-from memfit.watcher.recorder import Recorder
-from memfit.watcher.screens import Quiet
 
 STEP, COUNT = 0.02, 0.03  # seconds that a step and a count of live tensors take here
 HELD, RESIDENT = 10 * MIB, 300 * MIB

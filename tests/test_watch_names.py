@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.watcher.census import live_tensors
-from memfit.watcher.holders import holders_of
-from memfit.watcher.hunt import named
-from memfit.watcher.roots import Found, Roots, variables_of
-from memfit.watcher.source import keeping_line
+from memfit.live.holders.live_tensors import live_tensors
+from memfit.live.holders.referrers import holders_of
+from memfit.live.holders.source import keeping_line
+from memfit.live.holders.variables import Found, Roots, variables_of
+from memfit.live.watch.leak_search import named
 
 
 def test_looking_at_variables_keeps_nothing_alive() -> None:

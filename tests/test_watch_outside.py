@@ -21,13 +21,13 @@ import pytest
 from memfit.documents import codec
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
+from memfit.live.outside.outside import run
+from memfit.live.outside.processes import NvmlMeter, RssMeter, family
+from memfit.live.watch.recorder import Recorder
+from memfit.live.watch.screens import Quiet
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Sample
 from memfit.units import GIB, MIB
-from memfit.watcher.outside import run
-from memfit.watcher.processes import NvmlMeter, RssMeter, family
-from memfit.watcher.recorder import Recorder
-from memfit.watcher.screens import Quiet
 
 Ran = Callable[..., tuple[int, str, str]]
 
@@ -278,7 +278,7 @@ def test_nvml_in_a_container_takes_what_came_onto_the_card() -> None:
 @pytest.mark.parametrize("listed", ["never", "later"])
 def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
     """In a container, in text, log and JSON; looks at which the driver listed the command are not of it."""
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     driver, log = Driver(), tmp_path / "x.jsonl"
     looks = iter(range(3 if listed == "later" else 10**6))
@@ -324,7 +324,7 @@ class NVMLError_NotSupported(NVMLError):  # noqa: N801
 def test_a_card_that_is_lost_takes_nothing_of_the_command(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str, words: tuple[str, ...]
 ) -> None:
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     driver = Driver()
     looks = iter(range(3))
@@ -363,7 +363,7 @@ def test_a_card_that_lists_no_processes_is_taken_whole() -> None:
 
 
 def test_a_driver_that_cannot_say_more_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     driver: Any = Driver()
 
@@ -379,7 +379,7 @@ def test_a_driver_that_cannot_say_more_is_told_before_anything_runs(monkeypatch:
 
 
 def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     driver = Driver()
     meter = NvmlMeter(driver, lambda pid: {pid, 1})
@@ -442,7 +442,7 @@ def test_a_mistake_is_one_line_and_a_hint(
 def test_without_a_driver_it_says_so_and_measures_the_process(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool, why: str, hint: str
 ) -> None:
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
     monkeypatch.setattr(processes, "DRIVER", tmp_path if driver else tmp_path / "none")
@@ -457,7 +457,7 @@ def test_without_a_driver_it_says_so_and_measures_the_process(
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.watcher import processes
+    from memfit.live.outside import processes
 
     class NVMLError(Exception):
         pass

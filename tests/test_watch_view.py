@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from memfit.live.watch.screens import Live, Plain
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Holder, Leak, MeterName, Sample, Watched
 from memfit.nouns.tape import Phase
 from memfit.report.watching import closing_view, leak_lines, live_view, status_of
 from memfit.units import GIB, KIB, MIB
-from memfit.watcher.screens import Live, Plain
 
 
 def levels(reserved: int) -> Levels:

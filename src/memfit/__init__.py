@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from memfit.catalogue.cards import find_gpu as find_gpu
     from memfit.closed_form.rule_of_thumb import static_lines as static_lines
     from memfit.closed_form.run.estimate import estimate as estimate
-    from memfit.live import explain_oom as explain_oom
+    from memfit.live.explain_oom import explain_oom as explain_oom
+    from memfit.live.watch.lightning import LightningCallback as LightningCallback
+    from memfit.live.watch.loop import watch as watch
+    from memfit.live.watch.transformers import MemfitCallback as MemfitCallback
     from memfit.models.hub import resolve_model as resolve_model
     from memfit.nouns.architecture import Architecture as Architecture
     from memfit.nouns.footprint import Footprint as Footprint
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from memfit.nouns.verdicts import judge as judge
     from memfit.planner import make_plan as make_plan
     from memfit.virtual.virtual_gpu import virtual_gpu as virtual_gpu
-    from memfit.watcher.lightning import LightningCallback as LightningCallback
-    from memfit.watcher.loop import watch as watch
-    from memfit.watcher.transformers import MemfitCallback as MemfitCallback
 
 _LAZY = {
     "Architecture": "memfit.nouns.architecture",
@@ -31,7 +31,7 @@ _LAZY = {
     "Gpu": "memfit.nouns.gpu",
     "Job": "memfit.nouns.job",
     "Recipe": "memfit.nouns.job",
-    "explain_oom": "memfit.live",
+    "explain_oom": "memfit.live.explain_oom",
     "estimate": "memfit.closed_form.run.estimate",
     "find_gpu": "memfit.catalogue.cards",
     "judge": "memfit.nouns.verdicts",
@@ -39,9 +39,9 @@ _LAZY = {
     "resolve_model": "memfit.models.hub",
     "static_lines": "memfit.closed_form.rule_of_thumb",
     "virtual_gpu": "memfit.virtual.virtual_gpu",
-    "watch": "memfit.watcher.loop",
-    "MemfitCallback": "memfit.watcher.transformers",
-    "LightningCallback": "memfit.watcher.lightning",
+    "watch": "memfit.live.watch.loop",
+    "MemfitCallback": "memfit.live.watch.transformers",
+    "LightningCallback": "memfit.live.watch.lightning",
 }
 __all__ = sorted(_LAZY)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from memfit.live.watch.transformers import MemfitCallback
 from memfit.run.folder import COMPLETE, Checkpoint, write_json
 from memfit.run.limit import Meter
 from memfit.run.nouns import Event, Settings, Stage
 from memfit.run.rehearsal import randomness, rehearse, rehearse_evaluation, restore
 from memfit.run.samples import Ledger
-from memfit.watcher.transformers import MemfitCallback
 
 Tell = Callable[[Event], None]
 

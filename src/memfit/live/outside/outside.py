@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
+from memfit.live.outside.interrupts import passed_on
+from memfit.live.outside.processes import NvmlMeter, RssMeter
+from memfit.live.watch.recorder import Recorder
 from memfit.nouns.sample import Alarm, Sample, Watched
-from memfit.watcher.interrupts import passed_on
-from memfit.watcher.processes import NvmlMeter, RssMeter
-from memfit.watcher.recorder import Recorder
 
 STDERR = 2  # its file, whatever sys.stderr is
 FIRST = 0.05  # seconds to the first look; then every look waits twice as long, up to what was asked for
@@ -31,7 +31,7 @@ def run(
     Raises BadInput for a command that cannot be started. Once it runs it is waited for, whatever fails beside it.
     """
     if relay:  # a live view's alone: Windows has nothing that tells what is in a pipe
-        from memfit.watcher.relay import Relay
+        from memfit.live.outside.tee_output import Relay
     began = time.monotonic()
     child = _start(command, subprocess.PIPE if relay is not None else STDERR if aside else None)
     with passed_on(child):

@@ -17,12 +17,12 @@ except ImportError:
     raise MissingExtra("memfit.watch", "trace") from None
 
 from memfit.documents import footprint_file as footprints
+from memfit.live.watch.handle import Watch
+from memfit.live.watch.meters import meter_for
+from memfit.live.watch.recorder import Recorder, Screen, check_log
+from memfit.live.watch.screens import screen_for
+from memfit.live.watch.sinks import open_sinks
 from memfit.nouns.sample import Header
-from memfit.watcher.handle import Watch
-from memfit.watcher.meters import meter_for
-from memfit.watcher.recorder import Recorder, Screen, check_log
-from memfit.watcher.screens import screen_for
-from memfit.watcher.sinks import open_sinks
 
 LOG = "memfit-watch.jsonl"
 

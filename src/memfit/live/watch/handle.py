@@ -15,20 +15,20 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.allocator.replay import Timeline
-from memfit.doubt import doubt, stopped
 from memfit.footprints import footprint_of_watch as measured
-from memfit.growth import Growth, Series
+from memfit.live.holders.live_tensors import storages
+from memfit.live.watch.experiments import THIS_PROCESS
+from memfit.live.watch.failure import ends_with_the_program, failed
+from memfit.live.watch.inconclusive_leaks import doubt, stopped
+from memfit.live.watch.leak_search import APART, Hunt
+from memfit.live.watch.leak_test import Growth, Series
+from memfit.live.watch.meters import Meter, Reading
+from memfit.live.watch.recorder import Recorder
+from memfit.live.watch.sampling_interval import Pace
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.sample import Alarm, Holder, Leak, Sample
 from memfit.nouns.tape import PHASES, Phase, Role
 from memfit.units import human
-from memfit.watcher.census import storages
-from memfit.watcher.experiments import THIS_PROCESS
-from memfit.watcher.failure import ends_with_the_program, failed
-from memfit.watcher.hunt import APART, Hunt
-from memfit.watcher.meters import Meter, Reading
-from memfit.watcher.pace import Pace
-from memfit.watcher.recorder import Recorder
 
 SAME = 0.5  # of a growth: a leak that was told and grows by as much explains it, too
 EXPLAINED = 0.2  # of a growth: names that keep less than this of it do not explain it

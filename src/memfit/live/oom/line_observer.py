@@ -10,7 +10,7 @@ import torch
 
 from memfit.documents.snapshot.origins import LABELS, Origin
 from memfit.documents.snapshot.passes import Site
-from memfit.live.births import birth, site
+from memfit.live.oom.allocation_sites import birth, site
 from memfit.nouns.tape import FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Role, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.values import base, tensors

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from memfit.live.watch.recorder import Screen
 from memfit.nouns.sample import Alarm, Leak, Status, Watched
-from memfit.watcher.recorder import Screen
 
 REFRESH = 0.5  # seconds between two pictures
 

@@ -7,9 +7,9 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from memfit.errors import MissingExtra
+from memfit.live.watch.handle import Watch
+from memfit.live.watch.loop import watch
 from memfit.nouns.sample import Leak
-from memfit.watcher.handle import Watch
-from memfit.watcher.loop import watch
 
 try:
     from transformers import TrainerCallback

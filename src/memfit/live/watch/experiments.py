@@ -13,11 +13,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from memfit.growth import FLOOR
+from memfit.live.holders.live_tensors import live_tensors
+from memfit.live.holders.variables import Roots
+from memfit.live.watch.leak_search import alive, named, without
+from memfit.live.watch.leak_test import FLOOR
 from memfit.nouns.sample import Leak
-from memfit.watcher.census import live_tensors
-from memfit.watcher.hunt import alive, named, without
-from memfit.watcher.roots import Roots
 
 RISES = 2  # in a row: one may be a data set or a model that is shared on purpose
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.watcher.roots import Found, Roots, own
-from memfit.watcher.source import line_of
+from memfit.live.holders.source import line_of
+from memfit.live.holders.variables import Found, Roots, own
 
 MOST_ITEMS = 100_000  # things looked at in one container
 DEEP = 8  # containers and objects inside containers

@@ -17,11 +17,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from memfit.live.holders.live_tensors import graph, graph_size, live_bytes, live_tensors, saved_by, storages
+from memfit.live.holders.referrers import WIDEST, holders_of
+from memfit.live.holders.source import keeping_line
+from memfit.live.holders.variables import CACHE_OF, Found, Roots
 from memfit.nouns.sample import Holder
-from memfit.watcher.census import graph, graph_size, live_bytes, live_tensors, saved_by, storages
-from memfit.watcher.holders import WIDEST, holders_of
-from memfit.watcher.roots import CACHE_OF, Found, Roots
-from memfit.watcher.source import keeping_line
 
 APART = 4  # steps between looks: more than loaders prefetch (2) and a loop's variables live (1)
 MOST_HOLDERS = 5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.errors import BadInput
+from memfit.live.watch.handle import Watch
+from memfit.live.watch.loop import watch
 from memfit.nouns.sample import Leak
-from memfit.watcher.handle import Watch
-from memfit.watcher.loop import watch
 
 try:
     from lightning.pytorch import Callback

@@ -14,11 +14,11 @@ from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.footprints.band import Alarms
 from memfit.footprints.footprint_of_watch import highest
+from memfit.live.watch.sinks import Sink
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched
 from memfit.nouns.tape import Phase, Role
 from memfit.units import human
-from memfit.watcher.sinks import Sink
 
 MOST_SAMPLES = 8192  # in memory; then neighbours of one phase are merged (the log has every one)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from memfit.watcher.roots import CACHE_OF, Found, Roots, key_text, own
+from memfit.live.holders.variables import CACHE_OF, Found, Roots, key_text, own
 
 DEEPEST = 12  # links from a tensor up to a name: a list of a hook's object, of a layer, of a layer, of a model
 HOOKS = re.compile(r"\._\w*hooks")  # of a module: no line of the program stores there by name

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from memfit.watcher.roots import CACHE_OF, Found, Place
+from memfit.live.holders.variables import CACHE_OF, Found, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 # functions that store into their first argument

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from memfit.growth import FIRST_LOOK, FLOOR, Series
+from memfit.live.holders.live_tensors import live_bytes
+from memfit.live.watch.leak_test import FIRST_LOOK, FLOOR, Series
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import MeterName
-from memfit.watcher.census import live_bytes
 
 DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters
 SHARE = 0.005  # of the run's time that counting live tensors on the host may take

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
-from memfit.live.objects import CONTAINERS, LEAVES, MOST_ITEMS, Name, names, of_the_user, parts, tensors
-from memfit.watcher.census import graph, saved_by, storages
-from memfit.watcher.roots import Found, Roots, own
+from memfit.live.holders.live_tensors import graph, saved_by, storages
+from memfit.live.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, Name, names, of_the_user, parts, tensors
+from memfit.live.holders.variables import Found, Roots, own
 
 SMALL = 4096  # bytes a variable must keep to be named
 NEAR = 2  # modules within modules in which a second model is looked for

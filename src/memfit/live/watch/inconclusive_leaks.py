@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
-from memfit.growth import FIRST_LOOK, FLOOR, WARMUP
+from memfit.live.watch.leak_test import FIRST_LOOK, FLOOR, WARMUP
 from memfit.nouns.sample import Alarm, Leak, Sample
 from memfit.units import MIB, human
 

@@ -1,0 +1,1 @@
+"""A command watched from outside while it runs."""
