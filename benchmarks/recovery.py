@@ -5,7 +5,7 @@ Each is a real training run on the CPU (a model of two layers), in this process,
   shrunk   from a random allocation on, in a random stage and step, somebody else holds part of the memory, to the end
   spike    the same for one attempt
   save     memory runs out while a checkpoint is written, between two of its files
-The first three fail true allocations of PyTorch's operators (see memfit.run.limit); `save`, which allocates nothing on a CPU,
+The first three fail true allocations of PyTorch's operators (see memfit.train.memory_limit); `save`, which allocates nothing on a CPU,
 raises the same error from torch.save. A run passes when it is done, or stopped and then done when resumed with all memory, and
 every optimizer step trained exactly the samples that it trains in a run nobody disturbs.
 """
@@ -79,7 +79,7 @@ class Injected:
 
     def __call__(self, run: Any, tell: Any) -> Any:
         """One attempt."""
-        from memfit.run.attempt import attempt
+        from memfit.train.attempt import attempt
 
         keepers: list[Any] = []
         over = self.fault.kind == "spike" and self.struck
@@ -141,7 +141,7 @@ class Bench:
     def whole(self, recipe: Any) -> tuple[list[Any], int]:
         """(what each step trains, the peak in bytes) of a run that nothing disturbs."""
         if recipe not in self._whole:
-            from memfit.run.supervise import supervise
+            from memfit.train.supervise import supervise
 
             run = self._new(recipe, f"whole-{len(self._whole)}", falls=0)
             outcome = supervise(run, Injected(Fault("none", "", 0, 1.0, 0), 1 << 40), lambda event: None)
@@ -158,8 +158,8 @@ class Bench:
 
     def one(self, seed: int) -> Result:
         """One run under a random fault."""
-        from memfit.run.attempt import attempt
-        from memfit.run.supervise import supervise
+        from memfit.train.attempt import attempt
+        from memfit.train.supervise import supervise
 
         dice = random.Random(seed)
         recipe, fault = self.recipe(dice), fault_of(dice)
@@ -178,7 +178,7 @@ class Bench:
 
 def lines(run: Any) -> list[Any]:
     """What each step trained."""
-    from memfit.run.samples import Ledger
+    from memfit.train.sample_counts import Ledger
 
     return Ledger(run.path / "samples.jsonl").lines()
 

@@ -58,8 +58,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def whole(one_thread: None, made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(Run, Outcome) of a run that nothing disturbed."""
     import runs
-    from memfit.run.attempt import attempt
-    from memfit.run.supervise import supervise
+    from memfit.train.attempt import attempt
+    from memfit.train.supervise import supervise
 
     run = runs.make_run(tmp_path_factory.mktemp("whole") / "run", made)
     return run, supervise(run, attempt, runs.silent)

@@ -15,7 +15,7 @@ from unittest import mock
 import multiprocess  # of datasets: it sends closures
 from safetensors.torch import load_file, save_file  # noqa: F401
 
-import memfit.run.attempt
+import memfit.train.attempt
 from memfit.catalogue.cards import custom_gpu
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
@@ -24,11 +24,11 @@ from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.verdicts import judge
-from memfit.run import embedded, folder, worker
-from memfit.run.keeper import Keeper
-from memfit.run.limit import CountingMeter
-from memfit.run.nouns import Event, Outcome, Settings
-from memfit.run.samples import Ledger
+from memfit.train import embedded, folder, worker
+from memfit.train.memory_limit import CountingMeter
+from memfit.train.outcome import Event, Outcome, Settings
+from memfit.train.run_callback import Keeper
+from memfit.train.sample_counts import Ledger
 from memfit.units import GIB
 
 SMALL = {
@@ -115,7 +115,7 @@ def stopping_at(step: int) -> Start:
             if event["event"] == "step" and event["step"] == step - 1:
                 keepers[0].stop = True
 
-        return memfit.run.attempt.attempt(run, watch, keep=keepers.append)
+        return memfit.train.attempt.attempt(run, watch, keep=keepers.append)
 
     return start
 
@@ -128,7 +128,7 @@ def failing(stage: str, step: int, times: int = 1, after: int = 0) -> Start:
         keepers: list[Keeper] = []
         left[0] -= 1
         before = exhausting(keepers, stage, step, after) if left[0] >= 0 else None
-        return memfit.run.attempt.attempt(run, tell, keep=keepers.append, before=before)
+        return memfit.train.attempt.attempt(run, tell, keep=keepers.append, before=before)
 
     return start
 
@@ -213,11 +213,11 @@ def _rank(run: folder.Run, rank: int, processes: int, port: int, spoil: Callable
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     keepers: list[Keeper] = []
-    real, before = memfit.run.attempt.attempt, spoil(rank, keepers)
+    real, before = memfit.train.attempt.attempt, spoil(rank, keepers)
 
     def attempt(run: folder.Run, tell: Any, keep: Spoil) -> Outcome:
         return real(run, tell, keep=lambda keeper: (keepers.append(keeper), keep(keeper))[1], before=before)
 
-    with mock.patch.object(memfit.run.attempt, "attempt", attempt):
+    with mock.patch.object(memfit.train.attempt, "attempt", attempt):
         code = worker.main(str(run.path))
     os._exit(code)  # nothing of the tests' own is closed here

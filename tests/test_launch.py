@@ -20,6 +20,9 @@ import yaml
 
 from conftest import Ran
 from memfit.catalogue import cards
+from memfit.clusters import TARGETS, files
+from memfit.clusters.skypilot import ACCELERATORS
+from memfit.clusters.spec import IMPORTED, PROCESS, spec_of
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
@@ -29,9 +32,6 @@ from memfit.frameworks.plan_of_recipe import plan_of
 from memfit.frameworks.process_layout import ACCELERATE_FILE
 from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
-from memfit.run.jobs import TARGETS, files
-from memfit.run.jobs.skypilot import ACCELERATORS
-from memfit.run.jobs.spec import IMPORTED, PROCESS, spec_of
 from plans import make_plan
 
 CONF = "expandable_segments:True"

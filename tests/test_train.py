@@ -22,13 +22,13 @@ from conftest import Ran  # noqa: E402
 from memfit.cli.train_checks import check_data  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe, Training  # noqa: E402
-from memfit.run import worker  # noqa: E402
-from memfit.run.attempt import _module, attempt  # noqa: E402
-from memfit.run.children import in_child, with_earlier  # noqa: E402
-from memfit.run.folder import COMPLETE, Run, opened  # noqa: E402
-from memfit.run.nouns import Event, Outcome  # noqa: E402
-from memfit.run.samples import Ledger, Marks  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
+from memfit.train import worker  # noqa: E402
+from memfit.train.attempt import _module, attempt  # noqa: E402
+from memfit.train.children import in_child, with_earlier  # noqa: E402
+from memfit.train.folder import COMPLETE, Run, opened  # noqa: E402
+from memfit.train.outcome import Event, Outcome  # noqa: E402
+from memfit.train.sample_counts import Ledger, Marks  # noqa: E402
+from memfit.train.supervise import supervise  # noqa: E402
 from memfit.units import human  # noqa: E402
 from runs import failing, history, lines, silent, stopping_at, weights  # noqa: E402
 
@@ -97,7 +97,7 @@ def test_an_empty_step_moves_nothing(optimizer: str) -> None:
     from transformers import Trainer, TrainingArguments
 
     from memfit.frameworks import names as framework_names
-    from memfit.run.rehearsal import empty_step
+    from memfit.train.rehearsal import empty_step
 
     if "8bit" in optimizer or "lion" in optimizer:
         pytest.importorskip("bitsandbytes")
@@ -119,8 +119,8 @@ def test_an_empty_step_moves_nothing(optimizer: str) -> None:
 
 
 def test_the_worst_batch_is_the_longest(made: tuple[Path, Path], tmp_path: Path) -> None:
-    from memfit.run.attempt import load
-    from memfit.run.rehearsal import worst_rows
+    from memfit.train.attempt import load
+    from memfit.train.rehearsal import worst_rows
 
     run = runs.make_run(tmp_path / "run", made)
     trainer = load(run, run.settings)
@@ -131,8 +131,8 @@ def test_the_worst_batch_is_the_longest(made: tuple[Path, Path], tmp_path: Path)
 def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from memfit.run import merge
-    from memfit.run.card import write_card
+    from memfit.train import merge
+    from memfit.train.model_card import write_card
 
     recipe = runs.RECIPE.but(method="lora", lora_rank=4)
     run = runs.make_run(tmp_path / "run", made, recipe, eval_data=str(made[1]), max_steps=4, learning_rate=5e-2)
@@ -167,7 +167,7 @@ def test_a_runs_recipe_trains_the_same_again(
     ran: Ran, whole: tuple[Run, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rate, steps and checkpoints are the recipe's: by `memfit train` of it, and by the train.py beside it alone."""
-    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: attempt(run, tell))
+    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: attempt(run, tell))
     code, _, err = ran(
         "train", whole[0].path / "recipe.toml", "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run"
     )
@@ -189,7 +189,7 @@ def test_flags_beside_a_recipe_override_its_training(
     ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = Outcome(status="stopped")
-    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: done)
+    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: done)
     recipe = runs.recipe_of(tmp_path / "recipe.toml", made, training=runs.TRAINING)
     words = ("train", recipe, "--gpu-memory", "2GiB", "--cpu", "--force", "--out", tmp_path / "run")
     for flags, training in (
@@ -228,7 +228,7 @@ def test_a_run_of_before_is_resumed_with_what_it_was_told(
 
 
 def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
-    from memfit.run.card import card
+    from memfit.train.model_card import card
 
     watched = whole[0].watched()
     assert watched is not None and watched.header.predicted is not None
@@ -242,8 +242,8 @@ def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], t
     from memfit.documents import watch_log as watch_file
     from memfit.nouns.footprint import Levels
     from memfit.nouns.sample import Header, Sample
-    from memfit.run.card import card
-    from memfit.run.folder import MEMORY_FILE
+    from memfit.train.folder import MEMORY_FILE
+    from memfit.train.model_card import card
 
     run = Run(tmp_path)
     for name in ("run.json", "recipe.toml"):

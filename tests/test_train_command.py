@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.run import folder, lock  # noqa: E402
-from memfit.run.folder import Run  # noqa: E402
-from memfit.run.nouns import Outcome, Settings  # noqa: E402
+from memfit.train import folder, lock  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
+from memfit.train.outcome import Outcome, Settings  # noqa: E402
 from runs import lines  # noqa: E402
 
 
@@ -135,7 +135,7 @@ def test_what_the_recipe_needs_is_looked_for_first(
 def test_cautions_are_told_with_what_is_trained(
     ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr("memfit.run.children.in_child", lambda run, tell: Outcome(status="stopped"))
+    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: Outcome(status="stopped"))
     positions = json.loads((made[0] / "config.json").read_text())["max_position_embeddings"]
     written = runs.recipe_of(tmp_path / "recipe.toml", made, runs.RECIPE.but(sequence_length=length))
     err = ran("train", written, "--gpu-memory", "24GiB", "--cpu", "--out", tmp_path / "run")[2]

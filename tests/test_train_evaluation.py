@@ -15,13 +15,13 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
-from memfit.run.attempt import attempt  # noqa: E402
-from memfit.run.folder import Run  # noqa: E402
-from memfit.run.keeper import Keeper  # noqa: E402
-from memfit.run.nouns import Event, Outcome, Shortage  # noqa: E402
-from memfit.run.relief import lower  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
-from memfit.run.worker import stop_on_signal  # noqa: E402
+from memfit.train.attempt import attempt  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
+from memfit.train.oom_recovery import lower  # noqa: E402
+from memfit.train.outcome import Event, Outcome, Shortage  # noqa: E402
+from memfit.train.run_callback import Keeper  # noqa: E402
+from memfit.train.supervise import supervise  # noqa: E402
+from memfit.train.worker import stop_on_signal  # noqa: E402
 from runs import failing, forked, history, lines, silent, weights  # noqa: E402
 
 

@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.run import folder, inputs  # noqa: E402
-from memfit.run.attempt import attempt  # noqa: E402
-from memfit.run.nouns import Event  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
+from memfit.train import folder, inputs  # noqa: E402
+from memfit.train.attempt import attempt  # noqa: E402
+from memfit.train.outcome import Event  # noqa: E402
+from memfit.train.supervise import supervise  # noqa: E402
 from runs import failing, lines, silent, stopping_at  # noqa: E402
 
 

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
-from memfit.run.children import command  # noqa: E402
-from memfit.run.folder import Run  # noqa: E402
-from memfit.run.keeper import Keeper  # noqa: E402
-from memfit.run.nouns import Outcome  # noqa: E402
-from memfit.run.samples import MODULUS  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
+from memfit.train.children import command  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
+from memfit.train.outcome import Outcome  # noqa: E402
+from memfit.train.run_callback import Keeper  # noqa: E402
+from memfit.train.sample_counts import MODULUS  # noqa: E402
+from memfit.train.supervise import supervise  # noqa: E402
 from runs import exhausting, forked, history, lines, silent, weights  # noqa: E402
 
 SHARDED = runs.RECIPE.but(num_gpus=2, micro_batch=2, shard="parameters")
@@ -195,7 +195,7 @@ def test_the_host_that_killed_one_process_is_named(made: Made, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "by"),
     [
-        ({}, "memfit.run.worker"),
+        ({}, "memfit.train.worker"),
         ({"num_gpus": 2}, "torch.distributed.run"),
         ({"offload": "optimizer"}, "torch.distributed.run"),
     ],
@@ -203,7 +203,7 @@ def test_the_host_that_killed_one_process_is_named(made: Made, tmp_path: Path) -
 )
 def test_torchrun_starts_what_needs_a_process_group(change: dict[str, Any], by: str) -> None:
     words = command(Run(Path("run")), runs.RECIPE.but(**change))
-    assert words[words.index("-m") + 1] == by and words[-2:] == ["memfit.run.worker", "run"]
+    assert words[words.index("-m") + 1] == by and words[-2:] == ["memfit.train.worker", "run"]
 
 
 # ---- what they share

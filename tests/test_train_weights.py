@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 import runs  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
-from memfit.run.attempt import _module, attempt, load  # noqa: E402
-from memfit.run.folder import Run  # noqa: E402
-from memfit.run.supervise import supervise  # noqa: E402
+from memfit.train.attempt import _module, attempt, load  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
+from memfit.train.supervise import supervise  # noqa: E402
 from runs import failing, lines, silent, stopping_at, weights  # noqa: E402
 
 EXPERTS = {

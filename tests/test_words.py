@@ -15,7 +15,7 @@ from conftest import Ran
 from memfit import errors, units
 from memfit.nouns.job import _CHOICES as CHOICES
 from memfit.nouns.job import MEANT, Recipe, check_values
-from memfit.run import embedded
+from memfit.train import embedded
 
 
 @pytest.mark.parametrize(

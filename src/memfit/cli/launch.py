@@ -17,8 +17,8 @@ from memfit.errors import BadInput, Refused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memfit.run.jobs import Target
-    from memfit.run.jobs.spec import Spec
+    from memfit.clusters import Target
+    from memfit.clusters.spec import Spec
 
 EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
@@ -46,10 +46,10 @@ def run(file: str, **flags: Any) -> int:
     and steps are those of [training] in the recipe, or of the flags. Data and model of this machine go along to a cloud or
     into the image; notes say what is copied, assumed, and left to do.
     """
+    from memfit.clusters import check_flags, files, target
+    from memfit.clusters.spec import spec_of
     from memfit.frameworks.plan_of_recipe import plan_of_file
     from memfit.frameworks.targets import write
-    from memfit.run.jobs import check_flags, files, target
-    from memfit.run.jobs.spec import spec_of
 
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")

@@ -32,8 +32,8 @@ from memfit.nouns.job import TRAINING_RANGES, Training
 if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.plan import Plan
-    from memfit.run.folder import Run
-    from memfit.run.nouns import Settings
+    from memfit.train.folder import Run
+    from memfit.train.outcome import Settings
 
 EXAMPLES = (
     "memfit train",
@@ -81,11 +81,11 @@ def run(what: str | None = None, **flags: Any) -> int:
 def _run(found: Run, json: bool, merge: bool) -> int:
     """Supervise it, show it, leave the card and merge, with `merge` even what was merged; returns the exit code."""
     from memfit.cli.train_shown import Shown
-    from memfit.run.card import has_card, write_card
-    from memfit.run.children import in_child
-    from memfit.run.merge import MERGED
-    from memfit.run.nouns import EXIT_OF
-    from memfit.run.supervise import supervise
+    from memfit.train.children import in_child
+    from memfit.train.merge import MERGED
+    from memfit.train.model_card import has_card, write_card
+    from memfit.train.outcome import EXIT_OF
+    from memfit.train.supervise import supervise
 
     shown, finished = Shown(found, json), found.finished()
     if finished:
@@ -108,8 +108,8 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """The folder is this process's own; one that stays empty is not left behind."""
-    from memfit.run import lock
-    from memfit.run.folder import ASIDE, RUN_FILE
+    from memfit.train import lock
+    from memfit.train.folder import ASIDE, RUN_FILE
 
     if resume and not folder.is_dir():  # `opened` says so
         yield
@@ -141,7 +141,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     from dataclasses import replace
 
     from memfit.cli.train_checks import check_packages
-    from memfit.run.folder import opened
+    from memfit.train.folder import opened
     from memfit.units import parse_size
 
     if what:
@@ -180,9 +180,9 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """A new run: planned, judged, written."""
     from memfit.cli.train_checks import check, check_apart, check_cpu, check_data, check_packages
-    from memfit.run import embedded
-    from memfit.run.folder import create, fresh
     from memfit.tables.cautions import cautions
+    from memfit.train import embedded
+    from memfit.train.folder import create, fresh
 
     settings = _settings(what, flags)
     try:
@@ -241,7 +241,7 @@ def _whole(data: str) -> str:
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
     from memfit.cli.train_checks import check_data
-    from memfit.run.nouns import FALLS, Settings
+    from memfit.train.outcome import FALLS, Settings
     from memfit.units import parse_size
 
     cpu = flags["cpu"] or (what is None and not has_gpu())
@@ -275,11 +275,11 @@ def has_gpu() -> bool:
 
 def _embedded(folder: Path, flags: dict[str, Any]) -> str:
     """Make the embedded model and its data in the run's folder, in a process of its own; returns the model's folder."""
-    from memfit.run import embedded
+    from memfit.train import embedded
 
     assets = folder / "assets"
     done = subprocess.run(
-        [sys.executable, "-m", "memfit.run.embedded", str(assets)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "memfit.train.embedded", str(assets)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise BadInput(f"the embedded model could not be made: {done.stderr.strip().splitlines()[-1:]}", hint="--debug")
@@ -344,7 +344,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 def _merge(run: Run) -> None:
     """Write the merged model. The adapters are safe whatever happens here. Raises BadInput saying how to do it again."""
-    from memfit.run.merge import merged
+    from memfit.train.merge import merged
 
     if run.plan.recipe.method == "full":
         terminal.note("--merge without effect: full fine-tuning has no adapters")

@@ -12,7 +12,7 @@ from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
     from memfit.nouns.plan import Plan
-    from memfit.run.nouns import Settings
+    from memfit.train.outcome import Settings
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 # broken lines that memfit counts, and that datasets or train.py refuse
@@ -87,8 +87,8 @@ def check(plan: Plan, force: bool) -> None:
 
 def check_packages(plan: Plan) -> None:
     """Raises BadInput where train.py could not import what its recipe needs."""
-    from memfit.run.folder import target_of
-    from memfit.run.installed import missing
+    from memfit.train.folder import target_of
+    from memfit.train.installed import missing
 
     names = missing(plan.recipe, target_of(plan))
     if names:
@@ -101,7 +101,7 @@ def check_packages(plan: Plan) -> None:
 
 def check_apart(plan: Plan, folder: Path) -> None:
     """Raises BadInput where the run that makes way holds what the new one reads."""
-    from memfit.run.folder import writes
+    from memfit.train.folder import writes
 
     for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
         inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts

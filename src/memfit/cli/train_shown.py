@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from memfit.cli import terminal
 
 if TYPE_CHECKING:
-    from memfit.run.folder import Run
-    from memfit.run.nouns import Outcome
+    from memfit.train.folder import Run
+    from memfit.train.outcome import Outcome
 
 
 class Shown:

@@ -9,9 +9,9 @@ from memfit.frameworks.process_layout import backend
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner.next_lower_recipe import STORED, down
-from memfit.run.folder import Run, target_of
-from memfit.run.installed import missing
-from memfit.run.nouns import Settings, Shortage, Stage
+from memfit.train.folder import Run, target_of
+from memfit.train.installed import missing
+from memfit.train.outcome import Settings, Shortage, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from memfit.frameworks.text import summary, title
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title
-from memfit.run.folder import MEMORY_FILE, Run, write_text
-from memfit.run.nouns import Outcome
+from memfit.train.folder import MEMORY_FILE, Run, write_text
+from memfit.train.outcome import Outcome
 from memfit.units import human
 
 TAGS = "tags: [memfit]"  # of the front matter: what tells this card from others

@@ -23,15 +23,15 @@ import torch
 
 from memfit.errors import BadInput
 from memfit.frameworks.process_layout import backend
-from memfit.run.folder import SAMPLES_FILE, Checkpoint, Run
-from memfit.run.gloo import sharding
-from memfit.run.keeper import Ended, Keeper, Stopped, Tell
-from memfit.run.limit import CountingMeter, Meter, metered
-from memfit.run.nouns import Outcome, Settings, Shortage
-from memfit.run.relief import eval_batch
-from memfit.run.samples import Ledger, counted
-from memfit.run.watching import closed, watcher
-from memfit.run.weights import mend_loading
+from memfit.train.folder import SAMPLES_FILE, Checkpoint, Run
+from memfit.train.gloo import sharding
+from memfit.train.memory_limit import CountingMeter, Meter, metered
+from memfit.train.oom_recovery import eval_batch
+from memfit.train.outcome import Outcome, Settings, Shortage
+from memfit.train.run_callback import Ended, Keeper, Stopped, Tell
+from memfit.train.sample_counts import Ledger, counted
+from memfit.train.saved_weights import mend_loading
+from memfit.train.watching import closed, watcher
 from memfit.units import parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from memfit.run.folder import write_text
+from memfit.train.folder import write_text
 
 KEY = "memfit_samples"
 MODULUS = 1 << 64

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.run.samples import KEY
+from memfit.train.sample_counts import KEY
 
 STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # they have no step of their own, and no state
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from memfit.errors import BadInput
-from memfit.run.card import card
-from memfit.run.folder import Run
+from memfit.train.folder import Run
+from memfit.train.model_card import card
 
 MERGED = "merged"  # of the run's folder
 
@@ -22,7 +22,7 @@ def merged(run: Run) -> Path:
     for left in (half, before):  # of a merge that was cut off
         shutil.rmtree(left, ignore_errors=True)
     done = subprocess.run(
-        [sys.executable, "-m", "memfit.run.merge", run.plan.job.architecture.name, str(run.output), str(half)],
+        [sys.executable, "-m", "memfit.train.merge", run.plan.job.architecture.name, str(run.output), str(half)],
         capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The process of one attempt: `python -m memfit.run.worker FOLDER`; one per GPU under torchrun. Events go to stdout as JSON."""
+"""The process of one attempt: `python -m memfit.train.worker FOLDER`; one per GPU under torchrun. Events go to stdout as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError
-from memfit.run.folder import opened, saved_so_far
-from memfit.run.nouns import EVENT, EXIT_OF, Event, Outcome
+from memfit.train.folder import opened, saved_so_far
+from memfit.train.outcome import EVENT, EXIT_OF, Event, Outcome
 
 if TYPE_CHECKING:
-    from memfit.run.keeper import Keeper
+    from memfit.train.run_callback import Keeper
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # PyTorch's writer, the first, names no cause
@@ -27,7 +27,7 @@ FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 def main(folder: str) -> int:
     """Run one attempt and leave its outcome in the folder; the exit code says how it ended."""
-    from memfit.run.attempt import attempt
+    from memfit.train.attempt import attempt
 
     first = os.environ.get("RANK", "0") == "0"
     _end_with_torchrun()
@@ -85,7 +85,7 @@ def stop_on_signal(keeper: Keeper) -> None:
     Before there is a step to finish it ends the attempt.
     """
 
-    from memfit.run.keeper import Stopped
+    from memfit.train.run_callback import Stopped
 
     def stop(number: int, frame: FrameType | None) -> None:
         keeper.stop = True

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from memfit.clusters.images import dockerfile
+from memfit.clusters.spec import TOKEN, Spec
 from memfit.errors import Unsupported
 from memfit.frameworks.text import one_line, yaml_text
-from memfit.run.jobs.images import dockerfile
-from memfit.run.jobs.spec import TOKEN, Spec
 
 FILE, VOLUME, FETCH = "trainjob.yaml", "output.yaml", "fetch.yaml"
 RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it tells torchrun about its nodes

@@ -20,8 +20,8 @@ from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
 from memfit.frameworks.accelerate.environment import environment
 from memfit.nouns.job import Recipe
-from memfit.run.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
-from memfit.run.nouns import EVENT, WARNING, Event, Outcome
+from memfit.train.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
+from memfit.train.outcome import EVENT, WARNING, Event, Outcome
 
 # threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long.
 # DeepSpeed takes a card where it finds one
@@ -68,7 +68,7 @@ def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
 
 def command(run: Run, recipe: Recipe) -> list[str]:
     """The line that starts an attempt."""
-    worker = ["-m", "memfit.run.worker", str(run.path)]
+    worker = ["-m", "memfit.train.worker", str(run.path)]
     if launch.backend(recipe) == "plain":
         return [sys.executable, *worker]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.num_gpus)]

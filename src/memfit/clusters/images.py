@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.run.jobs.spec import Spec
+from memfit.clusters.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from memfit.clusters.images import image_of
+from memfit.clusters.spec import OWN_PORT, TOKEN, Spec
 from memfit.errors import UnknownName
 from memfit.frameworks.text import one_line, yaml_text
-from memfit.run.jobs.images import image_of
-from memfit.run.jobs.spec import OWN_PORT, TOKEN, Spec
 from memfit.units import GIB
 
 FILE = "sky.yaml"

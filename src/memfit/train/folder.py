@@ -27,9 +27,9 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
-from memfit.run import lock
-from memfit.run.nouns import Fall, Outcome, Settings, Shortage
 from memfit.tables.trainers import script_of
+from memfit.train import lock
+from memfit.train.outcome import Fall, Outcome, Settings, Shortage
 
 T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.run.jobs.spec import PORT, Spec
+from memfit.clusters.spec import PORT, Spec
 
 FILE = "launch.sh"
 

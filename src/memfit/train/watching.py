@@ -13,8 +13,8 @@ from memfit.live.watch.transformers import MemfitCallback
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched
 from memfit.nouns.tape import Phase
-from memfit.run.folder import MEMORY_FILE, Run
-from memfit.run.nouns import Event
+from memfit.train.folder import MEMORY_FILE, Run
+from memfit.train.outcome import Event
 
 
 class Telling:

@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from memfit.clusters import kubernetes, skypilot, slurm, torchrun
+from memfit.clusters.spec import Spec
 from memfit.errors import BadInput, UnknownName
 from memfit.frameworks.process_layout import launch_of
 from memfit.frameworks.targets import export
-from memfit.run.jobs import kubernetes, skypilot, slurm, torchrun
-from memfit.run.jobs.spec import Spec
 from memfit.tables.trainers import script_of
 
 

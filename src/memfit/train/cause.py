@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memfit.explain import explain, read_text
 from memfit.nouns.finding import CAUSES, Cause
-from memfit.run.nouns import Shortage, Stage
+from memfit.train.outcome import Shortage, Stage
 from memfit.units import human
 
 # what cannot be the cause in a stage: the rehearsal is the first step, and its batch the longest on purpose; train.py keeps no

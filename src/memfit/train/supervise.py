@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from memfit.run.cause import cause
-from memfit.run.folder import Run, evidence, fallen
-from memfit.run.inputs import check_unchanged, digests
-from memfit.run.nouns import Event, Fall, Outcome, Shortage
-from memfit.run.relief import Rung, changes, lower
+from memfit.train.cause import cause
+from memfit.train.folder import Run, evidence, fallen
+from memfit.train.inputs import check_unchanged, digests
+from memfit.train.oom_recovery import Rung, changes, lower
+from memfit.train.outcome import Event, Fall, Outcome, Shortage
 
 Start = Callable[[Run, Callable[[Event], None]], Outcome]
 

@@ -9,11 +9,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 from memfit.live.watch.transformers import MemfitCallback
-from memfit.run.folder import COMPLETE, Checkpoint, write_json
-from memfit.run.limit import Meter
-from memfit.run.nouns import Event, Settings, Stage
-from memfit.run.rehearsal import randomness, rehearse, rehearse_evaluation, restore
-from memfit.run.samples import Ledger
+from memfit.train.folder import COMPLETE, Checkpoint, write_json
+from memfit.train.memory_limit import Meter
+from memfit.train.outcome import Event, Settings, Stage
+from memfit.train.rehearsal import randomness, rehearse, rehearse_evaluation, restore
+from memfit.train.sample_counts import Ledger
 
 Tell = Callable[[Event], None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from memfit.run.jobs.spec import OWN_PORT, Spec
+from memfit.clusters.spec import OWN_PORT, Spec
 
 FILE = "job.sbatch"
 OWN = '--output "output/$SLURM_JOB_ID"'  # checkpoints of another job beside its own would be taken for them

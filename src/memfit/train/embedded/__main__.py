@@ -1,0 +1,11 @@
+"""Makes the embedded model and its data in a folder: `python -m memfit.train.embedded FOLDER`, because PyTorch imports slowly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from memfit.train.embedded import write
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
