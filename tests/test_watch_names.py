@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from memfit.live.holders.live_tensors import live_tensors
+from memfit.live.holders.names import Name, Roots, variables_of
 from memfit.live.holders.referrers import holders_of
 from memfit.live.holders.source import keeping_line
-from memfit.live.holders.variables import Found, Roots, variables_of
 from memfit.live.watch.leak_search import named
 
 
@@ -50,7 +50,7 @@ KEPT = {"kept['two words'][...]": 11, "kept['a'][...]": 4, "kept[...]": 7, "kept
 def test_the_line_that_stores_under_that_key_and_in_a_loop(tmp_path: Path, path: str) -> None:
     file = tmp_path / "kept.py"
     file.write_text(SOURCE)
-    assert keeping_line(Found(path, str(file), 2, "keep"))[0].endswith(f"kept.py:{KEPT[path]}")
+    assert keeping_line(Name(path, ((str(file), 2, "keep"),)))[0].endswith(f"kept.py:{KEPT[path]}")
 
 
 def test_the_shortest_way_to_a_name() -> None:
@@ -61,7 +61,7 @@ def test_the_shortest_way_to_a_name() -> None:
     del inner
     (found,) = holders_of([outer["a"][0]], Roots()).values()
     assert found.path == "outer['a'][...]"
-    assert found.function == inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
+    assert found.places[0][2] == inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
 
 
 class Probe:
@@ -102,8 +102,8 @@ def test_what_a_hook_keeps_is_named_by_its_own_line(make: Callable[[], Any], pat
 def test_where_no_line_stores_none_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kept.py"
     file.write_text("import torch\n")
-    assert keeping_line(Found("model.0.hooks[...]", str(file), 0, ""))[1] == ""
-    assert keeping_line(Found("model.0.hooks[...]", str(file), 0, ""))[0].endswith("kept.py")
+    place, code = keeping_line(Name("model.0.hooks[...]", ((str(file), 0, ""),)))
+    assert place.endswith("kept.py") and code == ""
 
 
 def test_the_graph_behind_a_list_of_losses_keeps_what_it_saved() -> None:

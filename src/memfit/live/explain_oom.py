@@ -14,7 +14,7 @@ import torch
 from memfit.explain import Clue, Evidence, explain, read_text
 from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
-from memfit.live.holders.roots import roots_of
+from memfit.live.holders.retained import roots_of
 from memfit.live.oom.line_observer import LineObserver, about
 from memfit.live.oom.logits import logits_clue
 from memfit.nouns.finding import Finding

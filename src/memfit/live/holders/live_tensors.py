@@ -1,7 +1,7 @@
-"""The tensors that are alive in this process, found through Python's garbage collector: no hook, no mode, no cost before.
+"""The tensors that are alive in this process, found through Python's garbage collector: nothing is hooked, so it costs only when called.
 
-PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too
-(outputs that an operator saved of itself excepted). It takes about a tenth of a microsecond per object of the process.
+PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too,
+except outputs that an operator saved of itself. A search takes about a tenth of a microsecond per object of the process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_NODES = 200_000  # of one graph that are counted
+MOST_NODES = 200_000  # nodes of one graph that are counted
 
 
-class _Kinds(dict[type, bool]):
-    """type -> is it one of tensors? Asked once per type: the rest of the search never leaves C."""
+class _IsTensor(dict[type, bool]):
+    """Maps a type to whether it is one of tensors, computed once per type: the rest of the search never leaves C."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = issubclass(kind, Tensor)
@@ -26,37 +26,37 @@ class _Kinds(dict[type, bool]):
 
 
 def live_tensors() -> list[Tensor]:
-    """Every tensor object there is."""
-    things = gc.get_objects()
-    return list(compress(things, map(_Kinds().__getitem__, map(type, things))))
+    """Return every tensor object of the process."""
+    objects = gc.get_objects()
+    return list(compress(objects, map(_IsTensor().__getitem__, map(type, objects))))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Storage -> bytes: tensors may share one."""
+    """Return storage -> bytes; tensors may share a storage."""
     sizes: dict[int, int] = {}
     for t in tensors:
         if t.device.type == "meta" or t.layout is not torch.strided:
             continue
         try:
             storage = t.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # wrappers without memory of their own
+        except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
             continue
         sizes[storage._cdata] = storage.nbytes()
     return sizes
 
 
 def live_bytes() -> int:
-    """Bytes of all live tensors, each storage once."""
+    """Return the bytes of all live tensors, each storage once."""
     return sum(storages(live_tensors()).values())
 
 
 def graph_size(root: Tensor) -> int:
-    """How many nodes the autograd graph behind a tensor has, up to MOST_NODES."""
+    """Count the nodes of the autograd graph behind a tensor, up to MOST_NODES."""
     return sum(1 for _ in graph([root]))
 
 
 def graph(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of the autograd graphs behind tensors, each once, up to MOST_NODES."""
+    """Yield the nodes of the autograd graphs behind tensors, each once, up to MOST_NODES."""
     todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(todo)
     for _ in range(MOST_NODES):
@@ -70,12 +70,12 @@ def graph(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """The tensors a node keeps for its backward; none once that is done."""
+    """Yield the tensors that a node keeps for its backward; none once that is done."""
     for name in dir(node):
         if name.startswith("_saved_"):
             try:
                 value = getattr(node, name)
-            except (RuntimeError, AttributeError):  # released, or of a kind Python cannot see
+            except (RuntimeError, AttributeError):  # released, or of a kind that Python cannot read
                 continue
             saved = value if isinstance(value, tuple | list) else (value,)
             yield from (part for part in saved if isinstance(part, Tensor))

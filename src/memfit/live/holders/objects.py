@@ -1,12 +1,10 @@
-"""From a program's names down to what they keep: attributes of its objects and classes, and what containers and objects hold."""
+"""What a program's objects hold: attributes that have names of their own, and the contents of containers and objects."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import _lru_cache_wrapper, partial
 from itertools import islice
 from types import (
@@ -24,65 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.live.holders.source import line_of
-from memfit.live.holders.variables import Found, Roots, own
+from memfit.live.holders.names import Name, Roots, file_of, of_the_user, own
 
-MOST_ITEMS = 100_000  # things looked at in one container
-DEEP = 8  # containers and objects inside containers
-FAR = 3  # attributes of attributes that are names
-UNNAMED = "a model being made"
+MOST_ITEMS = 100_000  # objects that are looked at in one container
+DEEP = 8  # levels of containers and objects inside a container
+FAR = 3  # levels of attributes of attributes that count as names
+UNNAMED = Name("a model being made")
 CONTAINERS = (list, tuple, dict, set, deque)
-OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # what they hold is theirs
+OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # accounted for by themselves
 LEAVES = (
     Tensor, *OWNERS, type, ModuleType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float, complex, type(None), torch.device,
     torch.dtype, torch.Generator,
 )  # fmt: skip
-CALLS = (
-    FunctionType,
-    MethodType,
-    partial,
-    _lru_cache_wrapper,
-)  # what is called keeps what it closes over, is given or remembers
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A name of the user's, and the places whose lines may store into it, the likeliest first."""
-
-    places: tuple[Found, ...]
-
-    @property
-    def text(self) -> str:
-        """self.buffer.items -> items."""
-        return self.places[0].path.rsplit(".", 1)[-1]
-
-    @property
-    def line(self) -> str:
-        """ "train.py:12"; "" where no source says."""
-        return next(filter(None, map(line_of, self.places)), "")
-
-    def attribute(self, path: str, kind: type) -> Name:
-        """Of an object of the class `kind`, whose own code stores into its attributes more likely than its owner's."""
-        last = self.places[-1]
-        below = replace(last, path=f"{last.path}.{path}")
-        file = file_of(kind)
-        return Name((replace(below, file=file, first=0, function=kind.__name__), below) if file else (below,))
-
-    def under(self, key: str) -> Name:
-        """An item of a dictionary."""
-        return Name(tuple(replace(place, path=f"{place.path}['{key}']") for place in self.places))
+CALLS = (FunctionType, MethodType, partial, _lru_cache_wrapper)  # they keep what they close over, are given, or cache
 
 
 def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
-    """The user's names with what they are bound to, then the attributes of objects and classes of theirs, the nearest first."""
+    """Yield the user's names with what they are bound to, then the attributes of the user's objects and classes, nearest first."""
     seen: set[int] = set()
     todo: deque[tuple[Name, Any, int]] = deque()
-    for found, value in roots.named():
-        if own(found.file):
-            todo.append((Name((found,)), value, 0))
+    for name, value in roots.named():
+        if own(name.places[0][0]):
+            todo.append((name, value, 0))
         elif isinstance(value, torch.nn.Module) and id(value) not in seen and not unmade(value):
-            seen.add(id(value))  # only just being made: it has no name of the user's yet
-            yield Name((Found(UNNAMED, "", 0, ""),)), value
+            seen.add(id(value))  # its constructor is still running: no name of the user's is bound to it yet
+            yield UNNAMED, value
     while todo:
         name, value, far = todo.popleft()
         if id(value) in seen or unmade(value):
@@ -94,7 +58,10 @@ def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, type]]:
-    """(path, value, class that has it) of what has a name of its own within an object: of a library's, models and errors only."""
+    """Yield (path, value, class that has it) of the attributes that have a name of their own.
+
+    Of a library's objects these are only models, optimizers and errors.
+    """
     if isinstance(value, torch.nn.Module):
         for path, module in value.named_modules():
             for name, item in list(vars(module).items()):
@@ -104,12 +71,12 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, type]]:
         if file_of(value):
             yield from ((name, item, value) for name, item in list(vars(value).items()) if not name.startswith("__"))
     elif not isinstance(value, (*CONTAINERS, *LEAVES, *CALLS)):
-        theirs = of_the_user(type(value))
-        yield from ((n, item, type(value)) for n, item in _fields(value) if theirs or isinstance(item, OWNERS))
+        users = of_the_user(type(value))
+        yield from ((n, item, type(value)) for n, item in _fields(value) if users or isinstance(item, OWNERS))
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    """What an object has in its dictionary and its slots."""
+    """Return what an object has in its dictionary and its slots."""
     slots = [name for kind in type(value).__mro__ for name in _slots(kind) if name not in ("__dict__", "__weakref__")]
     try:
         found = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
@@ -123,22 +90,11 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def of_the_user(kind: type) -> bool:
-    """Is this a class of the program's own?"""
-    return kind.__module__ == "__main__" or bool(file_of(kind))
-
-
-def file_of(kind: type) -> str:
-    """The user's file that a class is written in: as its methods say, or its module; "" where it is a library's."""
-    codes = (getattr(member, "__code__", None) for member in vars(kind).values())
-    files = [code.co_filename for code in codes if code is not None]
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return next((f for f in (*files, file) if isinstance(f, str) and own(f)), "")
-
-
 def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """What a container or an object holds, through containers and objects in it. Objects whose id is in `apart` have a name of
-    their own, and what they hold is left to it."""
+    """Yield what a container or an object holds, through the containers and objects in it.
+
+    An object whose id is in `apart` has a name of its own, which accounts for what it holds.
+    """
     todo, seen = deque([(value, 0)]), {id(value)}
     for _ in range(MOST_ITEMS):
         if not todo:
@@ -153,7 +109,7 @@ def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
 
 
 def unmade(value: Any) -> bool:
-    """A model or an optimizer that has none of its attributes yet: one that is being copied or read."""
+    """Does a model or an optimizer lack its attributes? It is being copied or unpickled just now."""
     if isinstance(value, torch.nn.Module):
         return not vars(value).keys() >= {"_modules", "_parameters", "_buffers"}
     return isinstance(value, torch.optim.Optimizer) and not vars(value).keys() >= {"state", "param_groups"}
@@ -174,7 +130,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _closed_over(value: Any) -> list[Any]:
-    """What a function of the user's keeps: cells, defaults, given arguments, its object, results it remembers."""
+    """Return what a callable keeps: bound arguments, its object, cached results, and a user function's cells and defaults."""
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
@@ -190,11 +146,11 @@ def _closed_over(value: Any) -> list[Any]:
 def _is_full(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:  # of a name that is bound later
+    except ValueError:  # its variable is not bound yet
         return False
     return True
 
 
 def tensors(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """The tensors among them."""
+    """Yield the tensors among the parts of a value."""
     return (part for part in parts(value, apart) if isinstance(part, Tensor))

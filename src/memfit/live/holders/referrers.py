@@ -1,4 +1,4 @@
-"""From tensors up to the names that keep them alive, through Python's referrers; one walk over the heap per level."""
+"""The search from tensors up to the names that keep them alive, through Python's referrers: one walk over the heap per level."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import functools
 import gc
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from memfit.live.holders.variables import CACHE_OF, Found, Roots, key_text, own
+from memfit.live.holders.names import CACHE_OF, ITEM, Name, Roots, file_of, key_text, own, variable
 
-DEEPEST = 12  # links from a tensor up to a name: a list of a hook's object, of a layer, of a layer, of a model
-HOOKS = re.compile(r"\._\w*hooks")  # of a module: no line of the program stores there by name
-CELL = "[cell "  # begins the step from what a function closes over to one of its variables
+DEEPEST = 12  # links from a tensor up to a name: a list in a hook's object, of a layer, of a layer, of a model
+HOOKS = re.compile(r"\._\w*hooks")  # a module's dictionaries of hooks: no line of the program stores there by name
+CELL = "[cell "  # begins the step from a function's closure to one of its variables
 WIDEST = 48  # objects per level: the walk compares everything on the heap with each of them
 
 
@@ -28,13 +28,11 @@ class Link:
         self.node, self.path, self.origins = node, path, origins
 
 
-def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Found]:
-    """Number of a thing -> the name that keeps it alive, by the shortest way; without those that no name leads to."""
+def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
+    """Return for each thing, by its number, the name that keeps it alive by the shortest path; without those that have none."""
     level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
-    found: dict[int, Found] = {}
-    attributes: dict[
-        int, Found
-    ] = {}  # of objects of the program's classes, should nothing that leads to them have a name
+    found: dict[int, Name] = {}
+    attributes: dict[int, Name] = {}  # in objects of the user's classes, in case nothing that leads to them has a name
     seen = {id(link.node): set(link.origins) for link in level}
     for _ in range(DEEPEST):
         open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
@@ -48,8 +46,8 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Found]:
     return attributes | found
 
 
-def _resolved(link: Link, roots: Roots, found: dict[int, Found]) -> bool:
-    """Is this object named? Then so is what it leads to."""
+def _resolved(link: Link, roots: Roots, found: dict[int, Name]) -> bool:
+    """Does this object have a name? Then the things it leads to are named by it."""
     name = _named(link, roots)
     if name is not None:
         for number in link.origins:
@@ -57,44 +55,43 @@ def _resolved(link: Link, roots: Roots, found: dict[int, Found]) -> bool:
     return link.origins <= found.keys()
 
 
-def _named(link: Link, roots: Roots) -> Found | None:
+def _named(link: Link, roots: Roots) -> Name | None:
     node, steps = link.node, [step for step in link.path if step]
     path = _short("".join(steps))
     if isinstance(node, functools._lru_cache_wrapper):
         function = inspect.unwrap(node)
-        code = function.__code__
-        return Found(f"{CACHE_OF}{function.__qualname__}()", code.co_filename, code.co_firstlineno, code.co_name)
+        return variable(f"{CACHE_OF}{function.__qualname__}()", function.__code__)
     if isinstance(node, FunctionType) and steps and steps[0].startswith(CELL):
         code, number = node.__code__, int(steps[0][len(CELL) : -1])
         if own(code.co_filename):  # the variable of a closure, whatever keeps the function
-            name = code.co_freevars[number] + _short("".join(steps[1:]))
-            return Found(name, code.co_filename, code.co_firstlineno, code.co_name)
+            return variable(code.co_freevars[number] + _short("".join(steps[1:])), code)
     known = roots.names.get(id(node))
     if known is not None and not HOOKS.search(path):
-        return Found(known.path + path, known.file, known.first, known.function)
+        return replace(known, path=known.path + path)
     if isinstance(node, ModuleType) and not HOOKS.search(path):  # of a library
-        return Found(f"{node.__name__}{path}", getattr(node, "__file__", None) or "", 0, "")
+        return Name(f"{node.__name__}{path}", ((getattr(node, "__file__", None) or "", 0, ""),))
     return None
 
 
-def _attribute(link: Link) -> Found | None:
-    """The attribute of an object of one of the program's classes."""
+def _attribute(link: Link) -> Name | None:
+    """Return the attribute of an object of one of the program's classes, as `Class.attribute`."""
     kind, path = type(link.node), _short("".join(link.path))
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if not path.startswith(".") or not isinstance(file, str) or not own(file):
-        return None
-    return Found(f"{kind.__name__}{path}", file, 0, kind.__name__)
+    file = file_of(kind) if path.startswith(".") else ""
+    return Name(f"{kind.__name__}{path}", ((file, 0, kind.__name__),)) if file else None
 
 
 def _short(path: str) -> str:
-    """A path as far as the first item: what lies inside is kept with it. Parameters are attributes of their module."""
+    """Cut a path behind its first item, which keeps what lies inside, and write parameters as attributes of their module."""
     head, item, _ = path.partition("[...]")
     return re.sub(r"\._(?:parameters|modules|buffers)\['(\w+)'\]", r".\1", head) + item
 
 
 def _above(below: dict[int, Link], seen: dict[int, set[int]], things: Sequence[Any]) -> Iterable[Link]:
-    """What refers to these objects, each with the way down. An object that was met before is met again by what leads to it
-    only now: an optimizer's states are keyed by parameters, which lead to it sooner than the states do."""
+    """Yield what refers to these objects, each with the path down to the tensors.
+
+    An object that was met before is met again for tensors that lead to it only now: an optimizer's states are keyed by
+    parameters, and these lead to it sooner than the states do.
+    """
     nodes = [link.node for link in below.values()]
     for above in gc.get_referrers(*nodes):
         if above is nodes or above is things or isinstance(above, FrameType | Link):
@@ -109,7 +106,7 @@ def _above(below: dict[int, Link], seen: dict[int, set[int]], things: Sequence[A
 
 
 def _way(above: Any, child: Link) -> tuple[str, ...]:
-    """How the program gets from `above` down to the tensors."""
+    """Return the path from `above` down to the tensors."""
     node, path = child.node, child.path
     if isinstance(node, dict) and _is_namespace(above, node):  # an item of __dict__ is an attribute
         name = path[0][2:-2] if path and path[0].startswith("['") else ""
@@ -119,7 +116,7 @@ def _way(above: Any, child: Link) -> tuple[str, ...]:
     if isinstance(above, tuple) and isinstance(node, CellType):
         return (f"{CELL}{next(n for n, cell in enumerate(above) if cell is node)}]", *path)
     if isinstance(above, list | tuple | set | frozenset) or type(above).__name__ == "deque":
-        return ("[...]", *path)
+        return (ITEM, *path)
     attributes = getattr(above, "__dict__", None)
     if isinstance(attributes, dict):
         return (next((f".{name}" for name, value in list(attributes.items()) if value is node), ""), *path)

@@ -1,4 +1,4 @@
-"""The line of a program that stores into a name, found in its source; no code is run and nothing is hooked."""
+"""The line of a program that stores into a name, found by parsing its source; no code is run and nothing is hooked."""
 
 from __future__ import annotations
 
@@ -6,69 +6,91 @@ import ast
 import linecache
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from memfit.live.holders.variables import CACHE_OF, Found, Place
+from memfit.live.holders.names import CACHE_OF, ITEM, Name, Place
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 # functions that store into their first argument
 PUSHES = ("heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right")
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-MOST_LINES = 4  # that are named besides one
+MOST_LINES = 4  # that are listed besides the likeliest
 MOST = 2 << 20  # characters of a source file that is parsed
+EVERY_LINE = range(1, sys.maxsize)
 
 
-def keeping_line(found: Found, running: Iterable[Place] = ()) -> tuple[str, str]:
-    """("train.py:12", "history.append(loss)"): where the program stores into that name; else where the name belongs.
+class Line(NamedTuple):
+    """A line of a file, and other lines that are as likely."""
 
-    Lines that store under another key than the path's are left out where others are. Of the rest one in the function that
-    owns the name is taken, then one in a function that is running; of several, one that is in a loop. Others that are as
-    likely are named behind it.
+    file: str
+    number: int
+    also: tuple[int, ...] = ()
+
+
+def storing_line(name: Name, running: Iterable[Place] = ()) -> Line | None:
+    """Find the line that stores into a name, or that binds it; None where the source shows neither.
+
+    Every part of the path is tried, innermost first: of `self.cache['a'][...]` that is `cache`, then `self`. Lines of the
+    function or class that owns the name go before lines of a function that is running, and those before others of the
+    file. A line that binds the name where it is owned is chosen before a line elsewhere that stores; not so for a path
+    that ends in an item: that names a container, and something was stored into it.
     """
-    stores, names = _stores(found.file), [] if found.path.startswith(CACHE_OF) else _identifiers(found.path)
-    found_there = next((stores[name] for name in names if name in stores), ())
-    keys = _keys(found.path)
-    kept = [store for store in found_there if store.key is None or store.key in keys] or found_there
-    lines = [store.line for store in sorted(kept, key=lambda store: (store.key is None, not store.looped, store.line))]
-    places = [(found.file, found.first, found.function)] if found.function else []
-    places += [place for place in running if place[0] == found.file and place[2] != "<module>"]
-    inside = [line for place in places for line in lines if line in _extent(*place)]
-    bound = (line for name in names for line in _bound(found.file).get(name, ()))
-    number = next(iter((*inside, *lines)), None) or found.first or next(bound, None)
-    if number is None:  # nothing in the source stores into it or binds it
-        return shown(found.file) if found.file else "", ""
-    looped = {store.line: (store.key, store.looped) for store in kept}
-    others = [line for line in dict.fromkeys(inside or lines) if line != number and looped[line] == looped[number]]
-    also = f" (or line {', '.join(map(str, others[:MOST_LINES]))})" if others else ""
-    return f"{shown(found.file)}:{number}", linecache.getline(found.file, number).strip() + also
+    if name.path.startswith(CACHE_OF):
+        return None
+    running, keys, is_item = tuple(running), _keys(name.path), name.path.endswith(ITEM)
+    for identifier in _identifiers(name.path):
+        for place in name.places:
+            file = place[0]
+            stores, bound = _under(_stores(file).get(identifier, ()), keys), _bound(file).get(identifier, ())
+            owner = _extent(*place) if place[2] else range(0)
+            near = [_extent(*other) for other in running if other[0] == file and other[2] != "<module>"]
+            tried = [(stores, owner), *((stores, span) for span in near), (stores, EVERY_LINE)]
+            tried.insert(len(tried) if is_item else 1, (bound, owner))
+            for lines, span in (*tried, (bound, EVERY_LINE)):
+                if inside := [store for store in lines if store.line in span]:
+                    return _likeliest(file, inside)
+    return None
 
 
-def line_of(found: Found) -> str:
-    """ "train.py:12": the last line that adds to the name (or `self.name`), else that binds it; "" where the source is silent.
+def _under(stores: Sequence[Store], keys: set[str]) -> Sequence[Store]:
+    """Keep the lines that store under one of the keys, else those that name no key, else all."""
+    under = [store for store in stores if store.key in keys]
+    return under or [store for store in stores if store.key is None] or stores
 
-    Looked at is the function that owns it, and the whole file where that has none. Lines that store under the path's key
-    go before those that name no key, and those before lines that store under another.
+
+def _likeliest(file: str, lines: Sequence[Store]) -> Line:
+    """Choose the last line that is in a loop, else the last."""
+    best = [store for store in lines if store.looped] or lines
+    *others, number = sorted({store.line for store in best})
+    return Line(file, number, tuple(others[:MOST_LINES]))
+
+
+def line_of(name: Name) -> str:
+    """Return the line that stores into a name as "train.py:12"; "" where the source shows none."""
+    line = storing_line(name)
+    return f"{Path(line.file).name}:{line.number}" if line else ""
+
+
+def keeping_line(name: Name, running: Iterable[Place] = ()) -> tuple[str, str]:
+    """Return ("train.py:12", "history.append(loss)"): the line that stores into a name, and its code.
+
+    Where the source shows none it is the function that owns the name, or only the file. Other lines that are as likely
+    are listed behind the code.
     """
-    if not (found_names := _identifiers(found.path)):  # a generator expression's own: ".0"
-        return ""
-    name, keys = found_names[0], _keys(found.path)
-    inside = _extent(found.file, found.first, found.function)
-    stores = _stores(found.file).get(name, ())
-    under = [store for store in stores if store.key in keys] or [store for store in stores if store.key is None]
-    stored = [store.line for store in (under if keys and under else stores)]
-    for span in (inside, None) if inside else (None,):
-        for lines in (stored, _bound(found.file).get(name, ())):
-            inside_span = [line for line in lines if span is None or line in span]
-            if inside_span:
-                return f"{Path(found.file).name}:{max(inside_span)}"
-    return ""
+    file, first, _ = name.places[0]
+    line = storing_line(name, running) or (Line(file, first) if first else None)
+    if line is None:
+        return shown(file) if file else "", ""
+    also = f" (or line {', '.join(map(str, line.also))})" if line.also else ""
+    return f"{shown(line.file)}:{line.number}", linecache.getline(line.file, line.number).strip() + also
 
 
 def shown(file: str) -> str:
-    """A path as a person in the current folder writes it."""
+    """Return a path as a person in the current folder writes it."""
     try:
         near = os.path.relpath(file)
     except ValueError:  # another drive
@@ -77,12 +99,12 @@ def shown(file: str) -> str:
 
 
 def _identifiers(path: str) -> list[str]:
-    """The names in a path, innermost first: self.cache['a'][...] -> cache, self."""
+    """Return the names in a path, innermost first: self.cache['a'][...] -> cache, self."""
     return re.findall(r"[A-Za-z_]\w*", re.sub(r"\[('[^']*'|\.\.\.)\]", "", path))[::-1]
 
 
 def _keys(path: str) -> set[str]:
-    """cache['a'][...] -> a."""
+    """Return the keys in a path: cache['a'][...] -> a."""
     return set(re.findall(r"\['([^']*)'\]", path))
 
 
@@ -98,7 +120,7 @@ def _tree(file: str) -> ast.Module | None:
 
 
 def _extent(file: str, first: int, function: str) -> range:
-    """The lines of a function; of a class where `first` is 0."""
+    """Return the lines of a function; of a class where `first` is 0."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if first else (ast.ClassDef,)
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, kinds) and node.name == function:
@@ -111,43 +133,41 @@ def _extent(file: str, first: int, function: str) -> range:
 
 
 class Store(NamedTuple):
-    """A line that stores into a name and keeps what was there. `key`: the text it stores under, where it says one."""
+    """A line that stores into a name, or binds it. `key`: the text it stores under, where the line has one."""
 
     line: int
-    key: str | None
-    looped: bool
+    key: str | None = None
+    looped: bool = False
 
 
 @lru_cache(maxsize=64)
 def _stores(file: str) -> dict[str, tuple[Store, ...]]:
-    """Name -> the lines that store into it and keep what was there: appends, items, sums."""
+    """Return for every name the lines that store into it and keep what was there: appends, items, sums."""
     found: dict[str, set[Store]] = {}
     tree = _tree(file) or ast.Module([], [])
     looped = {id(node) for loop in ast.walk(tree) if isinstance(loop, LOOPS) for node in ast.walk(loop)}
     for node in ast.walk(tree):
         for name, key in _stored(node):
             found.setdefault(name, set()).add(Store(node.lineno, key, id(node) in looped))  # type: ignore[attr-defined]
-    return {name: tuple(sorted(stores, key=lambda store: store.line)) for name, stores in found.items()}
+    return {name: tuple(stores) for name, stores in found.items()}
 
 
 @lru_cache(maxsize=64)
-def _bound(file: str) -> dict[str, tuple[int, ...]]:
-    """Name -> the lines that bind it."""
-    found: dict[str, list[int]] = {}
+def _bound(file: str) -> dict[str, tuple[Store, ...]]:
+    """Return for every name the lines that bind it."""
+    found: dict[str, list[Store]] = {}
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             parts = (part for target in targets for part in ast.walk(target))
-            bound = (
-                part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)
-            )  # log.level binds no log
-            for name in {name for part in bound for name, _ in _names(part)}:
-                found.setdefault(name, []).append(node.lineno)
+            bound = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
+            for name in {name for part in bound for name, _ in _names(part)}:  # `log.level = 1` binds no `log`
+                found.setdefault(name, []).append(Store(node.lineno))
     return {name: tuple(lines) for name, lines in found.items()}
 
 
 def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
-    """(name, key) that a statement stores into."""
+    """Return (name, key) of what a statement stores into."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS:
         return _names(node)
     if isinstance(node, ast.Call) and node.args and any(name in PUSHES for name, _ in _names(node.func)):
@@ -165,7 +185,10 @@ def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
 
 
 def _names(target: ast.AST) -> list[tuple[str, str | None]]:
-    """The name a store goes to, and under which text: of a["x"].b[0] it is b, of d.setdefault("k", []).append d, "k"."""
+    """Return the name that a store goes to, and the text it stores under.
+
+    Of a["x"].b[0] that is b; of d.setdefault("k", []).append it is d, under "k".
+    """
     key = None
     while True:
         if isinstance(target, ast.Subscript):

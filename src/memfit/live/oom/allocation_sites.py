@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 from memfit.documents.snapshot.origins import Origin, made_for, of_both
 from memfit.documents.snapshot.passes import Site
-from memfit.live.holders.variables import own
+from memfit.live.holders.names import own
 
 
 def birth() -> tuple[str, Origin]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from memfit.live.holders.live_tensors import live_tensors
-from memfit.live.holders.variables import Roots
+from memfit.live.holders.names import Roots
 from memfit.live.watch.leak_search import alive, named, without
 from memfit.live.watch.leak_test import FLOOR
 from memfit.nouns.sample import Leak

@@ -18,9 +18,9 @@ from typing import Literal
 from torch import Tensor
 
 from memfit.live.holders.live_tensors import graph, graph_size, live_bytes, live_tensors, saved_by, storages
+from memfit.live.holders.names import CACHE_OF, Name, Roots
 from memfit.live.holders.referrers import WIDEST, holders_of
 from memfit.live.holders.source import keeping_line
-from memfit.live.holders.variables import CACHE_OF, Found, Roots
 from memfit.nouns.sample import Holder
 
 APART = 4  # steps between looks: more than loaders prefetch (2) and a loop's variables live (1)
@@ -29,7 +29,7 @@ NOBODY = ("", "")
 NAMELESS = "tensors that no Python name leads to"
 
 
-Graphs = dict[tuple[str, str], tuple[Found, int]]
+Graphs = dict[tuple[str, str], tuple[Name, int]]
 
 
 class Hunt:
@@ -77,9 +77,9 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for number, t in enumerate(picked):
         name = found.get(number)
-        groups.setdefault((name.path, name.file) if name else NOBODY, []).append(t)
+        groups.setdefault(_key(name) if name else NOBODY, []).append(t)
     count, share = len(kept) / max(len(picked), 1) / steps, _per_byte(kept, picked) / steps
-    first = {(name.path, name.file): name for name in found.values()}
+    first = {_key(name): name for name in found.values()}
     nameless = groups.pop(NOBODY, [])
     holders = []
     for key, tensors in groups.items():
@@ -107,7 +107,12 @@ def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int,
     return len(nodes), [t for t in nameless if storages([t]).keys() & saved]
 
 
-def _kind(name: Found) -> Literal["container", "variable"]:
+def _key(name: Name) -> tuple[str, str]:
+    """Return what tells two names apart: the path and the file."""
+    return name.path, name.places[0][0]
+
+
+def _kind(name: Name) -> Literal["container", "variable"]:
     return "container" if "[" in name.path or name.path.startswith(CACHE_OF) else "variable"
 
 
@@ -122,10 +127,10 @@ def _amount(tensors: Sequence[Tensor], count: float, share: float) -> tuple[int,
 
 
 def _graphs(roots: Roots) -> Graphs:
-    """(name, file) -> the name, and how many nodes the graph behind the tensor it is bound to has."""
+    """Return the variables bound to a tensor with a graph behind it, and how many nodes that has."""
     return {
-        (found.path, found.file): (found, graph_size(value))
-        for found, value in roots.variables()
+        _key(name): (name, graph_size(value))
+        for name, value in roots.variables()
         if isinstance(value, Tensor) and value.grad_fn is not None
     }
 

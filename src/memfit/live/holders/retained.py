@@ -1,7 +1,8 @@
-"""Who keeps tensors alive in a program that ran out of memory: its variables, by name, bytes and line.
+"""The search from a program's names down to what each retains: who keeps memory, by name, bytes and line, when it ran out.
 
-Looked at are the locals of the frames the error came through, the globals of the user's own modules, the attributes of
-objects and classes among them, closures of hooks, and the frames of errors: handled, kept, or the last that a console showed.
+It covers the locals of the frames that the error came through, the globals of the user's modules, the attributes of objects
+and classes among them, the closures of hooks, and the frames of other errors: those being handled, those a variable keeps,
+and the last one that a console showed.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from torch import Tensor
 
 from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
 from memfit.live.holders.live_tensors import graph, saved_by, storages
-from memfit.live.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, Name, names, of_the_user, parts, tensors
-from memfit.live.holders.variables import Found, Roots, own
+from memfit.live.holders.names import Name, Roots, of_the_user, own, variable
+from memfit.live.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, names, parts, tensors
+from memfit.live.holders.source import line_of
 
-SMALL = 4096  # bytes a variable must keep to be named
-NEAR = 2  # modules within modules in which a second model is looked for
-FEW = 3  # weights from which their shapes tell a model
-ALL_OF_IT = 0.8  # share of a collection from which copies of weights are what it is
-MOST_CLASSES = 3  # named of a collection's objects
-LAST_ERROR = ("last_exc", "last_value")  # of `sys`: what a console or a notebook showed last
+SMALL = 4096  # bytes a variable must keep to be reported
+NEAR = 2  # levels of submodules in which a second model is looked for
+FEW = 3  # weights whose shapes suffice to recognise a model
+ALL_OF_IT = 0.8  # share of a collection's bytes above which it counts as copies of weights
+MOST_CLASSES = 3  # classes that are listed of a collection's objects
+LAST_ERROR = ("last_exc", "last_value")  # attributes of `sys` with the error that a console or notebook showed last
 
 
 def roots_of(error: BaseException) -> tuple[Root, ...]:
-    """The variables that keep most, each storage counted for what it belongs to first: a model, its optimizer."""
+    """Return what the program's variables keep, largest first; what belongs to a model or an optimizer counts for that alone."""
     frames = frames_of(error)
     named = list(names(Roots(lambda: frames)))
     found = _Finder(frames, frozenset(id(value) for _, value in named))
@@ -51,23 +53,28 @@ def roots_of(error: BaseException) -> tuple[Root, ...]:
 
 
 def frames_of(error: BaseException) -> list[FrameType]:
-    """The functions an error came through, outermost first."""
+    """Return the frames that an error came through, outermost first."""
     return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
 class _Finder:
-    """Measures variables; what belongs to models and optimizers is theirs alone. `named`: ids of what has a name."""
+    """Measures what variables keep. Tensors of models and optimizers count for those alone.
+
+    `named`: ids of all objects that have a name.
+    """
 
     def __init__(self, frames: list[FrameType], named: frozenset[int]) -> None:
         self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
         self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
-        self.resting: set[int] = set()  # ids of parameters whose optimizer trains none just now: a GAN's other net
+        self.resting: set[int] = (
+            set()
+        )  # ids of parameters whose optimizer has all of them frozen now: a GAN's other net
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 
     def claim(self, value: Any) -> None:
-        """Models and optimizers first."""
+        """Note which storages belong to a model or an optimizer; done for every name before any is measured."""
         if isinstance(value, torch.nn.Module) and id(value) not in self.inside and value not in self.modules:
             self.modules.append(value)
             self.inside |= {id(m) for m in value.modules() if m is not value}
@@ -82,27 +89,27 @@ class _Finder:
                     self._stepped(part)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """What an optimizer says of its parameters."""
+        """Note the bytes of an optimizer's states, and whether all of its parameters are frozen now."""
         self.states |= {id(p): sum(storages(tensors(state)).values()) for p, state in optimizer.state.items()}
-        theirs = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.requires_grad for p in theirs):
-            self.resting |= {id(p) for p in theirs}
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.requires_grad for p in weights):
+            self.resting |= {id(p) for p in weights}
 
     def held(self, found: Iterable[Tensor]) -> dict[int, int]:
-        """Storage -> bytes of tensors on the card that belong to no model and no optimizer."""
+        """Return storage -> bytes of the tensors on the card that belong to no model and no optimizer."""
         return {key: size for key, size in storages(t for t in found if t.is_cuda).items() if key not in self.owned}
 
     def roots(self, name: Name, value: Any) -> list[Root]:
-        """What a variable keeps; [] where that is little."""
+        """Return what a variable keeps; nothing where that is little."""
         if isinstance(value, torch.nn.Module):
             return self._models(name, value)
         if isinstance(value, BaseException):
-            found = self.exceptions(name.text, [value], name.line)
+            found = self.exceptions(name.text, [value], line_of(name))
         elif isinstance(value, Tensor):
             found = self._state(name, value)
         elif isinstance(value, CONTAINERS) or not (isinstance(value, LEAVES) or of_the_user(type(value))):
             found = self._container(name, value)
-            if found is not None and isinstance(value, _lru_cache_wrapper):  # nothing stores into it by name
+            if found is not None and isinstance(value, _lru_cache_wrapper):  # no line stores into a function's cache
                 code = unwrap(value).__code__
                 found = replace(found, line=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}")
         else:
@@ -114,14 +121,14 @@ class _Finder:
         total = sum(saved.values())
         if passes < 2 or total < SMALL:
             return None
-        return Root(name.text, name.line, "graph" if value.numel() == 1 else "state", total, passes)
+        return Root(name.text, line_of(name), "graph" if value.numel() == 1 else "state", total, passes)
 
     def _container(self, name: Name, value: Any) -> Root | None:
-        """A container, or an object of a library's: of what it holds, the kind that most is of."""
+        """Measure a container or an object of a library, by the kind of content that takes most."""
         held = list(parts(value, self.named))
         errors = [part for part in held if isinstance(part, BaseException)]
         kept = [
-            self.exceptions(name.text, errors, name.line) if errors else None,
+            self.exceptions(name.text, errors, line_of(name)) if errors else None,
             self._several(name, held),
             self._collection(name, value, held),
         ]
@@ -135,21 +142,21 @@ class _Finder:
             return None
         what = "graph" if sum(saved.values()) > sum(sizes.values()) else "collection"
         copies = self._copies(found) if what == "collection" else 0
-        line = self._most_of(name, value).line
+        line = line_of(self._most_of(name, value))
         return Root(name.text, line, what, total, len(sizes), copies=copies, of=_classes(held))  # type: ignore[arg-type]
 
     def _most_of(self, name: Name, value: Any) -> Name:
-        """The path to the key under which most of a dictionary lies, where one has more than half."""
+        """Return the name of the item that has more than half of a dictionary's bytes, where there is one."""
         if not isinstance(value, dict) or len(value) > MOST_ITEMS:
             return name
         sizes = {key: sum(storages(tensors(part)).values()) for key, part in value.items() if isinstance(key, str)}
         key = max(sizes, key=sizes.__getitem__, default="")
-        return name.under(key) if "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values()) else name
+        return name.item(key) if "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values()) else name
 
     def _copies(self, found: list[Tensor]) -> int:
-        """How many tensors there are for every weight of a model, where these are nearly all of the bytes; 0: it is no copy.
+        """Return how many tensors there are for every weight of a model; 0 where most of the bytes are something else.
 
-        A head of another shape, as in a checkpoint that is fine-tuned, makes no difference.
+        A head of another shape, as in a checkpoint that is fine-tuned, is allowed for.
         """
         fresh = self.held(found)
         mine = [t for t in found if t.is_cuda and t.untyped_storage()._cdata in fresh]
@@ -166,7 +173,7 @@ class _Finder:
         return 0
 
     def _models(self, name: Name, module: torch.nn.Module) -> list[Root]:
-        """A model; and apart from it those within it that are another's: a teacher, a reference, an average."""
+        """Measure a model, and apart from it the frozen models inside: a teacher, a reference, an average."""
         if id(module) in self.inside:
             return []
         others = [
@@ -196,40 +203,40 @@ class _Finder:
         trained = sum(storages(p for p in self._trained(module) if id(p) not in apart).values())
         if total < SMALL:
             return None
-        return Root(name.text, name.line, "model", total, len(sizes), wide, double, trained, waiting)
+        return Root(name.text, line_of(name), "model", total, len(sizes), wide, double, trained, waiting)
 
     def _saved_modules(self, name: Name, module: torch.nn.Module) -> Root | None:
-        """What PEFT trains whole beside its adapters, with gradients and states."""
+        """Measure the modules that PEFT trains whole beside its adapters, with gradients and states."""
         weights = [p for path, p in module.named_parameters() if SAVED in path and p.requires_grad and p.is_cuda]
         sizes = storages(t for p in weights for t in (p, p.grad) if t is not None)
         total = sum(sizes.values()) + sum(self.states.get(id(p), 0) for p in weights)
-        return Root(SAVED, name.line, "part", total, len(weights)) if total >= SMALL else None
+        return Root(SAVED, line_of(name), "part", total, len(weights)) if total >= SMALL else None
 
     def _several(self, name: Name, held: list[Any]) -> Root | None:
-        """A container of models or optimizers, or of what has them: what those keep that nobody else has a name for."""
+        """Measure the models and optimizers that a container leads to, as far as no other name accounts for them."""
         modules = [part for part in held if isinstance(part, torch.nn.Module)]
         found = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
         found += [t for part in held if isinstance(part, torch.optim.Optimizer) for t in tensors(dict(part.state))]
         sizes = self.held(found)
         total = sum(sizes.values())
-        return Root(name.text, name.line, "models", total, len(sizes)) if total >= SMALL else None
+        return Root(name.text, line_of(name), "models", total, len(sizes)) if total >= SMALL else None
 
     def exceptions(self, name: str, errors: list[BaseException], line: str = "") -> Root | None:
-        """Errors that are being handled, or were kept: their tracebacks keep the frames, these their tensors."""
-        theirs = {id(frame): frame for error in errors for frame in frames_of(error)}
+        """Measure errors that are being handled or were kept: their tracebacks keep frames, and these keep tensors."""
+        frames = {id(frame): frame for error in errors for frame in frames_of(error)}
         mine = {id(frame) for frame in self.frames}
-        values = [value for key, f in theirs.items() if key not in mine for value in f.f_locals.values()]
+        values = [value for key, f in frames.items() if key not in mine for value in f.f_locals.values()]
         found = [t for value in values for t in (*tensors(value), *_of_models(value))]
         sizes = self.held(found)
         total = sum((sizes | self._graph(found)[0]).values())
-        if not line and theirs:  # where it was caught, and is still being handled
-            own_first = (frame for frame in theirs.values() if own(frame.f_code.co_filename))
-            first = next(own_first, next(iter(theirs.values())))
+        if not line and frames:  # where it was caught, and is still being handled
+            own_first = (frame for frame in frames.values() if own(frame.f_code.co_filename))
+            first = next(own_first, next(iter(frames.values())))
             line = f"{first.f_code.co_filename.rsplit('/', 1)[-1]}:{first.f_lineno}"
         return Root(name, line, "exception", total, len(sizes)) if total >= SMALL else None
 
     def handled(self, error: BaseException) -> Iterator[Root]:
-        """The errors that were being handled when this one came."""
+        """Measure the errors that were being handled when this one was raised."""
         earlier = error.__context__
         while earlier is not None:
             root = None
@@ -240,19 +247,19 @@ class _Finder:
             earlier = earlier.__context__
 
     def shown(self, error: BaseException) -> Iterator[Root]:
-        """The error that a console showed last: `sys` keeps it until the next."""
+        """Measure the error that a console showed last: `sys` keeps it until the next one."""
         kept = [(name, getattr(sys, name, None)) for name in LAST_ERROR]
         files = dict.fromkeys(f.f_code.co_filename for f in self.frames if own(f.f_code.co_filename))
         for name, last in kept:
             if isinstance(last, BaseException) and last is not error:
                 path = f"sys.{name}"
-                root = self.exceptions(path, [last], Name(tuple(Found(path, file, 0, "") for file in files)).line)
+                root = self.exceptions(path, [last], line_of(Name(path, tuple((file, 0, "") for file in files))))
                 if root is not None:
                     yield root
                     return
 
     def hooks(self) -> Iterator[Root]:
-        """What the hooks of modules keep in their closures: those of one line together, each tensor once."""
+        """Measure what hooks of modules keep in their closures: those of one line together, each tensor once."""
         kept: dict[tuple[str, str], dict[int, int]] = {}
         for name, line, sizes in self._hooks():
             kept.setdefault((name, line), {}).update(sizes)
@@ -272,10 +279,10 @@ class _Finder:
         for name, cell in zip(code.co_freevars, hook.__closure__ or (), strict=False):
             sizes = self.held(tensors(cell.cell_contents)) if isinstance(cell.cell_contents, CONTAINERS) else {}
             if sizes:
-                yield name, Name((Found(name, code.co_filename, code.co_firstlineno, code.co_name),)).line, sizes
+                yield name, line_of(variable(name, code)), sizes
 
     def _trained(self, module: torch.nn.Module) -> list[Tensor]:
-        """The weights that will have a gradient, or have one or its states: of a module in training mode, or at rest."""
+        """Return the weights that are trained: those with a gradient to come, a gradient, states, or an optimizer that rests."""
         return [
             p
             for part in module.modules()
@@ -289,14 +296,17 @@ class _Finder:
         ]
 
     def _graph(self, found: Iterable[Tensor]) -> tuple[dict[int, int], int]:
-        """(bytes of each storage that the tensors' autograd graphs saved, how often a leaf is reached: the passes)."""
+        """Return (bytes of each storage that the tensors' autograd graphs saved, how many passes they span).
+
+        A leaf is reached once for each pass.
+        """
         nodes = list(graph(found))
         leaves = Counter(id(after) for node in nodes for after, _ in node.next_functions if hasattr(after, "variable"))
         return self.held(t for node in nodes for t in saved_by(node)), max(leaves.values(), default=0)
 
 
 def _of_models(value: Any) -> Iterator[Tensor]:
-    """Weights, gradients and states of the models and optimizers among what a variable holds."""
+    """Yield weights, gradients and states of the models and optimizers that a variable leads to."""
     for part in parts(value):
         if isinstance(part, torch.nn.Module):
             yield from (t for p in part.parameters() for t in (p, p.grad) if t is not None)
@@ -305,6 +315,6 @@ def _of_models(value: Any) -> Iterator[Tensor]:
 
 
 def _classes(held: list[Any]) -> str:
-    """The classes of a library's objects in a container, the commonest first."""
+    """List the classes of the library objects in a container, commonest first."""
     counts = Counter(type(part) for part in held if not isinstance(part, (*CONTAINERS, *LEAVES)))
     return ", ".join(kind.__name__ for kind, _ in counts.most_common(MOST_CLASSES) if not of_the_user(kind))
