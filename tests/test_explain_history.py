@@ -16,7 +16,7 @@ from memfit.explain.history.watched import evidence_of
 from memfit.explain.memory import Memory
 from memfit.nouns.finding import Cause
 from memfit.nouns.footprint import Levels
-from memfit.nouns.sample import Header, Holder, Leak, MeterName, Sample, Watched
+from memfit.nouns.sample import Header, Leak, LeakHolder, MeterName, Sample, Watched
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Role, Segment, Tape
 from memfit.report.explain import explain_view
 from memfit.units import MIB
@@ -140,7 +140,7 @@ def watched(*leaks: Leak, meter: MeterName = "cuda") -> Watched:
 
 
 def test_a_watched_run_is_told_by_its_roles_and_its_leaks() -> None:
-    holder = Holder("container", "history", "train.py:12", "history.append(loss)", 1, MIB)
+    holder = LeakHolder("container", "history", "train.py:12", "history.append(loss)", 1, MIB)
     found = explain(evidence_of(watched(Leak(MIB, 10, 30, 20 * MIB, (holder,)))))[0]
     assert (found.cause, found.confidence, found.line) == ("leak", "certain", "train.py:12")
     assert "'history'" in found.evidence[0].text

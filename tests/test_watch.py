@@ -25,8 +25,8 @@ import memfit
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.explain.history.watched import evidence_of
-from memfit.live.watch import experiments, handle
-from memfit.live.watch.handle import Watch
+from memfit.live.watch import leak_search, loop
+from memfit.live.watch.loop import Watch
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Leak
 from memfit.units import GIB, MIB
@@ -45,7 +45,7 @@ def card() -> Iterator[Card]:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experiments of other tests are none of this one's."""
-    monkeypatch.setattr(handle, "THIS_PROCESS", experiments.Experiments())
+    monkeypatch.setattr(loop, "THIS_PROCESS", leak_search.Experiments())
     monkeypatch.setitem(globals(), "CACHE", {})
 
 

@@ -78,7 +78,7 @@ def test_the_callback_costs_no_import_of_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, memfit, memfit.live.outside.outside, memfit.live.watch.sinks, memfit.live.watch.screens; print('torch' in sys.modules)"
+    code = "import sys, memfit, memfit.live.outside.command, memfit.live.watch.outputs; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
-from memfit.nouns.sample import Alarm, Header, Holder, Leak, Sample, Watched
+from memfit.nouns.sample import Alarm, Header, Leak, LeakHolder, Sample, Watched
 from memfit.nouns.tape import PHASES
 
 sizes = st.integers(0, 1 << 50)
@@ -31,7 +31,7 @@ headers = st.builds(
     sizes,
     predicted=st.none() | footprints,
 )
-holders = st.builds(Holder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
+holders = st.builds(LeakHolder, st.sampled_from(["graph", "container"]), st.text(), st.text(), st.text(), sizes, sizes)
 leaks = st.builds(Leak, sizes, sizes, sizes, sizes, st.lists(holders, max_size=2).map(tuple))
 alarms = st.builds(
     Alarm, st.sampled_from(["card", "band", "leak", "unsure", "failed"]), sizes, phases, sizes, sizes, st.text()

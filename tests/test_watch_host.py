@@ -11,14 +11,11 @@ from torch import nn
 
 from memfit.live.holders.live_tensors import live_tensors
 from memfit.live.watch import meters
-from memfit.live.watch.handle import Watch
-from memfit.live.watch.inconclusive_leaks import doubt, stopped
-from memfit.live.watch.leak_test import Series
-from memfit.live.watch.meters import AT_ONCE, RISING, SHARE, HostMeter
+from memfit.live.watch.leak_test import Series, inconclusive, stopped
+from memfit.live.watch.loop import Watch
+from memfit.live.watch.meters import AT_ONCE, COUNT_SHARE, FULL, MOST, RISING, STEP_SHARE, HostMeter, SamplingInterval
+from memfit.live.watch.outputs import Quiet
 from memfit.live.watch.recorder import Recorder
-from memfit.live.watch.sampling_interval import FULL, MOST, Pace
-from memfit.live.watch.sampling_interval import SHARE as SHARE_OF_LOOKS
-from memfit.live.watch.screens import Quiet
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Leak, Sample
 from memfit.units import KIB, MIB
@@ -67,7 +64,7 @@ def test_a_leak_of_a_few_kilobytes_a_step_is_seen_within_a_hundred_steps(
     assert found is not None
 
 
-@pytest.mark.parametrize(("leak", "at_once", "share"), [(0, 0.0, SHARE), (128 * KIB, AT_ONCE, RISING)])
+@pytest.mark.parametrize(("leak", "at_once", "share"), [(0, 0.0, COUNT_SHARE), (128 * KIB, AT_ONCE, RISING)])
 def test_counting_stays_within_its_time(
     monkeypatch: pytest.MonkeyPatch, leak: int, at_once: float, share: float
 ) -> None:
@@ -144,7 +141,7 @@ DOUBTS = {
 @pytest.mark.parametrize("case", DOUBTS)
 def test_what_was_looked_at_too_seldom_is_said(case: str) -> None:
     samples, text = DOUBTS[case]
-    alarm = doubt(samples)
+    alarm = inconclusive(samples)
     assert (alarm is None) == (text is None)
     if alarm is not None and text is not None:
         assert alarm.kind == "unsure" and text in alarm.text
@@ -181,7 +178,7 @@ LOOK = 0.0001  # seconds of one look
 def looks(step: float, steps: int) -> tuple[int, int]:
     """(looks, steps between the last two) of a run by a clock of its own."""
     now, taken = 0.0, 0
-    pace = Pace(lambda: now)
+    pace = SamplingInterval(lambda: now)
     for _ in range(steps):
         now += step
         if pace.due():
@@ -195,13 +192,13 @@ def looks(step: float, steps: int) -> tuple[int, int]:
 def test_short_steps_are_looked_at_less_often(step: float, every: int) -> None:
     taken, between = looks(step, 20_000)
     assert between == every
-    assert taken * LOOK <= FULL * LOOK + 1.01 * SHARE_OF_LOOKS * max(step, LOOK / SHARE_OF_LOOKS / MOST) * 20_000
+    assert taken * LOOK <= FULL * LOOK + 1.01 * STEP_SHARE * max(step, LOOK / STEP_SHARE / MOST) * 20_000
     assert looks(step, FULL)[0] == FULL
 
 
 def test_steps_that_become_long_are_looked_at_within_a_second() -> None:
     now = 0.0
-    pace = Pace(lambda: now)
+    pace = SamplingInterval(lambda: now)
     for step in [0.0001] * 20_000 + [0.4] * 10:
         now += step
         if pace.due():
@@ -214,7 +211,7 @@ def test_steps_that_become_long_are_looked_at_within_a_second() -> None:
 
 
 def test_a_search_looks_at_every_step() -> None:
-    pace = Pace(lambda: 0.0)
+    pace = SamplingInterval(lambda: 0.0)
     for _ in range(2 * FULL):
         if pace.due():
             pace.looked()
@@ -245,4 +242,4 @@ def test_counting_never_takes_more_than_its_share(monkeypatch: pytest.MonkeyPatc
         assert spent <= meters.EARLY * now[0] + 1e-9, step
         assert reading.counted or step >= meters.FIRST
         now[0] += 0.2
-    assert spent >= 0.8 * meters.SHARE * now[0]
+    assert spent >= 0.8 * meters.COUNT_SHARE * now[0]

@@ -21,10 +21,10 @@ import pytest
 from memfit.documents import codec
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
-from memfit.live.outside.outside import run
+from memfit.live.outside.command import run
 from memfit.live.outside.processes import NvmlMeter, RssMeter, family
+from memfit.live.watch.outputs import Quiet
 from memfit.live.watch.recorder import Recorder
-from memfit.live.watch.screens import Quiet
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Header, Sample
 from memfit.units import GIB, MIB

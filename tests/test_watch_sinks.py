@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from memfit.errors import BadInput
-from memfit.live.watch.sinks import SINKS, open_sinks
+from memfit.live.watch.outputs import SINKS, open_sinks
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Sample
 
@@ -135,7 +135,7 @@ def test_a_port_that_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_level_that_is_known_from_outside() -> None:
-    from memfit.live.watch.sinks import _series
+    from memfit.live.watch.outputs import _series
 
     assert dict(_series(Header("x", "nvml"), SAMPLE)) == {"device_now": 4, "device_peak": 8}
     seldom = Sample(1.0, 7, "step", Levels(0, 0, 0, 4), Levels(0, 0, 0, 8), counted=False)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.live.watch.screens import Live, Plain
+from memfit.live.watch.outputs import Live, Plain
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
-from memfit.nouns.sample import Alarm, Header, Holder, Leak, MeterName, Sample, Watched
+from memfit.nouns.sample import Alarm, Header, Leak, LeakHolder, MeterName, Sample, Watched
 from memfit.nouns.tape import Phase
 from memfit.report.watching import closing_view, leak_lines, live_view, status_of
 from memfit.units import GIB, KIB, MIB
@@ -28,7 +28,7 @@ def run(meter: MeterName = "cuda", scale: int = GIB) -> Watched:
         Sample(9.0 * n, n, phase, levels(size // 2), levels(size)) for n, (phase, size) in enumerate(sizes.items())
     )
     leak = Leak(
-        960 * KIB, 12, 19, 6 * MIB, (Holder("graph", "total", "train.py:31", "total = total + loss", 7, 960 * KIB),)
+        960 * KIB, 12, 19, 6 * MIB, (LeakHolder("graph", "total", "train.py:31", "total = total + loss", 7, 960 * KIB),)
     )
     alarm = Alarm("card", 2, "step", 20 * scale, 19 * scale, "92% of the card in use")
     return Watched(header, samples, (alarm,), (leak,))
@@ -87,7 +87,7 @@ def test_a_log_cannot_steer_the_terminal() -> None:
     evil = "\x1b[2J\x9b2J\r"
     seen = run()
     header = replace(seen.header, name=evil, card=evil)
-    holder = Holder("container", evil, evil, evil, 1, 1)
+    holder = LeakHolder("container", evil, evil, evil, 1, 1)
     alarm = Alarm("card", 2, "step", 1, 1, evil)
     watched = Watched(header, seen.samples, (alarm,), (Leak(1, 2, 3, 4, (holder,)),))
     for view in (closing_view(watched), live_view(status_of(watched))):

@@ -13,7 +13,7 @@ from memfit.cli.flags import COMMON, Argument, Flag, takes
 from memfit.errors import EXIT_FITS, BadInput, MemfitError
 
 if TYPE_CHECKING:
-    from memfit.live.watch.recorder import Screen
+    from memfit.live.watch.outputs import Screen
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.sample import Header, Watched
 
@@ -53,11 +53,11 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
     from memfit.documents import footprint_file as footprints
-    from memfit.live.outside.outside import program_of
-    from memfit.live.outside.outside import run as run_child
+    from memfit.live.outside.command import program_of
+    from memfit.live.outside.command import run as run_child
     from memfit.live.outside.processes import outside_meter
+    from memfit.live.watch.outputs import open_sinks
     from memfit.live.watch.recorder import Recorder, check_log
-    from memfit.live.watch.sinks import open_sinks
 
     every = 1.0 if flags["every"] is None else flags["every"]
     if not FASTEST <= every <= SLOWEST:
@@ -113,7 +113,7 @@ def _header(command: list[str], meter: Any, predicted: Any) -> Header:
 
 def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
     """What shows the run; for a live view also what takes the command's own lines."""
-    from memfit.live.watch.screens import Live, Plain, Quiet
+    from memfit.live.watch.outputs import Live, Plain, Quiet
 
     if flags["json"]:
         return Quiet(), None
@@ -165,7 +165,7 @@ def _follow(path: Path) -> int:
     """The live view of a log, until Ctrl-C; the file is read again when it has grown."""
     import time
 
-    from memfit.live.watch.screens import REFRESH
+    from memfit.live.watch.outputs import REFRESH
     from memfit.report.watching import live_view, status_of
 
     size, view = -1, None

@@ -10,24 +10,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from memfit.explain import Clue, Evidence, explain, read_text
+from memfit.explain.clue import SHOWN, SURE
 from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
-from memfit.live.holders.retained import roots_of
-from memfit.live.oom.line_observer import LineObserver, about
-from memfit.live.oom.logits import logits_clue
-from memfit.nouns.finding import Finding
+from memfit.live.holders.retained import frames_of, roots_of
+from memfit.live.line_observer import LineObserver, about
+from memfit.nouns.finding import Finding, Proof
+from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
-MAX_ENTRIES = 200_000  # events a real card's history holds: some hundred bytes of host memory each
+MAX_ENTRIES = 200_000  # events that a real card's history holds: some hundred bytes of host memory each
+LEAST_WORDS = 30_000  # entries of a vocabulary: hidden layers of most models are narrower
+WIDTHS = (4, 2)  # bytes of a logit
+ROUNDING = 512  # bytes by which a request may exceed its tensor
 
 
 @dataclass(slots=True)
 class Explained:
-    """What the context found; empty until memory ran out."""
+    """What explain_oom found; empty until memory ran out."""
 
     evidence: Evidence | None = None
     findings: tuple[Finding, ...] = ()
@@ -35,14 +40,15 @@ class Explained:
 
 @contextmanager
 def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explained]:
-    """While it is open, a torch.OutOfMemoryError that leaves it is explained to `tell` (default: stderr), then goes on.
+    """Explain a torch.OutOfMemoryError that leaves this context to `tell` (default: stderr), and raise it again.
 
-    On a real card memory history is recorded from here on, where it is not recorded already; on a virtual one (memfit.virtual_gpu) every allocation with
-    its module and line. An explanation that fails is itself only a line: the error is never lost.
+    On a real card memory history is recorded from here on, unless it is recorded already; on a virtual one
+    (memfit.virtual_gpu) every allocation with its module and line. An explanation that fails is only reported as such: the
+    error is never lost.
     """
     found = Explained()
     card = _virtual_card()
-    with _watched(card) as memory:
+    with _recorded(card) as memory:
         try:
             yield found
         except torch.OutOfMemoryError as error:
@@ -51,21 +57,21 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
                 evidence = read_text(text, memory(), roots_of(error))
                 found.evidence = replace(evidence, seen=_sums(error, evidence))
                 found.findings = explain(found.evidence)
-                (tell or _to_stderr)(said(found))
+                (tell or _to_stderr)(_text(found))
             except Exception as failure:
                 (tell or _to_stderr)(f"memfit could not explain it: {type(failure).__name__}: {failure}")
             raise
 
 
 def _sums(error: BaseException, evidence: Evidence) -> tuple[Clue, ...]:
-    """What the size of the request says."""
+    """Return what the size of the request shows."""
     asked = evidence.memory.asked if evidence.memory else 0
     clue = logits_clue(error, asked) if asked else None
     return (clue,) if clue else ()
 
 
-def said(found: Explained) -> str:
-    """The explanation as plain text."""
+def _text(found: Explained) -> str:
+    """Return the explanation as plain text."""
     import io
 
     from rich.console import Console
@@ -91,14 +97,14 @@ def _virtual_card() -> Card | None:
 
 
 @contextmanager
-def _watched(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
-    """Yields what reads the memory of the card at the last out-of-memory."""
+def _recorded(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
+    """Record what the card does; yield a function that reads its memory as of the last out-of-memory."""
     if card is not None:
         observer = LineObserver(card)
         with observer.watching():
             yield lambda: memory_of(observer.tape(about(card)))
     elif torch.cuda.is_available() and torch._C._cuda_isHistoryEnabled():
-        yield _of_real_card  # somebody records already, perhaps from the start: it goes on as it was
+        yield _of_real_card  # the program records already, perhaps from its start: leave that as it is
     elif torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
         try:
@@ -114,3 +120,30 @@ def _of_real_card() -> Memory | None:
 
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     return memory_of(tape_of(torch.cuda.memory._snapshot(), torch=(version[0], version[1])))
+
+
+# --- logits: the request that failed, compared with the shapes in the frames ---
+
+
+def logits_clue(error: BaseException, asked: int) -> Clue | None:
+    """Recognise `asked` bytes as tokens x words x width of a tensor or an output layer in the frames of the error."""
+    for rows, words, name in _shapes(error):
+        for width in WIDTHS:
+            if words >= LEAST_WORDS and rows and 0 <= asked - rows * words * width < ROUNDING:
+                text = f"{human(asked)} are {rows:,} tokens x {words:,} words x {width} B, as of '{name}'"
+                return Clue("logits", SURE + SHOWN, Proof(text, asked))
+    return None
+
+
+def _shapes(error: BaseException) -> Iterator[tuple[int, int, str]]:
+    """Yield (rows, columns, name) of what the frames hold, the innermost frame first."""
+    for frame in reversed(frames_of(error)):
+        values = list(frame.f_locals.items())
+        for name, value in values:
+            if isinstance(value, Tensor) and value.dim() >= 2:
+                yield value.numel() // max(value.shape[-1], 1), value.shape[-1], name
+        for _, layer in values:
+            if isinstance(layer, torch.nn.Linear):
+                for name, value in values:
+                    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[-1] == layer.in_features:
+                        yield value.numel() // value.shape[-1], layer.out_features, name

@@ -1,4 +1,4 @@
-"""The nouns of a watched run: Sample (one look at its memory), Leak and Holder (what grows and who keeps it), Watched."""
+"""The nouns of a watched run: Sample (one look at its memory), Leak and LeakHolder (what grows and who keeps it), Watched."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeakHolder:
     """Who keeps tensors alive. `place` is "file.py:12" of the line that stores them, or of the function that owns `name`."""
 
     kind: Literal["graph", "container", "variable", "cycle", "unknown"]
@@ -81,7 +81,7 @@ class Leak:
     since: int
     until: int
     bytes: int
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[LeakHolder, ...] = ()
     unit: Literal["step", "run"] = "step"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.footprints.band import CARD_SHARE, bands
 from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Levels
-from memfit.nouns.sample import METERS, Alarm, Header, Holder, Leak, Status, Watched
+from memfit.nouns.sample import METERS, Alarm, Header, Leak, LeakHolder, Status, Watched
 from memfit.nouns.tape import Phase
 from memfit.report.layout import Column, Ends, Grid, text
 from memfit.report.words import DOT, clock, phase_title, visible
@@ -159,7 +159,7 @@ def leak_lines(leak: Leak) -> tuple[str, ...]:
     return (grown, *(visible(line) for line in held or ["  held by: not known; no Python name leads to it"]))
 
 
-def holder_words(holder: Holder) -> str:
+def holder_words(holder: LeakHolder) -> str:
     """'history[...] (4 tensors, 1.50 MiB each step) at train.py:12: history.append(out)'."""
     where = f" at {holder.place}{f': {holder.code}' if holder.code else ''}" if holder.place else ""
     size = f", {human(holder.bytes)}" if holder.bytes else ""

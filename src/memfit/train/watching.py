@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.live.watch.screens import REFRESH
+from memfit.live.watch.outputs import REFRESH
 from memfit.live.watch.transformers import MemfitCallback
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched

@@ -1,4 +1,4 @@
-"""Meters that look at a command from outside: the driver's count for its processes (NVML), or their resident memory."""
+"""Meters that read a command's memory from outside: what the driver counts for its processes (NVML), or their resident memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NVML_HINT = f"pip install 'memfit[watch]'; {RSS_HINT}"
 
 
 def family(pid: int) -> set[int]:
-    """A process and all its descendants."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
@@ -35,7 +35,7 @@ def family(pid: int) -> set[int]:
 
 
 def _parents() -> Iterable[tuple[int, int]]:
-    """(process, its parent) for every process of the machine."""
+    """Yield (process, its parent) for every process of the machine."""
     if not PROC.is_dir():
         import psutil  # type: ignore[import-untyped, unused-ignore]
 
@@ -52,7 +52,7 @@ def _parents() -> Iterable[tuple[int, int]]:
 
 
 class RssMeter:
-    """Resident memory of the command and its children, added up; pages they share count for each."""
+    """Reads the resident memory of the command and its children, added up; pages they share count for each."""
 
     name: MeterName = "rss"
     card, total, whole_card = "", 0, False
@@ -65,16 +65,16 @@ class RssMeter:
         return Levels(0, 0, 0, size)
 
     def ended(self) -> Levels | None:
-        """The most that one process of the command had, between two looks as well, once it has ended; None: not known.
+        """Return the most that one process of the ended command ever had, also between two readings; None where unknown.
 
-        A child has what this process has until it becomes the command, so no less than that is told.
+        A child begins as a copy of this process, before it becomes the command: only what exceeds this process is known.
         """
         most = _largest_child()
         return Levels(0, 0, 0, most) if most > max(self._before, _own_highest()) else None
 
 
 def _largest_child() -> int:
-    """The most bytes that one of this process's children that have ended ever had. Source: getrusage(2)."""
+    """Return the most bytes that any ended child of this process ever had. Source: getrusage(2)."""
     try:
         import resource
     except ImportError:  # Windows
@@ -84,7 +84,7 @@ def _largest_child() -> int:
 
 
 def _own_highest() -> int:
-    """The most bytes that this process had since it runs this program. Source: proc(5), VmHWM."""
+    """Return the most bytes that this process had since it began to run this program. Source: proc(5), VmHWM."""
     try:
         text = (PROC / "self" / "status").read_text()
         return next(int(line.split()[1]) * KIB for line in text.splitlines() if line.startswith("VmHWM:"))
@@ -104,10 +104,10 @@ def _resident(pid: int) -> int:
 
 
 class NvmlMeter:
-    """What the driver counts for the command and its children on the card that has most of it.
+    """Reads what the driver counts for the command and its children, on the card that has most of it.
 
-    Inside a container the driver's process numbers are not ours: then the whole card is taken, other processes included,
-    and `whole_card` says so.
+    Inside a container the driver's process numbers are not ours: then the whole card is read, other processes included,
+    and `whole_card` is set.
     """
 
     name: MeterName = "nvml"
@@ -118,10 +118,10 @@ class NvmlMeter:
         if not self.cards:
             raise BadInput("the driver lists no card", hint=NVML_HINT)
         self.whole_card = False
-        # vGPU, MIG and drivers that were restricted list no processes to anybody
+        # vGPU, MIG and restricted drivers list no processes to anybody
         unlisted = ("NVMLError_NotSupported", "NVMLError_NoPermission")
         self._unlisted = tuple(getattr(library, name) for name in unlisted if hasattr(library, name))
-        for card in self.cards:  # what cannot be asked is told before anything runs
+        for card in self.cards:  # raise what the driver refuses before the command runs
             self._listed(card, set())
         self._before = [self._in_use(card) for card in self.cards]
         self._choose(0)
@@ -135,7 +135,7 @@ class NvmlMeter:
         return int(self.nvml.nvmlDeviceGetMemoryInfo(card).used)
 
     def _listed(self, card: Any, ours: set[int]) -> int:
-        """Bytes that the driver counts for these processes; 0 where it lists none."""
+        """Return the bytes that the driver counts for these processes; 0 where it lists none."""
         try:
             running = self.nvml.nvmlDeviceGetComputeRunningProcesses(card)
         except self._unlisted:
@@ -147,7 +147,7 @@ class NvmlMeter:
         sizes = [self._listed(card, ours) for card in self.cards]
         if any(sizes):
             self.whole_card = False
-        else:  # not there yet, or not visible by its number: what has come since the beginning
+        else:  # not started yet, or not visible by its number: take what has come since the beginning
             grown = [self._in_use(card) - before for card, before in zip(self.cards, self._before, strict=True)]
             self.whole_card = max(grown) > 0
             best = max(range(len(grown)), key=grown.__getitem__)
@@ -159,7 +159,7 @@ class NvmlMeter:
 
 
 def nvml() -> NvmlMeter:
-    """The meter of this machine's driver. Raises BadInput saying what is missing."""
+    """Return the meter of this machine's driver. Raises BadInput saying what is missing."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
@@ -178,7 +178,7 @@ def _driver() -> bool:
 
 
 def outside_meter(measure: str) -> tuple[RssMeter | NvmlMeter, str]:
-    """(the meter, what to tell about the choice). auto: the card where there is one, else resident memory."""
+    """Return (the meter, a note about the choice). auto: the card where there is one, else resident memory."""
     if measure == "rss":
         return RssMeter(), ""
     try:

@@ -1,6 +1,8 @@
-"""Who holds what grows: a search in three looks at the end of steps, begun only when growth was seen.
+"""The leak search: who holds what grows, within a run and from one run of a process to the next.
 
-    look 1   throw cyclic garbage away, remember what is alive and how large the graph behind every variable is
+Within a run three looks are taken at the end of steps, and only once the leak test has seen growth:
+
+    look 1   collect cyclic garbage, remember what is alive and how large the graph behind every variable is
     look 2   APART steps later: what is new is a suspect
     look 3   APART steps later: suspects still alive are what leaks; names are found for them
 
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor
@@ -21,19 +24,20 @@ from memfit.live.holders.live_tensors import graph, graph_size, live_bytes, live
 from memfit.live.holders.names import CACHE_OF, Name, Roots
 from memfit.live.holders.referrers import WIDEST, holders_of
 from memfit.live.holders.source import keeping_line
-from memfit.nouns.sample import Holder
+from memfit.live.watch.leak_test import FLOOR
+from memfit.nouns.sample import Leak, LeakHolder
 
-APART = 4  # steps between looks: more than loaders prefetch (2) and a loop's variables live (1)
+APART = 4  # steps between two looks: more than loaders prefetch (2) and a loop's variables live (1)
 MOST_HOLDERS = 5
 NOBODY = ("", "")
 NAMELESS = "tensors that no Python name leads to"
-
+RISES = 2  # between runs, one after the other: a single one may be a data set or a model that is shared on purpose
 
 Graphs = dict[tuple[str, str], tuple[Name, int]]
 
 
-class Hunt:
-    """One search. Feed `look` at the end of every step until it returns the holders."""
+class LeakSearch:
+    """One search within a run. Call `look` at the end of every step until it returns the holders."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -44,11 +48,11 @@ class Hunt:
         self._graphs = _graphs(Roots())
         self._suspects: list[weakref.ref[Tensor]] = []
 
-    def look(self) -> tuple[Holder, ...] | None:
-        """One more step is done; the holders after the last look."""
+    def look(self) -> tuple[LeakHolder, ...] | None:
+        """Count one more step; return the holders after the last look."""
         self._steps += 1
         if self._steps == APART:
-            old = self._old  # an id may be another's by now
+            old = self._old  # a tensor may have got the id of one that is gone
             self._suspects = [weakref.ref(t) for t in live_tensors() if id(t) not in old or old[id(t)]() is not t]
         if self._steps < 2 * APART:
             return None
@@ -60,19 +64,21 @@ class Hunt:
 
 
 def alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
-    """The tensors of these that still are."""
+    """Return the tensors that still exist."""
     return [t for t in (ref() for ref in references) if t is not None]
 
 
 def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that share no memory with others: a view of a weight is nothing new."""
+    """Return the tensors that share no memory with others: a view of a weight is nothing new."""
     old = storages(others).keys()
     return [t for t in tensors if not storages([t]).keys() & old]
 
 
-def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Holder] = ()) -> tuple[Holder, ...]:
-    """Tensors that leak, grouped by the name that keeps them; what no name keeps belongs to the graphs that grow."""
-    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # the walk looks at WIDEST of them
+def named(
+    kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[LeakHolder] = ()
+) -> tuple[LeakHolder, ...]:
+    """Group tensors that leak by the name that keeps them; those without a name belong to the graphs that grow."""
+    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # holders_of looks at WIDEST of them
     found = holders_of(picked, roots)
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for number, t in enumerate(picked):
@@ -89,19 +95,19 @@ def named(kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[Hol
         many, size = _amount([*tensors, *saved], count, share)
         where = keeping_line(first[key], roots.running)
         if saved:
-            holders.append(Holder("graph", key[0], *where, max(round(nodes * count), 1), size))
+            holders.append(LeakHolder("graph", key[0], *where, max(round(nodes * count), 1), size))
         else:
-            holders.append(Holder(_kind(first[key]), key[0], *where, many, size))
+            holders.append(LeakHolder(_kind(first[key]), key[0], *where, many, size))
     many, size = _amount(nameless, count, share)
     if graphs:
         holders += [replace(graphs[0], bytes=size), *graphs[1:]]
     elif nameless:
-        holders.append(Holder("unknown", NAMELESS, "", "", many, size))
+        holders.append(LeakHolder("unknown", NAMELESS, "", "", many, size))
     return tuple(sorted(holders, key=lambda h: -h.bytes)[:MOST_HOLDERS])
 
 
 def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
-    """How many nodes the graphs behind these tensors have, and which of those without a name they saved."""
+    """Return how many nodes the graphs behind these tensors have, and which of the nameless tensors they saved."""
     nodes = list(graph(tensors)) if nameless else []
     saved = storages(t for node in nodes for t in saved_by(node)).keys()
     return len(nodes), [t for t in nameless if storages([t]).keys() & saved]
@@ -117,12 +123,12 @@ def _kind(name: Name) -> Literal["container", "variable"]:
 
 
 def _per_byte(kept: Sequence[Tensor], picked: Sequence[Tensor]) -> float:
-    """Bytes of all for one byte of those that were looked at."""
+    """Return the bytes of all tensors for one byte of those that were looked at."""
     return sum(storages(kept).values()) / max(sum(storages(picked).values()), 1)
 
 
 def _amount(tensors: Sequence[Tensor], count: float, share: float) -> tuple[int, int]:
-    """(tensors, bytes) per step that a group of those looked at stands for."""
+    """Return (tensors, bytes) per step that a group of those looked at stands for."""
     return max(round(len(tensors) * count), 1), int(sum(storages(tensors).values()) * share)
 
 
@@ -135,18 +141,64 @@ def _graphs(roots: Roots) -> Graphs:
     }
 
 
-def _grown(before: Graphs, after: Graphs, steps: int) -> list[Holder]:
-    """Variables whose graph has grown by a node and more per step, the largest first."""
+def _grown(before: Graphs, after: Graphs, steps: int) -> list[LeakHolder]:
+    """Return the variables whose graph has grown by a node or more per step, largest first."""
     holders = []
     for key, (found, nodes) in after.items():
         gained = nodes - before[key][1] if key in before else 0
         if gained >= steps:
-            holders.append(Holder("graph", found.path, *keeping_line(found), gained // steps, 0))
+            holders.append(LeakHolder("graph", found.path, *keeping_line(found), gained // steps, 0))
     return sorted(holders, key=lambda holder: -holder.count)
 
 
-def _cycles(garbage: int, others: bool) -> tuple[Holder, ...]:
+def _cycles(garbage: int, others: bool) -> tuple[LeakHolder, ...]:
     if others or garbage <= 0:
         return ()
     text = "reference cycles, freed only when Python's garbage collector runs"
-    return (Holder("cycle", text, "", "", 0, 0),)
+    return (LeakHolder("cycle", text, "", "", 0, 0),)
+
+
+# --- from one run of a process to the next ---
+
+
+class Experiments:
+    """The watched runs of one process: what one leaves to the next, as caches, kept models, results with their graphs.
+
+    Every watch that begins notes what is alive besides its own model. Where that grew RISES times in a row, tensors that
+    came with the last run and are still alive leak.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []  # bytes alive when each run began, without its own model and optimizer
+        self._reported: set[tuple[str, str]] = set()  # (name, place) of holders
+        self._last: list[weakref.ref[Tensor]] = []  # alive when the last run ended
+        self._before: list[weakref.ref[Tensor]] = []  # when the one before it ended
+
+    def begin(self, live: Callable[[], int], own: Iterable[Tensor], floor: int = FLOOR) -> Leak | None:
+        """Note that a run begins, and return the leak between runs if there is one. `live` counts bytes besides `own`."""
+        self.starts.append(live())
+        if not self._rising(floor):
+            return None
+        gc.collect()  # what only reference cycles keep does not count as a leak
+        self.starts[-1] = live()
+        if not self._rising(floor):
+            return None
+        holders = named(without(alive(self._last), [*own, *alive(self._before)]), Roots(), 1)
+        fresh = {(h.name, h.place) for h in holders} - self._reported
+        self._reported |= fresh
+        if not fresh:
+            return None
+        gained = self.starts[-1] - self.starts[-1 - RISES]
+        number = len(self.starts)
+        return Leak(gained // RISES, number - RISES, number, gained, holders, "run")
+
+    def end(self) -> None:
+        """Note that a run ends."""
+        self._before, self._last = self._last, [weakref.ref(t) for t in live_tensors()]
+
+    def _rising(self, floor: int) -> bool:
+        last = self.starts[-1 - RISES :]
+        return len(last) > RISES and all(b - a >= floor for a, b in pairwise(last))
+
+
+THIS_PROCESS = Experiments()

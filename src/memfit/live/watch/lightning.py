@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.live.watch.handle import Watch
-from memfit.live.watch.loop import watch
+from memfit.live.watch.loop import Watch, watch
 from memfit.nouns.sample import Leak
 
 try:

@@ -1,33 +1,40 @@
-"""What a watch reads: PyTorch's allocator and the card, or, where there is no card, live tensors and resident memory."""
+"""What a watch reads at the end of a step, and at which steps.
+
+A meter reads PyTorch's allocator and the card or, where there is no card, live tensors and resident memory. A
+SamplingInterval leaves steps out where reading at each would take more than 1 % of their time.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from memfit.live.holders.live_tensors import live_bytes
-from memfit.live.watch.leak_test import FIRST_LOOK, FLOOR, Series
+from memfit.live.watch.leak_test import FIRST_TEST, FLOOR, Series
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import MeterName
 
-DEVICE_EVERY = 1.0  # seconds between questions to the driver, which costs more than the allocator's own counters
-SHARE = 0.005  # of the run's time that counting live tensors on the host may take
-EARLY = 0.01  # of it until they were counted as often as a test for leaks needs
-RISING = 0.02  # of it, once resident memory has grown beyond noise, or counts only rise
+DEVICE_EVERY = 1.0  # seconds between two calls of the driver, which cost more than the allocator's own counters
+COUNT_SHARE = 0.005  # share of the run's time that counting live tensors on the host may take
+EARLY = 0.01  # the same until they were counted as often as the leak test needs
+RISING = 0.02  # the same once resident memory has grown beyond noise, or counts only rise
 RISES = 4  # counts that rose one after the other
-AT_ONCE = 2.0  # seconds that may be taken besides, from then on
-FIRST = 2  # readings: loading, the first step
+AT_ONCE = 2.0  # seconds that counting may take besides, from then on
+FIRST = 2  # readings at which tensors are always counted: after loading and after the first step
 STATM = Path("/proc/self/statm")
 
 
 class Reading(NamedTuple):
-    """Bytes now, and the highest since the last reading. Not `counted`: only `device` was read, the other levels are 0."""
+    """Bytes now, and the highest since the last reading. Where not `counted`, only `device` was read and other levels are 0."""
 
     now: Levels
     peak: Levels
@@ -35,7 +42,7 @@ class Reading(NamedTuple):
 
 
 class Meter(Protocol):
-    """One way to measure."""
+    """One way to measure memory."""
 
     name: MeterName
     card: str
@@ -45,11 +52,11 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """torch.cuda's counters; a virtual card answers them too.
+    """Reads torch.cuda's counters, which a virtual card has too.
 
-    The level `device` is what the whole card has in use, other processes included, asked for once a second; between two
-    questions it follows what is reserved. reset: set torch's peak counters back at every reading, so that each step has
-    a peak of its own; without it a peak is the highest since the counters were last reset by anybody.
+    The level `device` is what the whole card has in use, other processes included. It is read once a second, and follows
+    the reserved bytes in between. reset: reset torch's peak counters at every reading, so that each step has a peak of
+    its own; without it a peak is the highest since anybody last reset the counters.
     """
 
     name: MeterName = "cuda"
@@ -58,17 +65,17 @@ class CudaMeter:
         self.device, self.reset, self.clock = device, reset, clock
         self.card = torch.cuda.get_device_name(device)
         self.total = int(torch.cuda.mem_get_info(device)[1])
-        self._beside, self._asked = 0, -DEVICE_EVERY
+        self._beside, self._read_at = 0, -DEVICE_EVERY
 
     def read(self, always: bool = False) -> Reading:
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         requested, allocated, reserved = (
             stats[f"{level}_bytes"]["all"] for level in ("requested", "allocated", "reserved")
         )
-        if self.clock() - self._asked >= DEVICE_EVERY:
+        if self.clock() - self._read_at >= DEVICE_EVERY:
             free, total = torch.cuda.mem_get_info(self.device)
             self._beside = max(total - free - reserved["current"], 0)
-            self._asked = self.clock()
+            self._read_at = self.clock()
         if self.reset:
             torch.cuda.reset_peak_memory_stats(self.device)
         now, peak = (
@@ -79,12 +86,13 @@ class CudaMeter:
 
 
 class HostMeter:
-    """A run without a card: `reserved` too are the bytes of live tensors, `device` what the process has resident.
+    """Reads a run without a card: `device` is resident memory of the process, every other level the bytes of live tensors.
 
-    Tensors are counted at the first readings and where one must be exact (`always`), else when that, with one more such
-    count, takes no more than EARLY, later SHARE of the run's time so far (every: at each such reading instead). Resident memory costs nothing to
-    read: once it has grown as a leak does, or counts only rise, counting may take AT_ONCE seconds and RISING of the time,
-    so that few steps tell whether it is tensors. Peaks are the highest of what was read: what came and went inside a step is not seen.
+    Tensors are counted at the first readings and where one must be exact (`always`); else when all counts and one more
+    take no more than EARLY, later COUNT_SHARE, of the run's time so far. With `every` they are counted at every so many
+    readings instead. Resident memory costs nothing to read: once it has grown as a leak does, or counts only rise,
+    counting may take AT_ONCE seconds and RISING of the time, so that few steps suffice to tell whether it is tensors.
+    A peak is the highest value that was read; what came and went inside a step is missed.
     """
 
     name: MeterName = "tensors"
@@ -120,13 +128,13 @@ class HostMeter:
     def _due(self) -> bool:
         if self.every is not None:
             return self._reads % self.every == 0
-        usual = EARLY if len(self._counts) < FIRST_LOOK else SHARE
+        usual = EARLY if len(self._counts) < FIRST_TEST else COUNT_SHARE
         share, at_once = (RISING, AT_ONCE) if self._rising else (usual, 0.0)
         return self._reads < FIRST or self._spent + self._last <= at_once + share * (self.clock() - self._began)
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
+    """Return the resident memory of this process; 0 where the system does not report it."""
     try:
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -138,7 +146,7 @@ def resident_bytes() -> int:
 
 
 def meter_for(model: Any, reset: bool = True, every: int | None = None) -> Meter:
-    """The meter of the device that the model is on; without a model that of the card, if there is one."""
+    """Return the meter of the device that the model is on; without a model that of the card, if there is one."""
     device = (
         next((p.device for p in model.parameters() if p.device.type != "meta"), None) if model is not None else None
     )
@@ -146,3 +154,42 @@ def meter_for(model: Any, reset: bool = True, every: int | None = None) -> Meter
     if not on_card:
         return HostMeter(every)
     return CudaMeter(device or torch.device("cuda", torch.cuda.current_device()), reset)
+
+
+# --- the sampling interval ---
+
+STEP_SHARE = 0.01  # share of the steps' time that looks may take
+FULL = 128  # looks that are taken at every step when a run begins
+RECENT = 16  # looks whose median gives the two times
+MOST = 1000  # steps between two looks, at most
+LONGEST = 1.0  # seconds between two looks, at most
+
+
+class SamplingInterval:
+    """Call `due` at the end of every step and, where it returns True, `looked` after the look."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.every = clock, 1
+        self._steps = self._looks = 0
+        self._start = self._end = clock()
+        self._costs: deque[float] = deque(maxlen=RECENT)
+        self._gaps: deque[float] = deque(maxlen=RECENT)  # seconds of one step, without looks
+
+    def due(self, always: bool = False) -> bool:
+        """Should a look be taken after this step?"""
+        self._steps += 1
+        if self._steps < self.every and not always and self.clock() - self._end < LONGEST:
+            return False
+        self._start = self.clock()
+        return True
+
+    def looked(self) -> None:
+        """Note that the look is over, and adapt the interval to what it took."""
+        self._gaps.append((self._start - self._end) / self._steps)
+        self._end, self._steps = self.clock(), 0
+        self._costs.append(self._end - self._start)
+        self._looks += 1
+        if self._looks >= FULL and self._looks % RECENT == 0:
+            room = STEP_SHARE * median(self._gaps)
+            self.every = min(math.ceil(median(self._costs) / room), MOST) if room > 0 else MOST
+            self.every = max(self.every, 1)

@@ -1,4 +1,4 @@
-"""Takes samples and passes them on: to the log, the alarms, the sinks and the screen; keeps what a footprint needs."""
+"""The recorder: passes samples on to the log, the alarm rules, the sinks and the screen, and keeps what a footprint needs."""
 
 from __future__ import annotations
 
@@ -8,35 +8,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.footprints.band import Alarms
 from memfit.footprints.footprint_of_watch import highest
-from memfit.live.watch.sinks import Sink
+from memfit.live.watch.outputs import Screen, Sink
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched
 from memfit.nouns.tape import Phase, Role
 from memfit.units import human
 
-MOST_SAMPLES = 8192  # in memory; then neighbours of one phase are merged (the log has every one)
-
-
-class Screen(Protocol):
-    """What shows a run: a live view, or plain lines."""
-
-    def show(self, status: Status) -> None: ...
-
-    def alarm(self, alarm: Alarm) -> None: ...
-
-    def leak(self, leak: Leak) -> None: ...
-
-    def close(self, watched: Watched) -> None: ...
+MOST_SAMPLES = 8192  # kept in memory; beyond these neighbours of one phase are merged (the log has every one)
 
 
 def check_log(path: Path | None) -> None:
-    """Raises BadInput for a file that holds something else than a log: nothing of it would be readable afterwards."""
+    """Raise BadInput for a file that holds something else than a log: appending would make both unreadable."""
     try:
         if path is None or not path.is_file():  # a new one, or a pipe
             return
@@ -49,7 +36,7 @@ def check_log(path: Path | None) -> None:
 
 
 class Log:
-    """JSON lines, each written whole by one call at the end of the file: a crash loses nothing that was seen."""
+    """Appends JSON lines, each by one call: a crash loses nothing that was recorded before it."""
 
     def __init__(self, path: Path) -> None:
         check_log(path)
@@ -60,7 +47,7 @@ class Log:
             raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="name another log file") from None
 
     def write(self, line: bytes) -> None:
-        """A full disk ends the log, never the run."""
+        """Write a line; a full disk ends the log, never the run."""
         if self.file < 0:
             return
         try:
@@ -81,7 +68,7 @@ class Recorder:
 
     def __init__(self, header: Header, log: Path | None, sinks: Sequence[Sink], screen: Screen) -> None:
         self.header, self.sinks, self.screen = header, sinks, screen
-        self.unread = False
+        self.unread = False  # nobody reads the screen any more
         self.alarm_rules = Alarms(header)
         self.samples: list[Sample] = []
         self.peaks: dict[Phase, Levels] = {}
@@ -92,7 +79,7 @@ class Recorder:
         self._write(watch_file.line(header))
 
     def add(self, sample: Sample) -> None:
-        """One more look."""
+        """Record one more sample."""
         self.samples.append(sample)
         if len(self.samples) > MOST_SAMPLES:
             self.samples = thinned(self.samples)
@@ -106,7 +93,7 @@ class Recorder:
         self._show(self.screen.show, self.status)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Say something, everywhere."""
+        """Record an alarm, and raise it everywhere."""
         self.alarms.append(alarm)
         self._write(watch_file.line(alarm))
         for sink in self.sinks:
@@ -114,7 +101,7 @@ class Recorder:
         self._show(self.screen.alarm, alarm)
 
     def leak(self, leak: Leak, phase: Phase) -> None:
-        """Memory leaks: written with its holders, and raised as an alarm."""
+        """Record a leak with its holders, and raise it as an alarm."""
         self.leaks.append(leak)
         self._write(watch_file.line(leak))
         text = f"live memory grows by {human(leak.per_step)} per {leak.unit}"
@@ -122,7 +109,7 @@ class Recorder:
         self._show(self.screen.leak, leak)
 
     def share(self, shares: tuple[tuple[Role, int], ...]) -> None:
-        """What lies on the card between steps, by role."""
+        """Record what lies on the card between steps, by role."""
         if shares != self.shares:
             self.shares = shares
             self._write(watch_file.shares_line(shares))
@@ -132,22 +119,22 @@ class Recorder:
         return Status(self.header, self.samples[-1], self.peaks, tuple(self.alarms), tuple(self.leaks))
 
     def watched(self) -> Watched:
-        """The run so far."""
+        """Return the run so far."""
         return Watched(self.header, tuple(self.samples), tuple(self.alarms), tuple(self.leaks), self.shares)
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run: close the screen, the sinks and the log."""
         self._show(self.screen.close, self.watched())
         for sink in self.sinks:
             sink.close()
         if self.log is not None:
             self.log.close()
 
-    def _show(self, call: Callable[..., None], *told: object) -> None:
-        """A screen that nobody reads any more (stderr is closed) ends itself, never the run or its log."""
+    def _show(self, call: Callable[..., None], shown: object) -> None:
+        """Show something; a screen that nobody reads any more (stderr is closed) is left alone, and the run goes on."""
         if not self.unread:
             try:
-                call(*told)
+                call(shown)
             except OSError:
                 self.unread = True
 
@@ -157,7 +144,7 @@ class Recorder:
 
 
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """Two neighbours of one phase become one: the later instant at which tensors were counted, the higher peaks."""
+    """Merge every two neighbours of one phase: the later instant at which tensors were counted, the higher peaks."""
     kept: list[Sample] = []
     for index, sample in enumerate(samples):
         before = kept[-1] if kept else None

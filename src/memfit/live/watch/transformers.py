@@ -7,8 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from memfit.errors import MissingExtra
-from memfit.live.watch.handle import Watch
-from memfit.live.watch.loop import watch
+from memfit.live.watch.loop import Watch, watch
 from memfit.nouns.sample import Leak
 
 try:

@@ -1,16 +1,19 @@
-"""An Observer that keeps the user's own line of every allocation, and says when an evaluation has gradients on."""
+"""An Observer that keeps the user's own line of every allocation, and decides by lines which passes train."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from memfit.documents.snapshot.origins import LABELS, Origin
+from memfit.documents.snapshot.origins import LABELS, Origin, made_for, of_both
 from memfit.documents.snapshot.passes import Site
-from memfit.live.oom.allocation_sites import birth, site
+from memfit.live.holders.names import own
 from memfit.nouns.tape import FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Role, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.values import base, tensors
@@ -159,3 +162,34 @@ def about(card: Card) -> dict[str, str]:
     """What a tape of this card says of itself."""
     known = {"gpu": card.gpu.name, "torch": str(torch.__version__), "alloc_conf": card.alloc_conf}
     return known if card.limit is None else {**known, "capacity": str(card.limit)}
+
+
+# --- the stack of this thread ---
+
+
+def birth() -> tuple[str, Origin]:
+    """The innermost line on this thread's stack that is no library's, "train.py:41", and what it asked a library for."""
+    found: Origin = ""
+    for frame in _frames():
+        if own(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}", found
+        found = of_both(found, _made_for(frame.f_code))
+    return "", found
+
+
+def site() -> Site:
+    """All lines on this thread's stack that are no library's, outermost first."""
+    lines = [(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in _frames() if own(f.f_code.co_filename)]
+    return tuple(reversed(lines))
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=4096)
+def _made_for(code: CodeType) -> Origin:
+    return made_for(code.co_filename.replace("\\", "/"), code.co_name)

@@ -1,1 +1,0 @@
-"""An out-of-memory beside the process that had it: which line allocated what, and which logits it failed at."""
