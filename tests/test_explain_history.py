@@ -9,7 +9,7 @@ import pytest
 from memfit import cli
 from memfit.documents import watch_log as watch_file
 from memfit.documents.snapshot import read
-from memfit.documents.snapshot.roles import Births
+from memfit.documents.snapshot.roles import Allocations
 from memfit.explain import Evidence, Root, explain
 from memfit.explain.history.reading import BEFORE, NOWHERE, memory_of
 from memfit.explain.history.watched import evidence_of
@@ -36,14 +36,14 @@ CODE = [{"name": "forward", "filename": "/home/me/model.py", "line": 7}]
     [(ENGINE, "activations"), (CLEAR, "gradients"), (STEP, "optimizer_states"), (CODE, "temporaries"), ([], "temporaries")],
 )  # fmt: skip
 def test_the_stack_of_its_death_tells_what_an_older_tensor_was(death: object, role: Role) -> None:
-    births = Births()
+    births = Allocations()
     births.add(0, MIB, 0, (), at_start=True)
     births.died(0, death)
     assert births.named([Free(0)])[0].role == role
 
 
 def test_a_gradient_shows_one_parameter_of_its_size() -> None:
-    births = Births()
+    births = Allocations()
     for number, size in enumerate((5 * MIB, 5 * MIB, 3 * MIB)):
         births.add(number, size, 0, (), at_start=True)
     births.add(3, 5 * MIB, 0, ENGINE)
@@ -53,7 +53,7 @@ def test_a_gradient_shows_one_parameter_of_its_size() -> None:
 
 
 def test_a_tensor_of_the_backward_is_named_by_its_operator() -> None:
-    births = Births()
+    births = Allocations()
     births.add(0, MIB, 0, ENGINE)
     assert births.allocs[0].label == "BmmBackward0"
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from memfit import cli
 from memfit.documents.snapshot import pickles, read
 from memfit.documents.snapshot.history import tape_of
-from memfit.documents.snapshot.hooked import hooked
+from memfit.documents.snapshot.pickles import hooked
 from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
 from memfit.units import MIB

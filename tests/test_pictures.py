@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.documents.snapshot import read
-from memfit.documents.snapshot.stacks import stacks_of
+from memfit.documents.snapshot import pickled, read
+from memfit.documents.snapshot.frames import stacks_of
 from memfit.explain.history.reading import memory_of, segments_of
 from memfit.nouns.tape import Alloc, Free, Piece, Segment, Tape
 from memfit.report.pictures_html import flame, pictures, segment_map, stacks_of_groups
@@ -22,7 +22,7 @@ SNAPSHOTS = sorted(OURS.glob("*.pickle.gz"))
 def test_every_live_byte_is_in_a_segment(path: Path) -> None:
     tape = read(path)
     assert tape.device is not None
-    stacks = stacks_of(path, tape.device)
+    stacks = stacks_of(pickled(path), tape.device or 0)
     assert all(size > 0 for size in stacks.values())
     memory, segments = memory_of(tape), segments_of(tape)
     there = [piece for segment in segments for piece in segment.pieces if piece.mapped]

@@ -344,14 +344,15 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
 
     from memfit.allocator.recorded_card import made_with, room_of
     from memfit.cli.files import write_files
-    from memfit.documents.snapshot.stacks import stacks_of
+    from memfit.documents.snapshot import pickled
+    from memfit.documents.snapshot.frames import stacks_of
     from memfit.explain.history.reading import segments_of
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import timeline_html
 
     torch, settings = made_with(tape)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-    below = pictures(memory, stacks_of(Path(what), tape.device or 0), segments_of(tape))
+    below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
     met = room_of(tape) if "total_memory" in tape.about else None  # else it is the most it held, and no limit it met
     page = timeline_html(template, Path(what).name, tape, settings, torch, met, below=below, go_on=True)
     write_files({Path(flags["html"]): page}, flags["force"])

@@ -42,6 +42,8 @@ class Mark:
 
 
 FORWARD = "forward"
+BACKWARD, AFTER_BACKWARD = "backward", "after backward"
+OPTIMIZER_STEP, AFTER_STEP = "optimizer step", "after the step"
 # a forward outside of training that keeps what a backward would need
 GRADIENTS_ON = "forward, gradients on"
 NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body

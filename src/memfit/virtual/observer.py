@@ -1,4 +1,4 @@
-"""Watches any training code on the card: phases and instants, which module allocates, and what each storage is for."""
+"""The Observer: follows training code on the card and records phases, roles, and the module of every allocation."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from torch._C import _functorch as functorch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from memfit.nouns.tape import Phase, Role, Tape
+from memfit.nouns.tape import AFTER_BACKWARD, AFTER_STEP, BACKWARD, FORWARD, OPTIMIZER_STEP, Phase, Role, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.patching import patched
 
-# What is made by these operators where parameters are sharded (torch.distributed.fsdp), and the role of what has such a name.
+# what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
-_COORDINATED = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
+_DDP = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
+# the role that follows from a label alone
 _ROLES: dict[str, Role] = {
     "cuBLAS workspace": "workspace", GATHERING: "temporaries", REDUCING: "temporaries", GATHERED: "temporaries",
 }  # fmt: skip
 
 
 def _common(one: str, other: str) -> str:
-    """`gradient of layers.0` of two gradients within it that were reduced together and share a storage."""
+    """Return the common title of two gradients in one storage: of layers.0.a and layers.0.b it is that of layers.0."""
     if other == one or other.startswith(one + "."):
         return one
     shared = [a for a, b in zip(one.split("."), other.split("."), strict=False) if a == b]
@@ -39,13 +40,13 @@ def _common(one: str, other: str) -> str:
 
 
 class EnoughSteps(BaseException):
-    """The steps that were asked for are done; not an Exception, so that no training loop swallows it."""
+    """The requested steps are done. It is no Exception, so that no training loop swallows it."""
 
 
 class Observer:
     """Marks the card's ledger while training code runs, and reads the finished tape.
 
-    steps: optimizer steps to let happen (None: as many as the code wants); then EnoughSteps is raised.
+    steps: optimizer steps after which EnoughSteps is raised (None: never).
     """
 
     def __init__(self, card: Card, steps: int | None = None) -> None:
@@ -57,20 +58,20 @@ class Observer:
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._tensor_names: dict[int, str] = {}  # id of a parameter -> its name
         self._roles: dict[int, Role] = {}
-        self._titles: dict[int, str] = {}  # what tagged allocations are, in the place of the operator that made them
+        self._titles: dict[int, str] = {}  # labels of tagged allocations, instead of the operator that made them
         self._began = 0  # number of the first allocation of the forward pass under way
-        self._in_backward = self._learned = False  # _learned: there was a backward pass
+        self._in_backward = self._learned = False  # _learned: a backward pass has run
         self._path: list[str] = []
         self._stepping: Any = None  # the optimizer whose step is under way
         self.mark("load", "load")
 
     def mark(self, phase: Phase, instant: str) -> None:
-        """An instant begins."""
+        """Mark that an instant begins."""
         self.card.settle()
         self.card.ledger.mark(phase, instant)
 
     def restarted(self) -> None:
-        """As in a new process, in which a step before the first backward pass only makes states."""
+        """Forget earlier backward passes, as a new process would: a step before the first one only makes states."""
         self._learned = False
 
     @property
@@ -80,10 +81,10 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[Observer]:
-        """Hooks that concern every module, optimizer and backward pass of the process."""
+        """Hook every module, optimizer and backward pass of the process."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            # said of the hooks below
+            # PyTorch warns of the hooks below
             warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
             for handle in (
                 hooks.register_module_forward_pre_hook(self._enter),
@@ -100,7 +101,7 @@ class Observer:
     # --- hooks ---
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # else Dynamo would guard what is touched here, and compile every block anew
+        if torch.compiler.is_compiling():  # else Dynamo would guard what this code reads, and recompile every block
             return
         if not self._depth and not self._in_backward:
             self._begin_forward(module)
@@ -114,7 +115,7 @@ class Observer:
         self._path.pop()
 
     def _compile(self, real: Any) -> Any:
-        """Module.compile, whose compiled call is watched from outside."""
+        """Wrap Module.compile so that the compiled call is observed from outside."""
 
         @functools.wraps(real)
         def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -135,20 +136,20 @@ class Observer:
         return compile
 
     def _begin_forward(self, module: torch.nn.Module) -> None:
-        root = getattr(module, "_orig_mod", module)  # of torch.compile's wrapper
+        root = getattr(module, "_orig_mod", module)  # the module inside torch.compile's wrapper
         if root not in self._roots:
             self._roots.add(root)
             self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}
         self.card.settle()
         if not self.done and not self._began:  # what the load left behind belongs to the model
-            self._tag_live("parameters")
+            self._tag_loaded()
         for name, p in root.named_parameters():
             self._tensor_names[id(p)] = name
             self._tag(p, "parameters", name)
             self._tag(p.grad, "gradients", f"gradient of {name}")
         self._began = len(self.card.ledger.blocks)
         training = torch.is_grad_enabled() and root.training
-        self.mark(self.phase if training else "eval", "forward")
+        self.mark(self.phase if training else "eval", FORWARD)
 
     def _backward(self, real: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> None:
@@ -156,35 +157,33 @@ class Observer:
                 real(*args, **kwargs)
                 return
             self.card.settle()
-            for number in self.card.ledger.number_at.values():
-                if number >= self._began:
-                    self._roles.setdefault(number, "activations")
-            self.mark(self.phase, "backward")
+            self._tag_live("activations", self._began)  # made in the forward and alive now: saved for this backward
+            self.mark(self.phase, BACKWARD)
             self._in_backward = self._learned = True
             try:
                 real(*args, **kwargs)
             finally:
                 self._in_backward = False
-            self.mark(self.phase, "after backward")
+            self.mark(self.phase, AFTER_BACKWARD)
 
         return backward
 
     def _before_step(self, optimizer: Any, _: Any, __: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if id(p) not in self._tensor_names:  # no module was seen to run: compiled code called it
+                if id(p) not in self._tensor_names:  # no module was observed: compiled code called it
                     self._tag(p, "parameters", "a weight")
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
         self._stepping = optimizer
         if self._learned:
-            self.mark(self.phase, "optimizer step")
+            self.mark(self.phase, OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         self._tag_states(optimizer)
         self._stepping = None
-        if not self._learned:  # DeepSpeed steps once while it loads, FSDP2 while it is resumed, to make the states
+        if not self._learned:  # to make the states, DeepSpeed steps once while it loads and FSDP2 while it resumes
             return
-        self.mark(self.phase, "after the step")
+        self.mark(self.phase, AFTER_STEP)
         self.stepped[optimizer] = self.stepped.get(optimizer, 0) + 1
         self.done += 1
         if self.steps is not None and self.done >= self.steps:
@@ -200,24 +199,30 @@ class Observer:
                     self._tag(t, "optimizer_states", f"{key} of {name}")
 
     def _tag(self, t: Tensor | None, role: Role, title: str) -> None:
-        share = getattr(t, "_local_tensor", None)  # of a DTensor: this rank's
+        share = getattr(t, "_local_tensor", None)  # this rank's part of a DTensor
         t = t if share is None else share
         while t is not None and functorch.is_functorch_wrapped_tensor(t):  # within vmap and grad
             t = functorch.get_unwrapped(t)
-            self._learned = True  # who differentiates so calls no backward
+            self._learned = True  # a function transform differentiates without calling backward
         if t is not None and t.is_cuda:
             number = self.card.ledger.number_at.get(base(t))
             if number is not None:
-                whole = share is not None and role == "gradients" and self._titles.get(number)
+                earlier = share is not None and role == "gradients" and self._titles.get(number)
                 self._roles[number] = role
-                self._titles[number] = _common(whole, title) if whole else title
+                self._titles[number] = _common(earlier, title) if earlier else title
 
-    def _tag_live(self, role: Role) -> None:
+    def _tag_loaded(self) -> None:
+        """Give the role of parameters to what is alive before the first pass."""
+        self._tag_live("parameters")
+
+    def _tag_live(self, role: Role, since: int = 0) -> None:
+        """Give a role to what is alive, has none, and is no older than allocation number `since`."""
         for number in self.card.ledger.number_at.values():
-            self._roles.setdefault(number, role)
+            if number >= since:
+                self._roles.setdefault(number, role)
 
     def _place(self) -> str:
-        """Where in the model an allocation happens: the innermost module, or the autograd node running backward."""
+        """Return where in the model an allocation happens: the innermost module, or the node of the backward."""
         if self._path:
             return self._path[-1]
         node = torch._C._current_autograd_node() if self._in_backward else None
@@ -226,7 +231,7 @@ class Observer:
     # --- the result ---
 
     def tape(self, about: dict[str, str]) -> Tape:
-        """What happened, as the noun."""
+        """Return what happened as a Tape."""
         self.card.settle()
         if self._stepping is not None:  # the step ended in an error
             self._tag_states(self._stepping)
@@ -235,7 +240,7 @@ class Observer:
 
         def named(number: int) -> tuple[Role, str]:
             place, label = ledger.places[number], ledger.labels[number]
-            if label in _COORDINATED:  # also where gradients are views of a bucket
+            if label in _DDP:  # also where gradients are views of a bucket
                 return "gradients" if roles.get(number) == "gradients" else "temporaries", label
             label = sharded.get(label, label)
             role = _ROLES.get(label) or roles.get(number, "temporaries")

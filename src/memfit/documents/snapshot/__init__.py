@@ -1,6 +1,6 @@
-"""Saved memory histories as a Tape: torch's own snapshots, memfit's tapes and recorded runs, told apart by content.
+"""Saved memory histories as a Tape: torch's own snapshots, memfit's tapes and recorded runs, recognised by content.
 
-A new format is one module and one row of READERS. No file is trusted: nothing in it is executed, its size is bounded.
+A new format is one module and one branch of `read`. No file is trusted: nothing in it is executed, its size is bounded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ WANTED = "give a pickle of torch.cuda.memory._dump_snapshot, or a tape written b
 
 
 def read(path: Path, device: int | None = None, torch: Torch | None = None) -> Tape:
-    """The tape in a file; of a snapshot, that of card `device` (default: as in `tape_of`).
+    """Return the tape in a file; of a snapshot, that of card `device` (default: as in `tape_of`).
 
-    `torch` is the version that made a snapshot, where that is known.
-    Raises BadInput for anything that cannot be read.
+    `torch` is the version that made a snapshot, where that is known. Raises BadInput for anything that cannot be read.
     """
     try:
         data = pickled(path)
@@ -42,7 +41,7 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
 
 
 def pickled(path: Path) -> Any:
-    """The data of a pickle, its events as Entries; None for a file that is none."""
+    """Return the data of a pickle, its events as TraceEntry; None for a file that is no pickle."""
     size = _size(path)
     with path.open("rb") as file:
         if file.peek(1).startswith(PICKLE):
@@ -52,7 +51,7 @@ def pickled(path: Path) -> Any:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk; raises BadInput for a file that is too large, or cannot be read."""
+    """Return the bytes on disk. Raises BadInput for a file that is too large, or cannot be read."""
     try:
         size = path.stat().st_size
         if size > MAX_FILE:
@@ -64,7 +63,7 @@ def _size(path: Path) -> int:
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file, unpacked where gzip packed them."""
+    """Return the bytes of a file, decompressed where it is gzipped."""
     _size(path)
     packed = path.read_bytes()
     if not packed:

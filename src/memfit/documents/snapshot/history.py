@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.documents.snapshot.forward import completed
-from memfit.documents.snapshot.passes import LOAD, Turn, loops, marks
 from memfit.documents.snapshot.rewind import State, final_state, segments_of, start_state
-from memfit.documents.snapshot.roles import INSTANTS, Births
-from memfit.documents.snapshot.shape import Entry, Note, Pool, Snapshot, conf_of, shaped, text_of, torch_of
+from memfit.documents.snapshot.roles import LOAD, Allocations, Turn, loops, marks
+from memfit.documents.snapshot.shape import Note, Pool, Snapshot, TraceEntry, conf_of, shaped, text_of, torch_of
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
@@ -16,7 +15,7 @@ from memfit.nouns.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAll
 GIVES = ("segment_free", "segment_unmap")
 TAKES = ("segment_alloc", "segment_map")
 Key = tuple[int, Pool]
-# (a request failed there, it has a history) -> why a card is told of several
+# (a request failed there, it has a history) -> why this card was chosen of several
 CHOSEN = {
     (True, True): "the last that ran out of memory",
     (False, True): "the one with the longest history",
@@ -25,12 +24,12 @@ CHOSEN = {
 
 
 def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) -> Tape:
-    """Plain data of a snapshot -> the tape of card `device` (default: the one that ran out of memory last, else the one
-    with the longest history).
+    """Return the tape of one card, from the plain data of a snapshot.
 
-    `torch` is the version that made it, where that is known; otherwise its keys tell.
-    A tensor is freed where torch calls it `free_completed`: from then on its bytes can be used again. Raises BadInput
-    for what is no snapshot, for a device without history, and for a history that contradicts its final segments.
+    The card is `device`, by default the one that ran out of memory last, else the one with the longest history.
+    `torch` is the version that made the snapshot; without it the keys of the snapshot decide. A tensor is freed where
+    torch records `free_completed`: from then on its bytes can be used again. Raises BadInput for what is no snapshot,
+    for a device without history, and for a history that contradicts its final segments.
     """
     snapshot = shaped(data)
     chosen, entries, why = _history(snapshot, device)
@@ -49,29 +48,29 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
         about["alloc_conf"] = conf
     if why:
         about["chosen"] = why
-    named = reading.births.named(events)
+    named = reading.allocations.named(events)
     start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
-    told = _with_turns([named.get(e.id, e) if type(e) is Alloc else e for e in events], reading.births.turns)
-    tape = Tape(tuple(told), "measured", about, start)
+    marked = _with_turns([named.get(e.id, e) if type(e) is Alloc else e for e in events], reading.allocations.turns)
+    tape = Tape(tuple(marked), "measured", about, start)
     return completed(tape, reading.addresses, settings, torch)
 
 
 def _with_turns(events: list[Event], turns: list[Turn]) -> list[Event]:
-    """The events with a mark where a step's forward, backward or optimizer step begins, as the stacks tell."""
+    """Add a mark where the stacks show that a forward, a backward or an optimizer step begins."""
     places = {turn.place for turn in turns}
-    if len(places) < 2 and LOAD not in places and not loops(turns):  # nothing to tell apart
+    if len(places) < 2 and LOAD not in places and not loops(turns):  # there is nothing to distinguish
         return events
-    told: list[Event] = []
+    marked: list[Event] = []
     done = 0
-    for index, mark in marks(turns, events, INSTANTS):
-        told += events[done:index]
-        told.append(mark)
+    for index, mark in marks(turns, events):
+        marked += events[done:index]
+        marked.append(mark)
         done = index
-    return told + events[done:]
+    return marked + events[done:]
 
 
-def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry], str]:
-    """(device, its history, why that one of several); the history is empty where only the segments were recorded."""
+def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[TraceEntry], str]:
+    """Return (device, its history, why that one of several); the history is empty where only segments were recorded."""
     traces = dict(enumerate(snapshot.device_traces))
     held: dict[int, int] = {}
     for segment in snapshot.segments:
@@ -90,17 +89,17 @@ def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[Entry], 
         raise BadInput(f"the snapshot holds nothing of device {device}", hint=hint)
     others = ", ".join(str(number) for number in used if number != device)
     why = CHOSEN[any(failed.get(device, ())), bool(traces.get(device))]
-    told = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not asked else ""
-    return device, traces.get(device, []), told
+    note = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not asked else ""
+    return device, traces.get(device, []), note
 
 
-def _ran_out(trace: list[Entry]) -> tuple[int, int]:
-    """(number, time) of the last request that failed, (0, 0) where none did; older files have no times."""
+def _ran_out(trace: list[TraceEntry]) -> tuple[int, int]:
+    """Return (1, time) of the last request that failed, (0, 0) where none did; older files have no times."""
     return next(((1, e.time_us) for e in reversed(trace) if e.action == "oom"), (0, 0))
 
 
 def _settings(conf: str, torch: Torch) -> tuple[AllocSettings, str]:
-    """The recorded settings; PyTorch took them, so what is unknown here is a key of a version not seen yet."""
+    """Parse the recorded settings; PyTorch accepted them, so those with an unknown key are of a newer version."""
     try:
         return parse_alloc_conf(conf, torch), conf
     except BadInput:
@@ -108,36 +107,36 @@ def _settings(conf: str, torch: Torch) -> tuple[AllocSettings, str]:
 
 
 class _Reading:
-    """The history read forwards: events, streams by number, and what the card could hand out."""
+    """Reads the history forwards: its events, small numbers for streams, and the capacity of the card."""
 
-    def __init__(self, state: State, entries: list[Entry], settings: AllocSettings) -> None:
+    def __init__(self, state: State, entries: list[TraceEntry], settings: AllocSettings) -> None:
         self.entries, self.settings = entries, settings
         self.streams: dict[Key, int] = {(0, (0, 0)): 0}
         for span in state.spans.values():
             self.stream(span.key)
         self.reserved = state.reserved
         self.capacity, self.full = self._capacity()
-        self.births = Births()
+        self.allocations = Allocations()
         self.alive: dict[int, int] = {}  # address -> id
-        self.addresses: dict[int, int] = {}  # id -> address, of those born during the recording
+        self.addresses: dict[int, int] = {}  # id -> address, of those made during the recording
         for number, address in enumerate(sorted(state.held)):
             held = state.held[address]
             self.alive[address] = number
-            self.births.add(number, held.requested, self.stream(held.key), held.frames, at_start=True)
+            self.allocations.add(number, held.requested, self.stream(held.key), held.frames, at_start=True)
         self.first = dict(self.alive)
 
     def stream(self, key: Key) -> int:
-        """A small number for a stream of a pool: private pools share no memory, as streams do not."""
+        """Return a small number for a stream of a pool: like streams, private pools share no memory."""
         return self.streams.setdefault(key, len(self.streams))
 
     def at_start(self, named: dict[int, Alloc]) -> dict[int, Alloc]:
-        """Address -> the allocation that was alive there at the start."""
+        """Return address -> the allocation that was alive there at the start."""
         return {address: named[number] for address, number in self.first.items()}
 
     def _capacity(self) -> tuple[int, bool]:
-        """Bytes the allocator could have, and is that all: from an out-of-memory, else the most it ever held.
+        """Return the bytes the allocator could have, and whether an out-of-memory shows them; else the most it held.
 
-        A card with exactly that makes the allocator give back cached segments just where it did.
+        On a card with exactly that the allocator gives back cached segments just where it did.
         """
         reserved = most = self.reserved
         for entry in self.entries:
@@ -148,7 +147,7 @@ class _Reading:
         return most, False
 
     def events(self, notes: list[Note]) -> list[Event]:
-        """The events in order, marks of the profiler among them."""
+        """Return the events in order, marks of the profiler among them."""
         marks = _marks(notes)
         events: list[Event] = [Mark("step", "recording" if self.entries else WRITTEN)]
         for entry in self.entries:
@@ -156,27 +155,27 @@ class _Reading:
                 events.append(marks.pop()[1])
             action, address, size = entry.action, entry.addr, entry.size
             if action == "alloc":
-                number = self.births.count
-                self.births.add(
+                number = self.allocations.count
+                self.allocations.add(
                     number, size, self.stream((entry.stream, entry.pool_id)), entry.frames, entry.user_metadata
                 )
                 self.alive[address] = number
                 self.addresses[number] = address
-                events.append(self.births.allocs[number])
+                events.append(self.allocations.allocs[number])
             elif action == "free_completed":
                 number = self.alive.pop(address)
-                self.births.died(number, entry.frames)
+                self.allocations.died(number, entry.frames)
                 events.append(Free(number))
             elif action in TAKES:
                 events.append(SegmentAlloc(address, size))
             elif action in GIVES:
                 events.append(SegmentFree(address, size))
             elif action == "oom":
-                events.append(Oom(size, entry.device_free, self.births.failed(len(events), entry.frames)))
+                events.append(Oom(size, entry.device_free, self.allocations.failed(len(events), entry.frames)))
         return events
 
 
 def _marks(notes: list[Note]) -> list[tuple[int, Mark]]:
-    """(time, mark), latest first. What comes after an annotation ends is named after it."""
+    """Return (time, mark), latest first. What follows the end of an annotation is named after it."""
     named = [(n.time_us, Mark("step", "after " * (n.stage == "END") + text_of(n.name))) for n in notes]
     return sorted(named, key=lambda pair: pair[0], reverse=True)

@@ -14,14 +14,14 @@ from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Phase, SegmentAlloc, SegmentFree, Tape
 
-UNIT = 512  # bytes one step of an address stands for
+UNIT = 512  # bytes of one unit of an address
 SUFFIX = ".tape.json.gz"
 LOADS = ("build", "to_device", "peft", "make_optimizer", "trainer_init")
 _STEP = re.compile(r"s(\d+)\.(?:m\d+\.)?(\w+)")
 
 
 class Columns(Struct):
-    """One entry per event: its letter, its bytes, its address (of an O: the bytes the driver still had)."""
+    """One entry per event: its letter, its bytes, its address (for O: the bytes that the driver still had)."""
 
     op: str
     size: list[int]
@@ -29,8 +29,8 @@ class Columns(Struct):
     stream: list[int] = []
 
 
-class Row(Struct, rename={"name": "phase"}):
-    """A phase of the run: how many births and deaths there had been at its end."""
+class PhaseRecord(Struct, rename={"name": "phase"}):
+    """A phase of the run: how many allocations and releases there had been at its end."""
 
     name: str
     n_alloc: int = 0
@@ -38,16 +38,16 @@ class Row(Struct, rename={"name": "phase"}):
 
 
 def known(content: bytes) -> bool:
-    """Does the file begin as such a recording does?"""
+    """Does the file begin like such a recording?"""
     return content.lstrip().startswith(b'{"format"')
 
 
 def loads(content: bytes, path: Path) -> Tape:
-    """The tape of a recording; NAME.json beside NAME.tape.json.gz, if it is there, tells phases, card and settings."""
+    """Return the tape of a recording; NAME.json beside NAME.tape.json.gz may hold phases, card and settings."""
     try:
         columns = msgspec.json.decode(content, type=Columns)
         record = _record(path)
-        rows = msgspec.convert(record.get("phases", []), list[Row])
+        rows = msgspec.convert(record.get("phases", []), list[PhaseRecord])
         events = _events(columns, rows)
     except (msgspec.ValidationError, msgspec.DecodeError, KeyError, ValueError) as error:
         raise BadInput(f"the recording is damaged: {error}", hint="copy it again") from None
@@ -75,7 +75,7 @@ def _about(record: dict[str, Any]) -> dict[str, str]:
     return about
 
 
-def _events(columns: Columns, rows: list[Row]) -> list[Event]:
+def _events(columns: Columns, rows: list[PhaseRecord]) -> list[Event]:
     streams = columns.stream or [0] * len(columns.op)
     events: list[Event] = []
     alive: dict[int, int] = {}
@@ -100,12 +100,12 @@ def _events(columns: Columns, rows: list[Row]) -> list[Event]:
     return events
 
 
-def _over(row: Row, births: int, deaths: int) -> bool:
+def _over(row: PhaseRecord, births: int, deaths: int) -> bool:
     return births >= row.n_alloc and deaths >= row.n_free
 
 
 def _mark(name: str) -> Mark:
-    """The phase a row of a record belongs to: "s1.m0.backward" is the first step's."""
+    """Return the mark for a row of a record: "s1.m0.backward" belongs to the first step."""
     found = _STEP.fullmatch(name.removeprefix("oom:"))
     if found is None:
         phase: Phase = "eval" if name == "eval" else "load" if name in LOADS else "step"

@@ -1,9 +1,9 @@
-"""What a history began with: walked backwards from the final segments to what was alive, and where, at its first event.
+"""The state at the first event of a history: walked backwards from the final segments, what was alive and where.
 
-A history is a ring: when it is full, its oldest events are gone. The final segments are always complete, so undoing
+A history is a ring: when it is full, its oldest events are lost. The final segments are always complete, so undoing
 every event that is left gives the segments and blocks at the start. One thing is not recorded: how large the block of
-a tensor was that was born before the first event and died before the last. In the large pool up to 1 MiB may lie
-between its bytes and the next block; `_slack` finds it where a neighbour tells.
+a tensor was that was made before the first event and released before the last. In the large pool up to 1 MiB may lie
+between its bytes and the next block; `_slack` finds how much where a neighbour shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 from memfit.allocator.blocks import K_SMALL_BUFFER, K_SMALL_SIZE, round_size
-from memfit.documents.snapshot.shape import Entry, Pool, Range
+from memfit.documents.snapshot.shape import Pool, SegmentRecord, TraceEntry
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.tape import Alloc, Piece, Segment
@@ -23,7 +23,7 @@ HINT = "one device's events may be missing; record it again"
 
 @dataclass(slots=True)
 class Held:
-    """A block in use; `size` is None where only the bytes asked for are known. `key` tells stream and private pool."""
+    """A block in use; `size` is None where only the requested bytes are known. `key` is stream and private pool."""
 
     requested: int
     key: tuple[int, Pool]
@@ -32,7 +32,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Span:
+class MappedRange:
     """Addresses backed by memory: a segment, or a mapped part of an expandable one."""
 
     size: int
@@ -45,7 +45,7 @@ class State:
     """Segments and blocks in use by address."""
 
     expandable: bool
-    spans: dict[int, Span] = field(default_factory=dict)
+    spans: dict[int, MappedRange] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
 
     @property
@@ -53,12 +53,12 @@ class State:
         return sum(span.size for span in self.spans.values())
 
 
-def final_state(segments: list[Range], expandable: bool) -> State:
-    """The segments as the snapshot has them."""
+def final_state(segments: list[SegmentRecord], expandable: bool) -> State:
+    """Return the state at the end, from the segments of the snapshot."""
     state = State(expandable)
     for segment in segments:
         key = (segment.stream, segment.segment_pool_id)
-        state.spans[segment.address] = Span(segment.total_size, key, segment.segment_type == "small")
+        state.spans[segment.address] = MappedRange(segment.total_size, key, segment.segment_type == "small")
         address = segment.address
         for block in segment.blocks:
             if block.state != "inactive":
@@ -67,8 +67,8 @@ def final_state(segments: list[Range], expandable: bool) -> State:
     return state
 
 
-def start_state(state: State, entries: list[Entry], settings: AllocSettings) -> State:
-    """The state before the first of `entries`, from the one after the last. Changes and returns `state`."""
+def start_state(state: State, entries: list[TraceEntry], settings: AllocSettings) -> State:
+    """Undo `entries`, last first. Changes and returns `state`."""
     tensors = sorted((e.addr, e.size) for e in entries if e.action in ("alloc", "free_completed"))
     for entry in reversed(entries):
         key, address = (entry.stream, entry.pool_id), entry.addr
@@ -79,19 +79,19 @@ def start_state(state: State, entries: list[Entry], settings: AllocSettings) -> 
             case "free_completed":
                 if address in state.held:
                     raise BadInput(f"{LOST}: {address:#x} dies twice", hint=HINT)
-                state.held[address] = Held(entry.size, key)  # the stack is that of its death
+                state.held[address] = Held(entry.size, key)  # the recorded stack is that of its release
             case "segment_alloc" | "segment_map":
                 _take_away(state, address, entry.size)
             case "segment_free" | "segment_unmap":
-                _give_back(state, address, Span(entry.size, key, _is_small(entry, tensors, settings)))
+                _give_back(state, address, MappedRange(entry.size, key, _is_small(entry, tensors, settings)))
     return state
 
 
-def _is_small(entry: Entry, tensors: list[tuple[int, int]], settings: AllocSettings) -> bool:
+def _is_small(entry: TraceEntry, tensors: list[tuple[int, int]], settings: AllocSettings) -> bool:
     """Did memory that the driver took back belong to the small pool?
 
-    The pools grow by granules of 2 MiB and 20 MiB (large_segment_size); where the size says nothing, a tensor that
-    lay there does. `tensors` are the (address, requested bytes) of all births and deaths, sorted.
+    The pools grow by granules of 2 MiB and 20 MiB (large_segment_size). Where the size fits both, a tensor that lay
+    there decides. `tensors` are the sorted (address, requested bytes) of all allocations and releases.
     """
     if entry.action == "segment_free":
         return entry.size == K_SMALL_BUFFER
@@ -103,7 +103,7 @@ def _is_small(entry: Entry, tensors: list[tuple[int, int]], settings: AllocSetti
 
 
 def _take_away(state: State, address: int, size: int) -> None:
-    """Undo that the driver gave memory: a whole segment, or a part of a mapped range."""
+    """Undo that the driver gave memory: remove a whole segment, or a part of a mapped range."""
     inside = (b for b, s in state.spans.items() if b <= address and address + size <= b + s.size)
     begin = next(inside, None) if state.expandable else address
     span = None if begin is None else state.spans.get(begin)
@@ -111,13 +111,13 @@ def _take_away(state: State, address: int, size: int) -> None:
         raise BadInput(f"{LOST}: no segment of {size} bytes at {address:#x}", hint=HINT)
     del state.spans[begin]
     if address > begin:
-        state.spans[begin] = Span(address - begin, span.key, span.small)
+        state.spans[begin] = MappedRange(address - begin, span.key, span.small)
     if rest := begin + span.size - address - size:
-        state.spans[address + size] = Span(rest, span.key, span.small)
+        state.spans[address + size] = MappedRange(rest, span.key, span.small)
 
 
-def _give_back(state: State, address: int, span: Span) -> None:
-    """Undo that the driver took memory; mapped ranges that touch become one."""
+def _give_back(state: State, address: int, span: MappedRange) -> None:
+    """Undo that the driver took memory: add it, and merge mapped ranges that touch."""
     if state.expandable:
         after = state.spans.get(address + span.size)
         if after is not None and after.small == span.small and after.key == span.key:
@@ -133,9 +133,10 @@ def _give_back(state: State, address: int, span: Span) -> None:
 
 
 def segments_of(
-    state: State, entries: list[Entry], settings: AllocSettings, born: dict[int, Alloc], streams: dict[tuple[int, Pool], int]
+    state: State, entries: list[TraceEntry], settings: AllocSettings, born: dict[int, Alloc],
+    streams: dict[tuple[int, Pool], int],
 ) -> tuple[Segment, ...]:  # fmt: skip
-    """The start as Segments; `born` names the allocation at each address, `streams` numbers streams and pools."""
+    """Return the start as Segments. `born`: the allocation at each address; `streams`: numbers of streams and pools."""
     sizes = _sizes(state, entries, settings)
     groups: dict[object, list[int]] = {}
     for address in sorted(state.spans):
@@ -158,18 +159,18 @@ def segments_of(
     return tuple(found)
 
 
-def _base(lowest: int, state: State, entries: list[Entry], granule: int) -> int:
-    """Where an expandable segment begins: the lowest address mapped in it that the history knows."""
+def _base(lowest: int, state: State, entries: list[TraceEntry], granule: int) -> int:
+    """Return where an expandable segment begins: the lowest address in it that the history maps or unmaps."""
     if not state.expandable:
         return lowest
-    room = state.reserved * 9 // 8  # at least: it has addresses for 9/8 of the card
+    room = state.reserved * 9 // 8  # a lower bound: it has addresses for 9/8 of the card
     small = state.spans[lowest].small
     moved = (e.addr for e in entries if e.action.endswith("map") and (e.size % granule > 0) == small)
     return min((a for a in moved if lowest - room < a <= lowest), default=lowest)
 
 
 def _pieces(begin: int, end: int, addresses: list[int], sizes: dict[int, int], born: dict[int, Alloc]) -> list[Piece]:
-    """One mapped range, from address `begin` to `end`."""
+    """Return the pieces of one mapped range, from address `begin` to `end`."""
     pieces, place = [], begin
     for address in addresses[bisect_left(addresses, begin) : bisect_left(addresses, end)]:
         if address > place:
@@ -181,18 +182,18 @@ def _pieces(begin: int, end: int, addresses: list[int], sizes: dict[int, int], b
     return [*pieces, Piece(end - place)] if place < end else pieces
 
 
-def _sizes(state: State, entries: list[Entry], settings: AllocSettings) -> dict[int, int]:
-    """Address -> size of the block there."""
+def _sizes(state: State, entries: list[TraceEntry], settings: AllocSettings) -> dict[int, int]:
+    """Return address -> size of the block there."""
     starts = sorted(state.held)
     edges = sorted({*starts, *state.spans, *(a + s.size for a, s in state.spans.items())})
-    births: dict[int, int] = {}  # address -> index of the first birth there
-    deaths: dict[int, int] = {}
+    made: dict[int, int] = {}  # address -> index of the first allocation there
+    released: dict[int, int] = {}
     for index, entry in enumerate(entries):
         if entry.action == "alloc":
-            births.setdefault(entry.addr, index)
+            made.setdefault(entry.addr, index)
         elif entry.action == "free_completed":
-            deaths.setdefault(entry.addr, index)
-    later = sorted(births)
+            released.setdefault(entry.addr, index)
+    later = sorted(made)
     sizes = {}
     for address in starts:
         held = state.held[address]
@@ -201,7 +202,7 @@ def _sizes(state: State, entries: list[Entry], settings: AllocSettings) -> dict[
             end = address + rounded
             edge = edges[bisect_left(edges, end)] if edges and edges[-1] >= end else end
             fresh = later[bisect_right(later, end) : bisect_right(later, end + K_SMALL_SIZE)]
-            seen = next((a for a in fresh if births[a] < deaths.get(address, len(entries))), None)
+            seen = next((a for a in fresh if made[a] < released.get(address, len(entries))), None)
             whole = state.spans.get(address)
             never_split = (
                 whole is not None and settings.max_split_size is not None and whole.size >= settings.max_split_size
@@ -215,10 +216,10 @@ def _sizes(state: State, entries: list[Entry], settings: AllocSettings) -> dict[
 
 
 def _slack(gap: int, seen: int | None) -> int:
-    """Bytes between a tensor and the end of its block, from the gap to the next edge and to the first new neighbour.
+    """Return the bytes between a tensor and its block's end, from the gaps to the next edge and to a new neighbour.
 
-    A free block of the large pool has more than 1 MiB, so a smaller gap is slack; and a block born right behind it
-    while it lived began where it ended.
+    A free block of the large pool has more than 1 MiB, so a smaller gap is slack; and a block made right behind it
+    while it was alive began where it ended.
     """
     if gap <= K_SMALL_SIZE:
         return gap

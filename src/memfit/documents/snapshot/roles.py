@@ -1,41 +1,70 @@
-"""Names and roles of recorded tensors: from the stack each was born under, and from how long it lived.
+"""Roles and passes of a recorded history: what each tensor is for, and which parts of it train, evaluate or load.
 
-A stack tells where a tensor was born: under torch/optim, in the autograd engine, in Module.to, or elsewhere. What it is
-follows from what it outlives: born in the forward and alive in the backward, it was saved for it (activations); born in
-the backward and alive after it, it is a gradient. What was there before the first event has no birth: the stack it died
-under tells, or a gradient of its size. Where nothing tells, everything is temporaries.
+A stack shows where a tensor was made: under torch/optim, in the autograd engine, in Module.to, or elsewhere. What it
+is follows from what it outlives: made in the forward and alive in the backward, it was saved for that (activations);
+made in the backward and alive after it, it is a gradient. What was there before the first event has no stack of its
+allocation: the stack of its release decides, or a gradient of its size. Where nothing decides, everything is
+temporaries.
+
+Passes are found by the user's lines. A stretch of forwards without a backward is one pass or many: a loop goes back
+to an earlier line of the same function. A pass that no backward follows, from lines where no trained pass began,
+evaluates.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-from memfit.documents.snapshot.frames import MAX_LABEL, Place, Reader, told
-from memfit.documents.snapshot.passes import INSIDE, LOAD, Site, Turn, comes_back, goes_back, site
+from memfit.documents.snapshot.frames import CALLED, MAX_LABEL, Place, Reader, of_library, written_role
 from memfit.documents.snapshot.shape import text_of
-from memfit.nouns.tape import Alloc, Event, Free, Role
+from memfit.nouns.tape import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS_ON,
+    OPTIMIZER_STEP,
+    Alloc,
+    Event,
+    Free,
+    Mark,
+    Oom,
+    Phase,
+    Role,
+)
 
-INSTANTS: dict[str, str] = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", LOAD: "load"}
+Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
+INSIDE = ("", "", 0)  # ends the site of what was made inside a module that was called
+# loops of a Trainer, which count as the user's: the program itself has only one line for all of them
+LOOPS = frozenset(["_inner_training_loop", "evaluation_loop", "prediction_loop"])
+LOAD = "move"  # the place of a part in which weights come to the card, or found no room there
+MANY = 6  # allocations that a pass must make to show whether it keeps them
+KEEPS = 0.5  # share alive at the end of a pass with gradients on; without them a layer's tensors die in the next layer
+INSTANTS: dict[str, str] = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER_STEP, LOAD: "load"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}
-# what an older tensor was, by where it died: saved for that backward, cleared, or replaced by the step's new one
+# role of a tensor older than the history, by where it died: saved for that backward, cleared, or replaced in the step
 DEATHS: dict[Place, Role] = {"backward": "activations", "zero_grad": "gradients", "optimizer": "optimizer_states"}
 
 
-class Births:
-    """Every allocation of a history, with the place it was born at; roles are known once all have died or not."""
+# --- roles ---
+
+
+class Allocations:
+    """Every allocation of a history, with the place it was made at. `named` decides the roles at the end."""
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
         self.places: list[Place] = []
         self.old: set[int] = set()  # alive at the start
-        self.told: dict[int, Role] = {}  # said by the recording itself
-        self.ends: dict[int, Place] = {}  # where those of them died that did
+        self.written: dict[int, Role] = {}  # roles that the recording itself names
+        self.ends: dict[int, Place] = {}  # where those of `old` died that did
         self.turns: list[Turn] = []  # the parts of the steps; known after `named`
-        self.sites: list[Site] = []  # of those born in a forward: where the program was
-        self.failures: dict[int, tuple[Place, Site]] = {}  # the same of requests that failed, by their event's index
-        self._seen: dict[Site, Site] = {}  # many are born at one
+        self.sites: list[Site] = []  # where the program was; () outside of a forward
+        self.failures: dict[
+            int, tuple[Place, Site]
+        ] = {}  # place and site of requests that failed, by their event's index
+        self._seen: dict[Site, Site] = {}  # one object for equal sites
         self._reader = Reader()
 
     @property
@@ -45,10 +74,10 @@ class Births:
     def add(
         self, number: int, size: int, stream: int, frames: object, metadata: object = "", *, at_start: bool = False
     ) -> None:
-        """One more, in order of `number`."""
+        """Add one more, in order of `number`."""
         place, label = self._reader.read(frames)
-        if known := told(frames):
-            self.told[number], label = known
+        if known := written_role(frames):
+            self.written[number], label = known
         if metadata and isinstance(metadata, str):
             metadata = text_of(metadata)
             label = f"{metadata}, {label}" if label else metadata
@@ -60,38 +89,38 @@ class Births:
         self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
 
     def died(self, number: int, frames: object) -> None:
-        """`frames` is the stack of its death."""
+        """Note that an allocation was released, under the stack `frames`."""
         if number in self.old:
             self.ends[number] = self._reader.read(frames)[0]
 
     def failed(self, index: int, frames: object) -> str:
-        """The `index`-th event is a request that failed; returns who asked."""
+        """Note that the `index`-th event is a request that failed; return its label."""
         place, label = self._reader.read(frames)
-        if known := told(frames):
+        if known := written_role(frames):
             label = known[1]
         self.failures[index] = (place, site(frames) if place == "forward" else ())
         return label[:MAX_LABEL]
 
     def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
-        """Id -> the allocation with its role."""
+        """Return id -> the allocation with its role."""
         role: dict[int, Role] = {}
         alive: dict[int, Place] = {number: self.places[number] for number in self.old}
         before: Place = ""
         last: Site = ()
-        between: set[Site] = set()  # where it was since a module was called
+        between: set[Site] = set()  # where the program was since a module was called
         for index, event in enumerate(events):
             if type(event) is Free:
                 place = alive.pop(event.id)
                 if event.id not in role and place == "optimizer":
                     role[event.id] = "temporaries"
                 continue
-            place, here = self._asked(index, event)
+            place, here = self._requested_at(index, event)
             seen = self.turns[-1].sites if self.turns else set()
             again = goes_back(last, here) or comes_back(here, seen, between)
             begins = place != before or (place == "forward" and again)
-            moved = place == LOAD and type(event) is Alloc  # between two passes, too
+            moved = place == LOAD and type(event) is Alloc  # this happens between two passes, too
             if begins and place in INSTANTS and not moved:
-                _turn(before, place, alive, role)
+                _outlived(before, place, alive, role)
                 self.turns.append(Turn(index, place))
                 before, last = place, ()
             if here:
@@ -111,7 +140,7 @@ class Births:
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
         self._name_old(role)
-        role |= self.told
+        role |= self.written
         stackless = self._reader.without
         return {
             a.id: replace(a, role=role.get(a.id, a.role), label=a.label or (stackless if a.id not in self.old else ""))
@@ -119,7 +148,7 @@ class Births:
         }
 
     def _gradients_so_far(self, alive: dict[int, Place], role: dict[int, Role]) -> None:
-        """Of a backward that did not come to its end: what is as large as a weight."""
+        """Give the role to what an unfinished backward made as large as a weight."""
         weights = Counter(self.allocs[number].size for number, place in alive.items() if place == LOAD)
         for number in [number for number, place in alive.items() if place == "backward" and number not in role]:
             size = self.allocs[number].size
@@ -127,8 +156,8 @@ class Births:
                 weights[size] -= 1
                 role[number] = "gradients"
 
-    def _asked(self, index: int, event: Event) -> tuple[Place, Site]:
-        """Where the program was as it asked for memory, whether it got some or not."""
+    def _requested_at(self, index: int, event: Event) -> tuple[Place, Site]:
+        """Return where the program was as it requested memory, whether it got some or not."""
         if type(event) is Alloc:
             place, here = self.places[event.id], self.sites[event.id]
         elif index in self.failures:
@@ -138,21 +167,21 @@ class Births:
         return place or self._reader.without, here
 
     def _name_old(self, role: dict[int, Role]) -> None:
-        """What was there before the first event: by its death, else a parameter where a gradient has its size."""
-        untold = [number for number in sorted(self.old) if number not in role]
-        for number in untold:
+        """Give roles to what is older than the history: by its release, or parameters by a gradient of the size."""
+        unknown = [number for number in sorted(self.old) if number not in role]
+        for number in unknown:
             if found := DEATHS.get(self.ends.get(number, "")):
                 role[number] = found
         gradients = Counter(self.allocs[number].size for number, what in role.items() if what == "gradients")
-        for number in untold:
+        for number in unknown:
             size = self.allocs[number].size
             if number not in self.ends and number not in role and gradients[size]:
                 gradients[size] -= 1
                 role[number] = "parameters"
 
 
-def _turn(before: Place, now: Place, alive: dict[int, Place], role: dict[int, Role]) -> None:
-    """The run goes from one part to the next: what outlives it shows what it is."""
+def _outlived(before: Place, now: Place, alive: dict[int, Place], role: dict[int, Role]) -> None:
+    """Give roles to what outlives a part of a step, as the next part begins."""
     if now == "backward":
         for number, place in alive.items():
             if place == "forward":
@@ -165,3 +194,109 @@ def _turn(before: Place, now: Place, alive: dict[int, Place], role: dict[int, Ro
         for number, place in alive.items():
             if place == "optimizer":
                 role.setdefault(number, "optimizer_states")
+
+
+# --- passes ---
+
+
+@dataclass(slots=True)
+class Turn:
+    """One part of a step, which begins at the `index`-th event.
+
+    `called`: the event at which a module was called first, -1 where none was. `sites`: where the program was.
+    `trains`: a backward followed. `made`, `kept`: allocations, and how many of them were alive at the end.
+    """
+
+    index: int
+    place: str
+    called: int = -1
+    sites: set[Site] = field(default_factory=set)
+    trains: bool = False
+    made: int = 0
+    kept: int = 0
+
+
+def site(frames: object) -> Site:
+    """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
+    found: list[tuple[str, str, int]] = []
+    for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
+        path, line = (str(frame.get("filename", "")), frame.get("line")) if isinstance(frame, dict) else ("", 0)
+        if not path.endswith((".py", ">")) or not isinstance(line, int):
+            continue  # C++
+        if path.endswith(CALLED) and found:
+            return (*found, INSIDE)  # what follows is the model's own code, whose loops are within a pass
+        if of_library(path) and frame.get("name") not in LOOPS:
+            continue  # a launcher
+        found.append((path, str(frame.get("name", "")), line))
+    return tuple(found)
+
+
+def loops(turns: Sequence[Turn]) -> bool:
+    """Are modules called in these parts? Only then are parts without a backward known to be passes."""
+    return any(INSIDE in seen for turn in turns for seen in turn.sites)
+
+
+def goes_back(before: Site, now: Site) -> bool:
+    """Has a loop begun anew? At the first line that differs the function is the same, and the line an earlier one."""
+    for one, other in zip(before, now, strict=False):
+        if one != other:
+            return one[:2] == other[:2] and other[2] < one[2]
+    return False
+
+
+def comes_back(now: Site, seen: set[Site], between: set[Site]) -> bool:
+    """Is a module called again from where the pass called it, after other sites (`between`)?"""
+    return now[-1:] == (INSIDE,) and now in seen and any(other != now[: len(other)] for other in between)
+
+
+def untrained(lines: Set[object], trained: Set[object]) -> bool:
+    """Does a pass evaluate? Others train, and it began at none of the lines where those began."""
+    return bool(trained) and not lines & trained
+
+
+def marks(turns: Sequence[Turn], events: Sequence[Event]) -> list[tuple[int, Mark]]:
+    """Return (index, mark) of each part of a step."""
+    first = next((turn for turn in turns if turn.place == "forward"), None)
+    if first is not None and first.called > first.index:  # what came before the first module was called is data
+        first.index = first.called
+    for turn, after in pairwise(turns):
+        turn.trains = turn.place == "forward" and after.place == "backward"
+    _count(turns, events)
+    modules, graph = loops(turns), False
+    trained = {s for turn in turns if turn.trains for s in _calls(turn, modules)}
+    found: list[tuple[int, Mark]] = []
+    for turn in turns:
+        if modules and found and turn.place == "forward" and not loops([turn]):
+            continue  # it calls no module, so it belongs to the part before
+        called = loops([turn]) if modules else bool(turn.sites)  # copying weights is no pass
+        evaluates = turn.place == "forward" and called and untrained(_calls(turn, modules), trained)
+        if evaluates and (
+            turn.made >= MANY or turn is not turns[-1]
+        ):  # one that failed early counts as the one before it
+            graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
+        instant = GRADIENTS_ON if evaluates and graph else INSTANTS[turn.place]
+        phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"
+        found.append((turn.index, Mark(phase, instant)))
+    return found
+
+
+def _calls(turn: Turn, modules: bool) -> set[Site]:
+    """Return the sites that call modules; a loop's other sites, as for logging, are the same in any pass."""
+    return {s for s in turn.sites if s[-1:] == (INSIDE,)} if modules else turn.sites
+
+
+def _count(turns: Sequence[Turn], events: Sequence[Event]) -> None:
+    """Count how many allocations each part made, and how many of them were alive at its end."""
+    failed = max((i for i, event in enumerate(events) if type(event) is Oom), default=len(events))
+    ends = [turn.index for turn in turns[1:]] + [failed]  # what dies later was released by the error
+    for turn, end in zip(turns, ends, strict=True):
+        if turn.place != "forward" or turn.trains:
+            continue
+        alive = set[int]()
+        for event in events[turn.index : end]:
+            if type(event) is Alloc:
+                turn.made += 1
+                alive.add(event.id)
+            elif type(event) is Free:
+                alive.discard(event.id)
+        turn.kept = len(alive)

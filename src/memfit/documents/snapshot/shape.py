@@ -1,4 +1,4 @@
-"""The shape of a snapshot of torch.cuda.memory, from torch 2.1 to 2.13: what older ones lack has a default here."""
+"""The shape of a snapshot of torch.cuda.memory, from torch 2.1 to 2.13; keys that older versions lack have defaults."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import K_LARGE_BUFFER, LATEST_TORCH, Torch
 
 Pool = tuple[int, int]
-MOST_NUMBERS = 1 << 16  # sizes and addresses of which one object is kept
-MAX_ADDRESS = 1 << 57  # five-level page tables; the tie-break's keys hold 56 bits of a distance between addresses
+MOST_NUMBERS = 1 << 16  # sizes and addresses that are remembered, so that equal ones are one object
+MAX_ADDRESS = 1 << 57  # five-level page tables; the allocator's tie-break keeps 56 bits of a distance between addresses
 
 
-class Entry(Struct, gc=False):
+class TraceEntry(Struct, gc=False):
     """One event of a device's history; sizes in bytes: requested for tensors, whole for segments."""
 
     action: str
@@ -29,11 +29,11 @@ class Entry(Struct, gc=False):
     frames: Any = ()
 
 
-ASKED = Entry("free_requested")  # nothing is read of these, so one stands for all
+FREE_REQUESTED = TraceEntry("free_requested")  # nothing else is read of these, so one object stands for all
 
 
-class Part(Struct):
-    """A block of a segment; torch 2.1 gives no address: blocks lie one after the other."""
+class BlockRecord(Struct):
+    """A block of a segment. Blocks lie one after the other; torch 2.1 records no address of each."""
 
     size: int
     state: str
@@ -45,12 +45,12 @@ class Part(Struct):
         return self.size if self.requested_size is None else self.requested_size
 
 
-class Range(Struct):
+class SegmentRecord(Struct):
     """A segment, or one contiguous mapped range of an expandable one."""
 
     address: int
     total_size: int
-    blocks: list[Part]
+    blocks: list[BlockRecord]
     segment_type: str
     device: int = 0
     stream: int = 0
@@ -67,8 +67,8 @@ class Note(Struct):
     time_us: int = 0
 
 
-class Settings(Struct):
-    """What the allocator was told; sizes in bytes, -1 for none."""
+class RecordedSettings(Struct):
+    """The allocator's settings; sizes in bytes, -1 for none."""
 
     text: str = msgspec.field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
     max_split_size: int = -1
@@ -80,24 +80,24 @@ class Settings(Struct):
 class Snapshot(Struct):
     """The whole file."""
 
-    segments: list[Range]
-    device_traces: list[list[Entry]] = []
-    allocator_settings: Settings = msgspec.field(default_factory=Settings)
+    segments: list[SegmentRecord]
+    device_traces: list[list[TraceEntry]] = []
+    allocator_settings: RecordedSettings = msgspec.field(default_factory=RecordedSettings)
     external_annotations: list[Note] = []
 
 
 class Smaller:
-    """What is kept of a snapshot's dicts while it is read: an Entry for an event, and each stack of frames once.
+    """Makes a snapshot smaller while it is read: events become TraceEntry, and equal stacks of frames one list.
 
-    The unpickler's memo keeps every dict and list until the end, so those that have been replaced are emptied; a stack that
-    is known already is left with that one as its only item, for whoever meets it again.
+    The unpickler's memo keeps every dict and list until the end, so those that were replaced are emptied. A stack
+    that is equal to an earlier one gets that as its only item, so that later references to it are resolved as well.
     """
 
     def __init__(self) -> None:
         self.stacks: dict[tuple[int, ...], list[Any]] = {}
-        self.numbers: dict[int, int] = {}  # sizes and addresses come again and again, as an object each time
-        self.known: set[int] = set()  # ids of those
-        self.told = False  # the first event is kept as it is: its keys tell the version
+        self.numbers: dict[int, int] = {}  # equal sizes and addresses, each of which the pickle has as a new object
+        self.known: set[int] = set()  # ids of the lists in `stacks`
+        self.kept_first = False  # the first event stays a dict: its keys show the version
 
     def __call__(self, data: Any) -> Any:
         if type(data) is list:
@@ -109,12 +109,12 @@ class Smaller:
             data["frames"] = self._once(frames)
         if "action" not in data:
             return data
-        if data["action"] == ASKED.action and self.told:
+        if data["action"] == FREE_REQUESTED.action and self.kept_first:
             data.clear()
-            return ASKED
-        entry = msgspec.convert(data, Entry, strict=True)
-        if not self.told:
-            self.told = True
+            return FREE_REQUESTED
+        entry = msgspec.convert(data, TraceEntry, strict=True)
+        if not self.kept_first:
+            self.kept_first = True
             return data
         data.clear()
         if len(self.numbers) > MOST_NUMBERS:
@@ -137,7 +137,7 @@ class Smaller:
 
 
 def shaped(data: Any) -> Snapshot:
-    """Plain data as a Snapshot. Raises BadInput naming the place that is wrong."""
+    """Return plain data as a Snapshot. Raises BadInput naming the place that is wrong."""
     try:
         found = msgspec.convert(data, Snapshot, strict=True)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
@@ -156,14 +156,14 @@ def shaped(data: Any) -> Snapshot:
 
 
 def text_of(value: Any) -> str:
-    """Text of a snapshot as UTF-8 can hold it: paths may have bytes that are none, which Python reads as half characters."""
+    """Return text of a snapshot that UTF-8 can encode: paths may hold bytes that Python reads as surrogates."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def torch_of(data: Any) -> Torch:
-    """The version whose tie-break and settings hold, by the keys each version brought; 2.10 to 2.12 look alike.
+    """Return the version whose tie-break and settings hold, by the keys that each version brought.
 
-    They are read as 2.11; a snapshot says nothing that tells 2.12, which orders free blocks in its own way.
+    2.10 to 2.12 write the same keys and are read as 2.11, though 2.12 orders free blocks in its own way.
     """
     traces = data.get("device_traces") or [[]]
     keys = {key for trace in traces for entry in trace[:1] if isinstance(entry, dict) for key in entry} | set(
@@ -176,18 +176,18 @@ def torch_of(data: Any) -> Torch:
     return 2, 7
 
 
-def conf_of(settings: Settings) -> str:
-    """The settings as PYTORCH_ALLOC_CONF would say them; a text that was given goes first."""
+def conf_of(settings: RecordedSettings) -> str:
+    """Return the settings as PYTORCH_ALLOC_CONF writes them; a text that was recorded goes first."""
     if settings.text:
         return text_of(settings.text)
-    said = []
+    parts = []
     if settings.expandable_segments:
-        said.append("expandable_segments:True")
+        parts.append("expandable_segments:True")
     if K_LARGE_BUFFER <= settings.max_split_size < MAX_ADDRESS:
-        said.append(f"max_split_size_mb:{settings.max_split_size >> 20}")
+        parts.append(f"max_split_size_mb:{settings.max_split_size >> 20}")
     if settings.garbage_collection_threshold > 0:
-        said.append(f"garbage_collection_threshold:{settings.garbage_collection_threshold:g}")
+        parts.append(f"garbage_collection_threshold:{settings.garbage_collection_threshold:g}")
     if any(settings.roundup_power2_divisions.values()):
         ways = ",".join(f"{size}:{n}" for size, n in settings.roundup_power2_divisions.items())
-        said.append(f"roundup_power2_divisions:[{ways}]")
-    return ",".join(said)
+        parts.append(f"roundup_power2_divisions:[{ways}]")
+    return ",".join(parts)
