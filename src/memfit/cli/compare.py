@@ -38,13 +38,13 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
     if flags["gpu"]:
-        cards.parse_gpu(flags["gpu"])  # a name that is none is a mistake, whatever the files are
+        cards.parse_gpu(flags["gpu"])  # an unknown name is a mistake, whatever the files are
     of_card = [_is_snapshot(file) and flags["device"] is not None for file in files]
     if flags["device"] is not None and not any(of_card):
         raise BadInput("only a snapshot has several devices", hint="leave --device out")
     left, right = (
-        footprints.read(Path(file), flags["gpu"] or "", flags["device"] if told else None)
-        for file, told in zip(files, of_card, strict=True)
+        footprints.read(Path(file), flags["gpu"] or "", flags["device"] if takes_device else None)
+        for file, takes_device in zip(files, of_card, strict=True)
     )
     _check_cards(files, left, right)
     found = compare(left, right)
@@ -60,7 +60,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
 
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
-    """Resident memory of a process without a card says nothing about what a card must hold, nor a tape about a context."""
+    """Refuse to compare resident memory with a card's, or a run with a CUDA context with one whose card is unknown."""
     from memfit.documents import footprint_file as footprints
     from memfit.footprints.footprint_of_watch import cardless
 
@@ -73,13 +73,13 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
     for file, side, other in zip(files, (left, right), (right, left), strict=True):
         if footprints.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
             raise BadInput(
-                f"{file} names no card, and the other file was seen from outside, with the CUDA context in it",
+                f"{file} names no card, and the other file was measured from outside, with the CUDA context in it",
                 hint="--gpu CARD says which context to add",
             )
 
 
 def _is_snapshot(file: str) -> bool:
-    """A pickle, packed or not; what cannot be read is told of later."""
+    """Is this file a pickle, gzipped or not? Errors in reading it are reported later."""
     with suppress(OSError, EOFError, zlib.error), Path(file).open("rb") as stream:
         packed = stream.read(1) == b"\x1f"
         stream.seek(0)
@@ -92,6 +92,6 @@ def _exit_of(agreement: Agreement) -> int:
 
 
 def _next(files: tuple[str, ...]) -> list[str]:
-    """Tapes and snapshots can be looked at closer."""
+    """Return the next command: tapes and snapshots can be replayed."""
     opened = [file for file in files if not file.endswith((".toml", ".json", ".jsonl"))]
     return [shlex.join(["memfit", "replay", file, "--html", "timeline.html"]) for file in opened[-1:]]

@@ -32,7 +32,10 @@ OWN = (
     Flag("predicted", str, "What the run should need: recipe.toml, tape, snapshot, JSON or another log.", "FILE"),
     Flag("log", str, f"Append samples here as JSON lines. Default: {LOG}.", "FILE"),
     Flag("every", float, "Seconds between two looks. Default: 1.", "SECONDS"),
-    Flag("measure", str, "The card by its driver, or resident memory. Default: the card if there is one.", "|".join(MEASURES)),
+    Flag(
+        "measure", str, "The card by its driver, or resident memory. Default: the card if there is one.",
+        "|".join(MEASURES),
+    ),
     Flag("to", str, "Also send samples to: tensorboard[:DIR], wandb[:PROJECT], prometheus[:PORT].", "A,B"),
     Flag("live", bool, "A live view; the command's output scrolls above it.", default=False),
 )  # fmt: skip
@@ -43,8 +46,8 @@ FASTEST, SLOWEST = 0.01, 3600.0
 def run(what: tuple[str, ...], **flags: Any) -> int:
     """Watch a run's memory live.
 
-    A command is started, measured from outside, and its exit code passed on. Phases, steps and leaks are seen only from
-    inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
+    A command is started, measured from outside, and its exit code passed on. Phases, steps and leaks are visible only
+    from inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
     """
     if len(what) == 1 and what[0].endswith(".jsonl"):
         return _show_log(Path(what[0]), flags)
@@ -65,22 +68,22 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     measure = flags["measure"] or "auto"
     if measure not in MEASURES:
         raise BadInput(f"--measure cannot be '{measure[:40]}'", hint=f"choose one of {', '.join(MEASURES)}")
-    program_of(command)  # before a log of nothing is begun
+    program_of(command)  # before an empty log is begun
     log = Path(flags["log"] or LOG)
-    check_log(log)  # before anything is: sinks open files and ports
+    check_log(log)  # before sinks open files and ports
     if not log.parent.is_dir():
         raise BadInput(
             f"there is no folder {log.parent} for the log", hint=shlex.join(["mkdir", "-p", str(log.parent)])
         )
-    meter, told = outside_meter(measure)
+    meter, note = outside_meter(measure)
     predicted = footprints.of(flags["predicted"], _card(flags["predicted"], meter))
-    if told:
-        terminal.note(told)
+    if note:
+        terminal.note(note)
     header = _header(command, meter, predicted)
     sinks = open_sinks((part.strip() for part in (flags["to"] or "").split(",") if part.strip()), header)
-    screen, relay = _screen(flags)
+    screen, show_line = _screen(flags)
     recorder = Recorder(header, log, sinks, screen)
-    code, watched = run_child(command, recorder, meter, every, relay, aside=flags["json"])
+    code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
     if flags["json"]:
         from memfit.documents.watch_doc import watched_doc
 
@@ -91,7 +94,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
-    """The card that is watched, for what its context takes; None where nothing is held against it."""
+    """Return the card that is watched, for the size of its context; None where no prediction is compared with it."""
     from memfit.catalogue import cards
     from memfit.nouns.sample import METERS
 
@@ -112,7 +115,7 @@ def _header(command: list[str], meter: Any, predicted: Any) -> Header:
 
 
 def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
-    """What shows the run; for a live view also what takes the command's own lines."""
+    """Return the screen and, for a live view, the function that shows the command's own lines."""
     from memfit.live.watch.outputs import Live, Plain, Quiet
 
     if flags["json"]:
@@ -126,7 +129,7 @@ def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
 
 
 def _show_log(path: Path, flags: dict[str, Any]) -> int:
-    """The log as it is; in a terminal as it grows."""
+    """Show the log; in a terminal follow it as it grows."""
     from memfit.report.watching import closing_view
 
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
@@ -145,7 +148,7 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 
 
 def _read(path: Path) -> Watched:
-    """The last run in a log."""
+    """Return the last run in a log."""
     from memfit.documents import recipe_file
     from memfit.documents import watch_log as watch_file
 
@@ -158,11 +161,11 @@ def _read(path: Path) -> Watched:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0  # what is none is told by reading it
+    return path.stat().st_size if path.is_file() else 0  # reading it reports a missing file
 
 
 def _follow(path: Path) -> int:
-    """The live view of a log, until Ctrl-C; the file is read again when it has grown."""
+    """Show the live view of a log until Ctrl-C; the file is read again when it has grown."""
     import time
 
     from memfit.live.watch.outputs import REFRESH

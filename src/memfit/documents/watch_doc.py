@@ -1,4 +1,4 @@
-"""The JSON documents of a watched command and of a comparison; codec.py knows them among the others."""
+"""The JSON documents of a watched run and of a comparison; codec.py lists them among the others."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class WatchedDoc(Struct, frozen=True, kw_only=True):
 
 
 def compare_doc(left_name: str, right_name: str, found: Comparison) -> CompareDoc:
-    """A comparison of two files."""
+    """Return the document of a comparison of two files."""
     same = {f.name: getattr(found, f.name) for f in fields(found)}
     return CompareDoc(left_name=left_name, right_name=right_name, difference=found.difference, **same)
 
 
 def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:
-    """A watched run, its phases by their peaks."""
+    """Return the document of a watched run, its phases by their peaks."""
     peaks = by_phase(watched.samples)
     peak = Levels(0, 0, 0, 0)
     for levels in peaks.values():

@@ -1,4 +1,4 @@
-"""A watched run as JSON lines and back: one line per sample, written as it happens, versioned, checked on the way in.
+"""A watched run as JSON lines and back: one line per sample, written as it happens; versioned, and checked when read.
 
 The first line of a run is its header. A file may hold several runs one after the other (a run that was resumed); a line
 cut short by a crash is left out.
@@ -26,7 +26,7 @@ _ENCODE = msgspec.json.Encoder().encode
 
 
 def line(noun: Header | Sample | Alarm | Leak) -> bytes:
-    """One noun as one line, its end included."""
+    """Return one noun as one line, with its end."""
     kind = _NAME_OF[type(noun)]
     head = {"schema": SCHEMA, "type": kind} if kind == "run" else {"type": kind}
     plain = msgspec.to_builtins(noun)
@@ -38,17 +38,17 @@ def line(noun: Header | Sample | Alarm | Leak) -> bytes:
 
 
 def shares_line(shares: Shares) -> bytes:
-    """Bytes by role that lie on the card between steps, as one line."""
+    """Return the bytes by role that lie on the card between steps, as one line."""
     return _ENCODE({"type": "shares", "roles": dict(shares)}) + b"\n"
 
 
 def known(content: bytes) -> bool:
-    """Does this begin like such a file?"""
+    """Does this content begin like such a file?"""
     return content.startswith(b'{"schema":"memfit.watch/')
 
 
 def loads(content: bytes) -> Watched:
-    """The last run in a file. Raises BadInput for what is not one, Unsupported for another version."""
+    """Return the last run in a file. Raises BadInput for another kind of file, Unsupported for another version."""
     runs = list(runs_of(content))
     if not runs:
         raise BadInput("no watched run in the file", hint=HINT)
@@ -56,7 +56,7 @@ def loads(content: bytes) -> Watched:
 
 
 def runs_of(content: bytes) -> Iterable[Watched]:
-    """Every run in a file, in order."""
+    """Yield every run in a file, in order."""
     run: list[Any] = []
     lines = content.split(b"\n")
     for number, text in enumerate(lines, 1):
@@ -73,7 +73,7 @@ def runs_of(content: bytes) -> Iterable[Watched]:
 
 
 def _noun(text: bytes, number: int, last: bool) -> Any:
-    """What a line says; None for a line that was cut short, or of a kind that a later version adds."""
+    """Return the noun of a line; None for a line that was cut short, or of a kind that a later version adds."""
     try:
         data = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:

@@ -43,8 +43,8 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
     """Explain a torch.OutOfMemoryError that leaves this context to `tell` (default: stderr), and raise it again.
 
     On a real card memory history is recorded from here on, unless it is recorded already; on a virtual one
-    (memfit.virtual_gpu) every allocation with its module and line. An explanation that fails is only reported as such: the
-    error is never lost.
+    (memfit.virtual_gpu) every allocation with its module and line. An explanation that fails is only reported as
+    such: the error is never lost.
     """
     found = Explained()
     card = _virtual_card()

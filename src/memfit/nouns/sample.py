@@ -1,4 +1,4 @@
-"""The nouns of a watched run: Sample (one look at its memory), Leak and LeakHolder (what grows and who keeps it), Watched."""
+"""The nouns of a watched run: Sample (one look at memory), Leak and LeakHolder (what grows, who keeps it), Watched."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MeterName = Literal["cuda", "tensors", "nvml", "rss"]
 
 @dataclass(frozen=True, slots=True)
 class MeterFacts:
-    """What a meter measures. `compared` is the level a prediction can be held against; None: the run is on no card."""
+    """What a meter measures. `compared` is the level to compare with a prediction; None: the run is on no card."""
 
     title: str
     compared: Literal["reserved", "device"] | None
-    roles: bool  # does it know tensors, so that parameters and states can be told from the rest
+    roles: bool  # does it read tensors, so that parameters and states can be distinguished from the rest
 
 
 METERS: dict[MeterName, MeterFacts] = {
@@ -63,14 +63,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LeakHolder:
-    """Who keeps tensors alive. `place` is "file.py:12" of the line that stores them, or of the function that owns `name`."""
+    """Who keeps tensors alive. `place` is "file.py:12" of the line that stores them or binds `name`."""
 
     kind: Literal["graph", "container", "variable", "cycle", "unknown"]
-    name: str  # as the program says it: history, self.cache[...], total
+    name: str  # as the program writes it: history, self.cache[...], total
     place: str
-    code: str  # that line's text; "" where the source is not there
+    code: str  # that line's text; "" where the source is missing
     count: int  # tensors kept, or nodes of the graph, per step
-    bytes: int  # per step; 0: not known
+    bytes: int  # per step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,11 @@ AlarmKind = Literal["card", "band", "leak", "unsure", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something to look at now: the card is nearly full, the prediction is left, memory leaks, or nobody can say whether it does;
-    or the run ended in an error, of which `bytes` are what it asked for."""
+    """Something to look at now.
+
+    The card is nearly full, the predicted band is left, memory leaks, it is unsure whether it does, or the run ended
+    in an error, of which `bytes` are what it requested.
+    """
 
     kind: AlarmKind
     step: int
@@ -103,7 +106,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A whole watched run. `shares` are bytes of roles that lie on the card between steps, as far as they were counted."""
+    """A whole watched run. `shares` are the counted bytes of roles that lie on the card between steps."""
 
     header: Header
     samples: tuple[Sample, ...]

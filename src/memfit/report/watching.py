@@ -1,4 +1,4 @@
-"""A watched run: the live picture, its warnings and leaks as lines, and the summary at its end."""
+"""The report of a watched run: the live picture, warnings and leaks as lines, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARNING, FINE, DIM = "bold red", "dodger_blue2", "dim"
 
 
 class CardBar:
-    """What the card has in use now (solid), the highest so far (shaded), the predicted band and the 90 % line."""
+    """Draws what the card has in use now (solid), the highest so far (shaded), the predicted band and the 90 % line."""
 
     def __init__(self, header: Header, now: int, peak: int, band: tuple[int, int] | None) -> None:
         self.header, self.now, self.peak, self.band = header, now, peak, band
@@ -49,7 +49,7 @@ class CardBar:
 
 
 def live_view(status: Status) -> Group:
-    """The picture of a run under way."""
+    """Return the picture of a run under way."""
     header, last = status.header, status.last
     facts = [
         visible(header.name),
@@ -72,7 +72,7 @@ def live_view(status: Status) -> Group:
 
 
 def closing_view(watched: Watched) -> Group:
-    """What is left to say when the run is over."""
+    """Return the summary of a run that is over."""
     header, samples = watched.header, watched.samples
     facts = [visible(header.name)]
     if METERS[header.meter].roles:
@@ -83,13 +83,13 @@ def closing_view(watched: Watched) -> Group:
     meter = METERS[header.meter]
     unused = "; not held against the prediction, which is of a card" if header.predicted and not meter.compared else ""
     parts.append(text(f"measured: {measured_by(watched)}{unused}", DIM))
-    parts += [text(line, DIM) for line in _seldom(watched)]
+    parts += [text(line, DIM) for line in _sampling(watched)]
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
     return Group(*parts)
 
 
-def _seldom(watched: Watched) -> list[str]:
-    """How often it was looked, where that was not at every step."""
+def _sampling(watched: Watched) -> list[str]:
+    """Return how often tensors were counted and looks taken, where that was not at every step."""
     samples = watched.samples
     counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
     lines = [f"tensors counted at {counted:,} of {len(samples):,} looks"] if counted < len(samples) else []
@@ -101,7 +101,7 @@ def _counted(steps: int) -> str:
 
 
 def phases_table(header: Header, peaks: Mapping[Phase, Levels], current: Phase | None = None) -> Grid:
-    """The peaks of every phase beside the predicted band; levels that the meter does not know are left out."""
+    """Return the peaks of every phase beside the predicted band, without levels that the meter does not read."""
     facts = METERS[header.meter]
     allowed = bands(header.predicted, facts.compared)
     unit = shared_unit(max((levels.device for levels in peaks.values()), default=0))
@@ -146,13 +146,13 @@ def _warnings(alarms: Iterable[Alarm], leaks: Iterable[Leak]) -> list[Text]:
 
 
 def alarm_line(alarm: Alarm) -> str:
-    """One warning as one line."""
+    """Return one warning as one line."""
     where = f" ({phase_title(alarm.phase)}, step {alarm.step:,})" if alarm.step else ""
     return visible(f"warning: {alarm.text}{where}")
 
 
 def leak_lines(leak: Leak) -> tuple[str, ...]:
-    """What grows, and who holds it."""
+    """Return what grows and who holds it, as lines."""
     span = f"{leak.unit}s {leak.since:,} to {leak.until:,}"
     grown = f"leak: {human(leak.per_step)} more per {leak.unit}, {human(leak.bytes)} over {span}"
     held = [f"  held by {holder_words(holder)}" for holder in leak.holders]
@@ -160,7 +160,7 @@ def leak_lines(leak: Leak) -> tuple[str, ...]:
 
 
 def holder_words(holder: LeakHolder) -> str:
-    """'history[...] (4 tensors, 1.50 MiB each step) at train.py:12: history.append(out)'."""
+    """Return a holder as 'history[...] (4 tensors, 1.50 MiB more each time) at train.py:12: history.append(out)'."""
     where = f" at {holder.place}{f': {holder.code}' if holder.code else ''}" if holder.place else ""
     size = f", {human(holder.bytes)}" if holder.bytes else ""
     what = {
@@ -184,6 +184,6 @@ ADVICE = {
 
 
 def status_of(watched: Watched) -> Status:
-    """A recorded run as it looked at its last sample."""
+    """Return a recorded run as it looked at its last sample."""
     peaks = by_phase(watched.samples)
     return Status(watched.header, watched.samples[-1], peaks, watched.alarms, watched.leaks)

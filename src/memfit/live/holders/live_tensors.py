@@ -1,7 +1,8 @@
-"""The tensors that are alive in this process, found through Python's garbage collector: nothing is hooked, so it costs only when called.
+"""The tensors that are alive in this process, found through Python's garbage collector; nothing is hooked.
 
 PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too,
-except outputs that an operator saved of itself. A search takes about a tenth of a microsecond per object of the process.
+except outputs that an operator saved of itself. A search takes about a tenth of a microsecond per object of the
+process.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def running() -> Iterator[FrameType]:
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a running function.
 
-    Before Python 3.13 reading them makes a copy that the frame keeps, and with it tensors that the function has released
-    since. The copy is emptied again, unless the program asked for it (`locals()`).
+    Before Python 3.13 reading them makes a copy that the frame keeps, and with it tensors that the function has
+    released since. The copy is emptied again, unless the program asked for it (`locals()`).
     """
     kept = frame.f_locals
     found = dict(kept)

@@ -1,4 +1,4 @@
-"""What a program's objects hold: attributes that have names of their own, and the contents of containers and objects."""
+"""What a program's objects hold: attributes with names of their own, and the contents of containers and objects."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ UNNAMED = Name("a model being made")
 CONTAINERS = (list, tuple, dict, set, deque)
 OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # accounted for by themselves
 LEAVES = (
-    Tensor, *OWNERS, type, ModuleType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float, complex, type(None), torch.device,
-    torch.dtype, torch.Generator,
+    Tensor, *OWNERS, type, ModuleType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float, complex,
+    type(None), torch.device, torch.dtype, torch.Generator,
 )  # fmt: skip
 CALLS = (FunctionType, MethodType, partial, _lru_cache_wrapper)  # they keep what they close over, are given, or cache
 
 
 def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
-    """Yield the user's names with what they are bound to, then the attributes of the user's objects and classes, nearest first."""
+    """Yield the user's names and values, then attributes of the user's objects and classes, nearest first."""
     seen: set[int] = set()
     todo: deque[tuple[Name, Any, int]] = deque()
     for name, value in roots.named():
@@ -130,7 +130,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _closed_over(value: Any) -> list[Any]:
-    """Return what a callable keeps: bound arguments, its object, cached results, and a user function's cells and defaults."""
+    """Return what a callable keeps: arguments, its object, cached results, a user function's cells and defaults."""
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):

@@ -1,4 +1,4 @@
-"""The search from tensors up to the names that keep them alive, through Python's referrers: one walk over the heap per level."""
+"""The search from tensors up to the names that keep them, by Python's referrers: a walk over the heap per level."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Link:
 
 
 def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
-    """Return for each thing, by its number, the name that keeps it alive by the shortest path; without those that have none."""
+    """Return number -> the name that keeps a thing alive, by the shortest path, for those that have one."""
     level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
     found: dict[int, Name] = {}
     attributes: dict[int, Name] = {}  # in objects of the user's classes, in case nothing that leads to them has a name
@@ -81,7 +81,7 @@ def _attribute(link: Link) -> Name | None:
 
 
 def _short(path: str) -> str:
-    """Cut a path behind its first item, which keeps what lies inside, and write parameters as attributes of their module."""
+    """Cut a path behind its first item, which keeps what lies inside, and write parameters as module attributes."""
     head, item, _ = path.partition("[...]")
     return re.sub(r"\._(?:parameters|modules|buffers)\['(\w+)'\]", r".\1", head) + item
 

@@ -1,8 +1,8 @@
-"""The search from a program's names down to what each retains: who keeps memory, by name, bytes and line, when it ran out.
+"""The search from a program's names down to what each retains when memory ran out, by name, bytes and line.
 
-It covers the locals of the frames that the error came through, the globals of the user's modules, the attributes of objects
-and classes among them, the closures of hooks, and the frames of other errors: those being handled, those a variable keeps,
-and the last one that a console showed.
+It covers the locals of the frames that the error came through, the globals of the user's modules, the attributes of
+objects and classes among them, the closures of hooks, and the frames of other errors: those being handled, those a
+variable keeps, and the last one that a console showed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAST_ERROR = ("last_exc", "last_value")  # attributes of `sys` with the error th
 
 
 def roots_of(error: BaseException) -> tuple[Root, ...]:
-    """Return what the program's variables keep, largest first; what belongs to a model or an optimizer counts for that alone."""
+    """Return what the program's variables keep, largest first; tensors of a model or optimizer count for that alone."""
     frames = frames_of(error)
     named = list(names(Roots(lambda: frames)))
     found = _Finder(frames, frozenset(id(value) for _, value in named))
@@ -282,7 +282,7 @@ class _Finder:
                 yield name, line_of(variable(name, code)), sizes
 
     def _trained(self, module: torch.nn.Module) -> list[Tensor]:
-        """Return the weights that are trained: those with a gradient to come, a gradient, states, or an optimizer that rests."""
+        """Return the weights that are trained: with a gradient, one to come, or states, or frozen just now."""
         return [
             p
             for part in module.modules()

@@ -34,10 +34,10 @@ class Line(NamedTuple):
 def storing_line(name: Name, running: Iterable[Place] = ()) -> Line | None:
     """Find the line that stores into a name, or that binds it; None where the source shows neither.
 
-    Every part of the path is tried, innermost first: of `self.cache['a'][...]` that is `cache`, then `self`. Lines of the
-    function or class that owns the name go before lines of a function that is running, and those before others of the
-    file. A line that binds the name where it is owned is chosen before a line elsewhere that stores; not so for a path
-    that ends in an item: that names a container, and something was stored into it.
+    Every part of the path is tried, innermost first: of `self.cache['a'][...]` that is `cache`, then `self`. Lines of
+    the function or class that owns the name go before lines of a function that is running, and those before others of
+    the file. A line that binds the name where it is owned is chosen before a line elsewhere that stores; not so for a
+    path that ends in an item: that names a container, and something was stored into it.
     """
     if name.path.startswith(CACHE_OF):
         return None

@@ -26,14 +26,14 @@ STDERR = 2  # its file, whatever sys.stderr is
 FIRST = 0.05  # seconds to the second look; then every wait is twice as long, up to what the user chose
 PASSED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 TERMINAL = Path("/dev/tty")  # the controlling one, whatever stdin is
-SENT = 0  # si_code of what a process sent (SI_USER, SI_TKILL) is at most this; the kernel's, as of Ctrl-C, is above (sigaction(2))
+SENT = 0  # highest si_code of a signal that a process sent; the kernel's, as of Ctrl-C, are above. Source: sigaction(2)
 SIZE = 1 << 16  # bytes read at one time
 POLL = 0.1  # seconds between two checks whether the command has ended
 
 
 def run(
-    command: Sequence[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float, show_line: Callable[[str], None] | None = None,
-    aside: bool = False,
+    command: Sequence[str], recorder: Recorder, meter: RssMeter | NvmlMeter, every: float,
+    show_line: Callable[[str], None] | None = None, aside: bool = False,
 ) -> tuple[int, Watched]:  # fmt: skip
     """Run the command to its end; return (its exit code as shells report it, what was measured).
 
@@ -145,7 +145,7 @@ def _in_foreground() -> bool:
 
 @contextmanager
 def _interrupts_of_processes(forward: Callable[[int], None]) -> Iterator[None]:
-    """Forward SIGINT where a process sent it, as a thread that waits for it learns; without sigwaitinfo (macOS) do nothing."""
+    """Forward each SIGINT that a process sent, by a thread that waits for them; without sigwaitinfo do nothing."""
     if not hasattr(signal, "sigwaitinfo"):
         yield
         return
@@ -178,8 +178,8 @@ def _interrupts_of_processes(forward: Callable[[int], None]) -> Iterator[None]:
 class OutputTee:
     """Shows a command's output line by line until the command has ended, read from a pipe in a thread of its own.
 
-    A process that the command left behind may hold the pipe's other end open for ever. Windows has no `fcntl` to say what
-    is left in a pipe; there is no live view either.
+    A process that the command left behind may hold the pipe's other end open for ever. Windows has no `fcntl` to say
+    what is left in a pipe; there is no live view either.
     """
 
     def __init__(self, pipe: IO[Any], show_line: Callable[[str], None]) -> None:

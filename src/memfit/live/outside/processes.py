@@ -1,4 +1,4 @@
-"""Meters that read a command's memory from outside: what the driver counts for its processes (NVML), or their resident memory."""
+"""Meters of a command's memory from outside: what the driver counts for its processes, or their resident memory."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ class RssMeter:
         return Levels(0, 0, 0, size)
 
     def ended(self) -> Levels | None:
-        """Return the most that one process of the ended command ever had, also between two readings; None where unknown.
+        """Return the most that a process of the ended command ever had, between readings too; None where unknown.
 
-        A child begins as a copy of this process, before it becomes the command: only what exceeds this process is known.
+        A child begins as a copy of this process, before it becomes the command: only what exceeds this process is
+        known.
         """
         most = _largest_child()
         return Levels(0, 0, 0, most) if most > max(self._before, _own_highest()) else None

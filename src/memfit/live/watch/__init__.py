@@ -1,1 +1,1 @@
-"""Live memory: of a training loop from inside (loop.watch, callbacks), of a command from outside. Imports nothing heavy."""
+"""Watching a training loop from inside: memfit.watch, callbacks, the leak test and the leak search. Imports nothing."""

@@ -164,8 +164,8 @@ def _cycles(garbage: int, others: bool) -> tuple[LeakHolder, ...]:
 class Experiments:
     """The watched runs of one process: what one leaves to the next, as caches, kept models, results with their graphs.
 
-    Every watch that begins notes what is alive besides its own model. Where that grew RISES times in a row, tensors that
-    came with the last run and are still alive leak.
+    Every watch that begins notes what is alive besides its own model. Where that grew RISES times in a row, tensors
+    that came with the last run and are still alive leak.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Experiments:
         self._before: list[weakref.ref[Tensor]] = []  # when the one before it ended
 
     def begin(self, live: Callable[[], int], own: Iterable[Tensor], floor: int = FLOOR) -> Leak | None:
-        """Note that a run begins, and return the leak between runs if there is one. `live` counts bytes besides `own`."""
+        """Note that a run begins; return the leak between runs, if any. `live` counts bytes besides `own`."""
         self.starts.append(live())
         if not self._rising(floor):
             return None

@@ -1,9 +1,10 @@
 """The leak test: does a series of live bytes grow beyond noise, and what can be text of it once the run has ended?
 
-It is a rank test on the minima of blocks, which assumes no distribution. Noise is whatever leaves the order of the blocks to
-chance: batches of varying length, what the last step left behind. Eight minima are in rising order by chance once in
-8! = 40,320 tests, and the series is tested only when it is half as long again as at the last test. Only its later half
-counts, so that loading, the first step's optimizer states and a cache that fills up and stays do not.
+It is a rank test on the minima of blocks, which assumes no distribution. Noise is whatever leaves the order of the
+blocks to chance: batches of varying length, what the last step left behind. Eight minima are in rising order by
+chance once in 8! = 40,320 tests, and the series is tested only when it is half as long again as at the last test.
+Only its later half counts, so that loading, the first step's optimizer states and a cache that fills up and stays do
+not.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Series:
 
 
 def growth_of(points: Sequence[tuple[int, int]], floor: int = FLOOR) -> Growth | None:
-    """Return the growth in the later half of (step, bytes) points; None where they are flat, falling, noise, or below `floor`."""
+    """Return the growth in the later half of (step, bytes) points; None for noise and for less than `floor`."""
     late = points[len(points) // 2 :]
     if len(late) < BLOCKS:
         return None
@@ -106,7 +107,8 @@ def inconclusive(samples: Iterable[Sample]) -> Alarm | None:
     grown = [f"they grew by {human(tensors)} from step {counts[0].step:,} to {counts[-1].step:,}"] * (tensors >= FLOOR)
     grown += [f"resident memory grew by {human(resident)}"] * (resident >= RESIDENT)
     times = "once" if len(counts) == 1 else f"{len(counts)} times"
-    text = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: {', '.join(grown)}; {COUNT_ALWAYS}"
+    text = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: "
+    text += f"{', '.join(grown)}; {COUNT_ALWAYS}"
     return Alarm("unsure", steps[-1].step, "step", max(tensors, resident), 0, text)
 
 
@@ -116,8 +118,8 @@ def _too_short(late: Sequence[Sample]) -> Alarm | None:
     if len(late) < ENOUGH or grown < FLOOR:
         return None
     text = (
-        f"the run ended after {late[-1].step} steps, too few to tell a leak: tensors grew by {human(grown)} from step {late[0].step} to "
-        f"{late[-1].step}, and never shrank"
+        f"the run ended after {late[-1].step} steps, too few to tell a leak: tensors grew by {human(grown)} "
+        f"from step {late[0].step} to {late[-1].step}, and never shrank"
     )
     return Alarm("unsure", late[-1].step, "step", grown, 0, text)
 
@@ -132,8 +134,8 @@ def stopped(leak: Leak, samples: Iterable[Sample], since: int) -> Alarm | None:
     if grown > STOPPED * leak.per_step * (last.step - first.step):
         return None
     text = (
-        f"what grew over steps {leak.since:,} to {leak.until:,} has not grown from step {first.step:,} to {last.step:,}: "
-        "a cache that is full looks like this, a leak does not"
+        f"what grew over steps {leak.since:,} to {leak.until:,} has not grown from step {first.step:,} to "
+        f"{last.step:,}: a cache that is full looks like this, a leak does not"
     )
     return Alarm("unsure", last.step, "step", leak.bytes, 0, text)
 

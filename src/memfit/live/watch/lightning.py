@@ -1,4 +1,4 @@
-"""LightningCallback: a Lightning Trainer watched; for the package lightning and for pytorch_lightning."""
+"""LightningCallback: watches a Lightning Trainer, of the package lightning or of pytorch_lightning."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ except ImportError:
 
 
 class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Trainer(callbacks=[LightningCallback(predicted="run/recipe.toml")]); takes what memfit.watch takes.
+    """Trainer(callbacks=[LightningCallback(predicted="run/recipe.toml")]); it takes the arguments of memfit.watch.
 
-    A step is one of the optimizer's: with accumulated batches the trainer's global_step says when one is done. Several
+    A step is an optimizer step: with accumulated batches the trainer's global_step shows when one is done. Several
     optimizers that step in one batch make one step, and the states of all count.
     """
 
@@ -30,7 +30,7 @@ class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """What leaked, and who holds it."""
+        """The leaks so far: what grew beyond noise, and who holds it."""
         return self.watch.leaks if self.watch else ()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

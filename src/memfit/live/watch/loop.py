@@ -46,7 +46,7 @@ EXPLAINED = 0.2  # share of a growth that named holders must keep to explain it
 
 
 class Following:
-    """A hook on the watched model. Copies of the model, also saved ones, get one that does nothing and needs no memfit."""
+    """A hook on the watched model. Copies of the model, saved ones too, get a hook that does nothing, without memfit."""
 
     def __init__(self, call: Callable[[Any, Any], None]) -> None:
         self._call = call
@@ -62,7 +62,7 @@ class Following:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method for PyTorch's global hooks, which would otherwise keep a watch that nobody closes, and its model."""
+    """Wrap a method for PyTorch's global hooks, which else would keep a watch that nobody closes, and its model."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -77,8 +77,8 @@ class Watch:
     """A watched training loop. Use it as a context manager, or call `close()`.
 
     With an optimizer its steps are counted automatically, also those of an optimizer that replaces it; without, call
-    `step()` at the end of each. `phase("eval")` names a part of the loop; evaluation is detected automatically where the
-    model is given. `leaks`, `footprint()` and `timeline()` return what was found so far.
+    `step()` at the end of each. `phase("eval")` names a part of the loop; evaluation is detected automatically where
+    the model is given. `leaks`, `footprint()` and `timeline()` return what was found so far.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Watch:
         self._beside = tuple(weakref.ref(optimizer) for optimizer in optimizers)
 
     def step(self) -> None:
-        """Note that an optimizer step is done. With an optimizer this happens automatically, until it is called by hand."""
+        """Note that an optimizer step is done. An optimizer's steps are noted automatically, until this is called."""
         if self._counts_itself:
             self._unhook_optimizer()
             if self.done:  # the hook has counted this step
@@ -356,12 +356,12 @@ def watch(
     """Watch a training loop from here on.
 
     model, optimizer: as the loop has them; with an optimizer its steps are counted automatically, with a model
-    evaluation is distinguished from training. predicted: a Footprint, a Tape, or a file (recipe.toml, tape, snapshot, JSON of
-    memfit estimate, log of another watch) to compare the run with. log: JSON lines are appended here; None: nowhere.
-    to: further sinks, "tensorboard:runs/a", "wandb", "prometheus:9400". live: a view in the terminal instead of lines.
-    reset_peaks: give every step a peak of its own, by torch.cuda.reset_peak_memory_stats. count_every: on a run without a
-    card, count live tensors every so many steps instead of when there is time, and look at every step, however short.
-    screen: shows the run instead of these. Raises MemfitError for bad arguments.
+    evaluation is distinguished from training. predicted: a Footprint, a Tape, or a file (recipe.toml, tape, snapshot,
+    JSON of memfit estimate, log of another watch) to compare the run with. log: JSON lines are appended here; None:
+    nowhere. to: further sinks, "tensorboard:runs/a", "wandb", "prometheus:9400". live: a view in the terminal instead
+    of lines. reset_peaks: give every step a peak of its own, by torch.cuda.reset_peak_memory_stats. count_every: on a
+    run without a card, count live tensors every so many steps instead of when there is time, and look at every step,
+    however short. screen: shows the run instead of these. Raises MemfitError for bad arguments.
     """
     if model is not None and not callable(getattr(model, "parameters", None)):
         raise BadInput(

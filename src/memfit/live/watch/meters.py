@@ -34,7 +34,7 @@ STATM = Path("/proc/self/statm")
 
 
 class Reading(NamedTuple):
-    """Bytes now, and the highest since the last reading. Where not `counted`, only `device` was read and other levels are 0."""
+    """Bytes now, and the highest since the last reading. Not `counted`: only `device` was read, other levels are 0."""
 
     now: Levels
     peak: Levels
@@ -54,9 +54,9 @@ class Meter(Protocol):
 class CudaMeter:
     """Reads torch.cuda's counters, which a virtual card has too.
 
-    The level `device` is what the whole card has in use, other processes included. It is read once a second, and follows
-    the reserved bytes in between. reset: reset torch's peak counters at every reading, so that each step has a peak of
-    its own; without it a peak is the highest since anybody last reset the counters.
+    The level `device` is what the whole card has in use, other processes included. It is read once a second, and
+    follows the reserved bytes in between. reset: reset torch's peak counters at every reading, so that each step has
+    a peak of its own; without it a peak is the highest since anybody last reset the counters.
     """
 
     name: MeterName = "cuda"
@@ -86,7 +86,7 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Reads a run without a card: `device` is resident memory of the process, every other level the bytes of live tensors.
+    """Reads a run without a card: `device` is resident memory of the process, other levels are bytes of live tensors.
 
     Tensors are counted at the first readings and where one must be exact (`always`); else when all counts and one more
     take no more than EARLY, later COUNT_SHARE, of the run's time so far. With `every` they are counted at every so many

@@ -135,7 +135,7 @@ def check(specs: Iterable[str]) -> None:
 
 
 def open_sinks(specs: Iterable[str], header: Header) -> tuple[Sink, ...]:
-    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'. Raises BadInput naming the package that is missing."""
+    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'. Raises BadInput for a missing package."""
     specs = tuple(specs)
     check(specs)
     made: list[Sink] = []

@@ -1,4 +1,4 @@
-"""The recorder: passes samples on to the log, the alarm rules, the sinks and the screen, and keeps what a footprint needs."""
+"""The recorder: passes samples to log, alarm rules, sinks and screen, and keeps what a footprint needs."""
 
 from __future__ import annotations
 

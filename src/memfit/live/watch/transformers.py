@@ -1,4 +1,4 @@
-"""MemfitCallback: a transformers Trainer, or one of TRL's, watched from its first step to its last."""
+"""MemfitCallback: watches a transformers Trainer, or one of TRL's, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ except ImportError:
     raise MissingExtra("MemfitCallback", "trace") from None
 
 
-_UNDER_WAY: WeakKeyDictionary[Any, Callable[[], Watch | None]] = WeakKeyDictionary()  # by the model that is trained
+_UNDER_WAY: WeakKeyDictionary[Any, Callable[[], Watch | None]] = WeakKeyDictionary()  # watches by the trained model
 
 
 class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Trainer(..., callbacks=[MemfitCallback(predicted="run/recipe.toml")]).
 
-    Takes what memfit.watch takes, but for model and optimizer, which the Trainer hands over. The watch of the last
-    training is `callback.watch`.
+    It takes the arguments of memfit.watch except model and optimizer, which the Trainer provides. `callback.watch` is
+    the watch of the last training.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -32,13 +32,13 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """What leaked, and who holds it."""
+        """The leaks so far: what grew beyond noise, and who holds it."""
         return self.watch.leaks if self.watch else ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for earlier in (self.watch, _UNDER_WAY[model]() if model in _UNDER_WAY else None):
             if earlier:
-                earlier.close()  # an error may have ended its training: nobody tells a callback
+                earlier.close()  # an error may have ended its training, which no callback is called for
         self.watch = watch(model, **self.options)
         if model is not None:
             _UNDER_WAY[model] = ref(self.watch)
