@@ -26,7 +26,7 @@ WIDTH, LAYERS, TOKENS, BATCH = 256, 4, 128, 8
 
 
 def loop() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """A transformer encoder of some 3 million weights, its optimizer and a batch."""
+    """Return a transformer encoder of some 3 million weights, its optimizer and a batch."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
@@ -34,12 +34,15 @@ def loop() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
 
 
 def turns(steps: int, log: Path) -> tuple[float, float]:
-    """CPU seconds of `steps` steps (plain, watched) of two loops alike, a step of each in turns, so that what the machine
-    does meanwhile meets both; the first step and the census that opens a watch are left out."""
+    """Return the CPU seconds of `steps` steps of two equal loops (plain, watched).
+
+    Their steps alternate, so that other load of the machine affects both. The first step and the count of live tensors
+    with which a watch begins are left out.
+    """
     loops = loop(), loop()
     handle = watch(*loops[1][:2], log=log, quiet=True)
     took, start = [0.0, 0.0], 0.0
-    # what counting may take is a share of the run's time: of the watched one's, not of both
+    # counting may take a share of the watched loop's time, not of both loops'
     handle.meter.clock, handle.meter._began = lambda: took[1] + time.process_time() - start, 0.0
     start = time.process_time()
     for step in range(steps + 1):
@@ -55,7 +58,7 @@ def turns(steps: int, log: Path) -> tuple[float, float]:
 
 
 def look(log: Path, rounds: int = 2000) -> float:
-    """CPU seconds of one look at a card, log and alarms included: the virtual card stands for it."""
+    """Return the CPU seconds of one look at a virtual card, with log and alarms."""
     with memfit.virtual_gpu("l4"):
         model = nn.Linear(64, 64).cuda()
         handle = watch(model, log=log, quiet=True, count_every=1)  # a look at every step, however short
@@ -70,21 +73,22 @@ def look(log: Path, rounds: int = 2000) -> float:
 
 
 def page(rounds: list[tuple[float, float]], one: float, steps: int) -> str:
-    """The part of docs/performance.md."""
+    """Return the part of docs/performance.md."""
     plain, watched = (sum(column) for column in zip(*rounds, strict=True))
     apart = [b / a - 1 for a, b in rounds]
     today = datetime.now(UTC).date().isoformat()
     return (
         "<!-- watch -->\n## What watching costs\n\n"
-        f"`python benchmarks/watch.py`, {today}, PyTorch {torch.__version__.partition('+')[0]}: {len(rounds)} rounds of {steps} "
-        "steps of each, a watched one and one that is not in turns in one process, CPU time.\n\n"
+        f"`python benchmarks/watch.py`, {today}, PyTorch {torch.__version__.partition('+')[0]}: {len(rounds)} rounds "
+        f"of {steps} steps of each, a watched one and one that is not in turns in one process, CPU time.\n\n"
         "| | measured | to stay under |\n|---|---:|---:|\n"
         f"| a step of a 3-million-weight transformer on the CPU | {plain / len(rounds) / steps * 1e3:.1f} ms | |\n"
-        f"| the same, watched, against it (rounds from {min(apart):+.2%} to {max(apart):+.2%}) | {watched / plain - 1:+.2%} | 1 % |\n"
+        f"| the same, watched, against it (rounds from {min(apart):+.2%} to {max(apart):+.2%}) "
+        f"| {watched / plain - 1:+.2%} | 1 % |\n"
         f"| one look at a card: counters, alarms, leak test, a line of the log | {one * 1e6:.0f} µs | 100 µs |\n"
         f"| that look as a share of a step of 100 ms | {one / 0.1:.3%} | 1 % |\n\n"
-        "The look was timed on the virtual card, whose counters are Python: the driver's own question, asked once a second, is\n"
-        "not in it, and CUDA's counters were not timed. A search for a leak's holder costs three walks over Python's objects\n"
+        "The look was timed on the virtual card, whose counters are Python: the driver's call, once a second, is not in\n"
+        "it, and CUDA's counters were not timed. A search for a leak's holder costs three walks over Python's objects\n"
         "(about 0.1 s each for 200,000 of them), once per leak.\n<!-- end watch -->\n"
     )
 

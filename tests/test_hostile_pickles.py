@@ -1,4 +1,4 @@
-"""Pickles made to do harm: a corpus and random programs of opcodes. Nothing runs, nothing grows, all are refused in a line."""
+"""Hostile pickles: a corpus and random programs of opcodes. Nothing runs, nothing grows, all are refused in a line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ sys.addaudithook(_audit)  # hooks stay for the process; it looks only while a fi
 
 
 def loaded(content: bytes) -> BadInput | None:
-    """Read it as plain data and as a snapshot; what it was refused for. Fails when Python did anything else meanwhile."""
+    """Read it as plain data and as a snapshot; return why it was refused. Fails when Python did anything else."""
     SEEN.clear()
     _WATCHING[0] = True
     found: list[BadInput | None] = []

@@ -121,7 +121,10 @@ def test_recorded_runs_are_read_with_their_phases_and_card(path: Path) -> None:
 def test_a_recorded_run_gets_the_phases_of_its_record(tmp_path: Path) -> None:
     columns = '{"format":"","op":"SAAfAf","size":[2097152,512,512,512,512,512],"addr":[0,0,1,1,1,1]}'
     (tmp_path / "x.tape.json.gz").write_bytes(gzip.compress(columns.encode()))
-    rows = '[{"phase":"build","n_alloc":1,"n_free":0},{"phase":"s1.m0.forward","n_alloc":2,"n_free":1},{"phase":"eval","n_alloc":3,"n_free":2}]'
+    rows = (
+        '[{"phase":"build","n_alloc":1,"n_free":0},{"phase":"s1.m0.forward","n_alloc":2,"n_free":1},'
+        '{"phase":"eval","n_alloc":3,"n_free":2}]'
+    )
     (tmp_path / "x.json").write_text('{"phases":' + rows + ',"device":{"total_memory":99},"case":{"model":"m"}}')
     tape = read(tmp_path / "x.tape.json.gz")
     assert [e for e in tape.events if type(e) is Mark] == [
@@ -200,8 +203,9 @@ def test_a_small_gap_behind_an_old_tensor_is_its_slack() -> None:
 def test_a_call_of_empty_cache_is_told_from_room_made() -> None:
     def history(wanted: int) -> list[dict[str, Any]]:
         return [
-            entry("segment_alloc", 0, 20 * MIB), entry("alloc", 0, 20 * MIB), entry("segment_alloc", 64 * MIB, 40 * MIB),
-            entry("alloc", 64 * MIB, 40 * MIB), entry("free_completed", 0, 20 * MIB), entry("segment_free", 0, 20 * MIB),
+            entry("segment_alloc", 0, 20 * MIB), entry("alloc", 0, 20 * MIB),
+            entry("segment_alloc", 64 * MIB, 40 * MIB), entry("alloc", 64 * MIB, 40 * MIB),
+            entry("free_completed", 0, 20 * MIB), entry("segment_free", 0, 20 * MIB),
             entry("segment_alloc", 128 * MIB, wanted), entry("alloc", 128 * MIB, wanted),
         ]  # fmt: skip
 
@@ -236,7 +240,8 @@ def test_private_pools_and_streams_share_no_blocks() -> None:
         entry("segment_alloc", 32 * MIB, 20 * MIB, pool_id=(0, 1)), entry("alloc", 32 * MIB, 20 * MIB, pool_id=(0, 1)),
         entry("segment_alloc", 64 * MIB, 20 * MIB, stream=77), entry("alloc", 64 * MIB, 20 * MIB, stream=77),
     ]  # fmt: skip
-    final = (segment(0, (20 * MIB, "inactive")), segment(32 * MIB, (20 * MIB, "active_allocated"), segment_pool_id=(0, 1)),
+    final = (segment(0, (20 * MIB, "inactive")),
+             segment(32 * MIB, (20 * MIB, "active_allocated"), segment_pool_id=(0, 1)),
              segment(64 * MIB, (20 * MIB, "active_allocated"), stream=77))  # fmt: skip
     tape = tape_of(snapshot(trace, *final))
     assert len({event.stream for event in tape.events if type(event) is Alloc}) == 3
@@ -265,8 +270,9 @@ def test_roles_follow_from_the_stack_and_from_what_a_tensor_outlives() -> None:
 
 # frames of C++ as cards have recorded them, innermost first -> the operator that a label tells
 STACKS = [
-    (("c10::cuda::malloc()", "at::_ops::empty_strided::call(c10::ArrayRef<c10::SymInt>)", "at::_ops::empty_like::call()",
-      "at::_ops::_to_copy::redispatch(c10::DispatchKeySet)", "at::_ops::to_dtype::call()"), "_to_copy"),
+    (("c10::cuda::malloc()", "at::_ops::empty_strided::call(c10::ArrayRef<c10::SymInt>)",
+      "at::_ops::empty_like::call()", "at::_ops::_to_copy::redispatch(c10::DispatchKeySet)",
+      "at::_ops::to_dtype::call()"), "_to_copy"),
     (("at::_ops::mul_Tensor::redispatch()", "at::_ops::mul_Tensor::call()"), "mul"),
     (("at::_ops::sum_dim_IntList::call()", "at::_ops::sum::call()"), "sum_dim"),
     (("at::_ops::_softmax::redispatch()", "at::_ops::softmax_int::call()"), "_softmax"),
@@ -293,11 +299,13 @@ def test_a_label_tells_the_operator_beside_the_program_s_own_line(names: tuple[s
 def test_without_frames_of_cpp_the_function_of_pytorch_stands_for_the_operator() -> None:
     reader = Reader()
     user = {"name": "step", "filename": "<ipython-input-3>", "line": 5}
-    for name, file, told in (
-        ("cross_entropy", "functional.py", ": cross_entropy"), ("forward", "modules/linear.py", ""), ("_call_impl", "modules/module.py", ""),
-    ):  # fmt: skip
+    for name, file, operator in (
+        ("cross_entropy", "functional.py", ": cross_entropy"),
+        ("forward", "modules/linear.py", ""),
+        ("_call_impl", "modules/module.py", ""),
+    ):
         frames = [{"name": name, "filename": f"/usr/lib/python3/dist-packages/torch/nn/{file}", "line": 9}, user]
-        assert reader.read(frames) == ("forward", f"step{told} (<ipython-input-3>:5)")
+        assert reader.read(frames) == ("forward", f"step{operator} (<ipython-input-3>:5)")
     assert reader.without == "backward"  # whose thread has no frames of Python
     reader.read([{"name": "at::_ops::mm::call()", "filename": "??", "line": 0}])
     assert reader.without == ""

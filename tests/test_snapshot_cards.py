@@ -1,4 +1,4 @@
-"""Snapshots of several cards, without a history, and of runs that ran out: which card is told of, and what is its peak."""
+"""Snapshots of several cards, without a history, and of runs that ran out: which card is chosen, and its peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memfit.watch on the virtual card and on a plain CPU: phases, peaks, alarms, and the three classic leaks by file and line."""
+"""memfit.watch on the virtual card and on a CPU: phases, peaks, alarms, and the three classic leaks by line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def line_of(text: str) -> int:
     return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
 
 
-# --- phases and peaks --------------------------------------------------------------------------------------------------
+# --- phases and peaks -----------------------------------------------------------------------------------------------
 
 
 def test_peaks_are_those_of_the_allocator(card: Card) -> None:
@@ -266,7 +266,7 @@ def test_an_unknown_phase_is_refused(card: Card) -> None:
         pass
 
 
-# --- the log and what was predicted ------------------------------------------------------------------------------------
+# --- the log and what was predicted ---------------------------------------------------------------------------------
 
 
 def test_the_log_holds_the_run(card: Card, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_prediction_can_be_any_run(tmp_path: Path) -> None:
     assert watch.recorder.alarms == []
 
 
-# --- leaks ---------------------------------------------------------------------------------------------------------------
+# --- leaks ----------------------------------------------------------------------------------------------------------
 
 
 class Metrics:
@@ -372,7 +372,7 @@ def cached(device: str) -> Watch:
 
 
 def hoarded_later(device: str) -> Watch:
-    """A list and a dictionary that other lines store into too, under other keys and out of loops; `out` is of the step."""
+    """A dictionary that other lines store into too, under other keys and outside of loops; `out` is of the step."""
     model = model_of().to(device)
     kept: dict[Any, Any] = {}
     kept["first"] = [torch.zeros(3)]
@@ -486,7 +486,7 @@ def test_reference_cycles_are_told_apart(card: Card) -> None:
     assert [h.kind for leak in watch.leaks for h in leak.holders] == ["cycle"]
 
 
-# --- no false alarms -----------------------------------------------------------------------------------------------------
+# --- no false alarms ------------------------------------------------------------------------------------------------
 
 
 def lengths(order: str) -> list[int]:

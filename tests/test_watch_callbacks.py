@@ -1,4 +1,4 @@
-"""The callbacks: a real transformers Trainer, a real Lightning Trainer where it is installed, and the protocol of both."""
+"""The callbacks: a transformers Trainer, a Lightning Trainer where it is installed, and the protocol of both."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_a_training_that_raised_is_no_longer_watched_once_the_next_begins(tmp_pa
 
     rows = [{"x": torch.ones(8), "labels": torch.ones(8)} for _ in range(4)]
     args = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, save_strategy="no", report_to=[], use_cpu=True,
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, save_strategy="no",
+        report_to=[], use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
     model, first, second = Tiny(), memfit.MemfitCallback(**QUIET), memfit.MemfitCallback(**QUIET)

@@ -1,5 +1,5 @@
-"""Runs without a card: how often live tensors are counted, what a slow leak needs to be seen, and what is said where it was
-not looked often enough; and how often a run of very short steps is looked at."""
+"""Runs without a card: how often live tensors are counted, what a slow leak needs to be found, what is said where there
+were too few counts; and how often a run of very short steps is sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memfit watch from outside: the child's exit code, signals and memory; NVML by a recorded driver; the log shown again."""
+"""memfit watch from outside: exit code, signals and memory of the child; a recorded NVML driver; a log that is shown."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> No
 
 @pytest.mark.parametrize("words", [(), ("--measure", "rss"), ("--json",)])
 def test_a_command_that_is_watched_runs_whoever_reads(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """stderr, and stdout for --json, are pipes whose reader has gone: notes, warnings and the summary are lost, nothing else."""
+    """stderr, and stdout for --json, are pipes whose reader has gone: only notes, warnings and the summary are lost."""
     done = tmp_path / "done"
     reader, writer = os.pipe()
     os.close(reader)
@@ -231,7 +231,7 @@ def test_a_family_is_a_process_and_its_descendants() -> None:
         child.wait()
 
 
-# --- NVML --------------------------------------------------------------------------------------------------------------
+# --- NVML -----------------------------------------------------------------------------------------------------------
 
 
 class Driver:
@@ -289,7 +289,8 @@ def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pyte
     _, _, err = ran("watch", *words)
     said = {
         "never": r"measured: the card's driver \(NVML\), the whole card, other processes included",
-        "later": r"measured: the card's driver \(NVML\), this command .*; at 3 of \d+ looks the whole card, others included",
+        "later": r"measured: the card's driver \(NVML\), this command .*; "
+        r"at 3 of \d+ looks the whole card, others included",
     }[listed]
     assert re.search(said, err)
     samples = watch_file.loads(log.read_bytes()).samples
@@ -396,7 +397,7 @@ def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatc
     assert "left the predicted band: 23.0 GiB device, predicted 19.0 GiB to 21.0 GiB" in err
 
 
-# --- the command line ---------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------------------------
 
 MISTAKES = {
     "there is no command 'no-such-program'": ("--measure", "rss", "--", "no-such-program"),

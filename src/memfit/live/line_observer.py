@@ -28,9 +28,7 @@ class LineObserver(Observer):
         self._allocated_at: list[
             tuple[str, Origin]
         ] = []  # of each allocation: the user's line, and what a library made it for
-        self._backward_at = (
-            ""  # the line that called the backward under way, whose own thread has no frames of the user's
-        )
+        self._backward_at = ""  # the line that called the backward, whose own thread has no frames of the user's
         self._new_pass = True  # does the forward under way begin a pass, or continue one?
         self._run: set[int] = set()  # root modules that ran in the pass under way
         self._sites: list[Site] = []  # where each forward was called
@@ -125,9 +123,7 @@ class LineObserver(Observer):
         idle = {one.kind for one in passes[:-1] if not one.followed}
         for one in passes:
             evaluates = all(mark.phase == "eval" for mark in one.marks.values())
-            if (
-                one.kind in trained or not evaluates
-            ):  # one of its modules has no gradients: a teacher, a momentum encoder
+            if one.kind in trained or not evaluates:  # some of its modules need no gradients: a teacher, an average
                 changed = {i: replace(mark, phase="step") for i, mark in one.marks.items() if mark.phase == "eval"}
                 corrected |= {i: replace(mark, instant=mark.instant.partition(",")[0]) for i, mark in changed.items()}
             if one.kind in idle and untrained({one.kind}, trained) and not evaluates:

@@ -36,11 +36,8 @@ MADE_FOR: tuple[tuple[Origin, str, frozenset[str]], ...] = (
     ("copy", "/copy.py", frozenset(["deepcopy", "_reconstruct", "_deepcopy_dict"])),
     ("cache", "transformers/cache_utils.py", frozenset()),
 )  # fmt: skip
-LABELS: dict[Origin, str] = {
-    "file": "torch.load",
-    "copy": "deepcopy",
-    "cache": "DynamicCache",
-}  # what a label begins with
+# what a label begins with
+LABELS: dict[Origin, str] = {"file": "torch.load", "copy": "deepcopy", "cache": "DynamicCache"}
 MAX_LABEL = 200
 _NODE = re.compile(r"(\w+Backward\d*)::apply\(|::(AccumulateGrad)\b")  # a backward's own thread has no Python frames
 _OPERATOR = re.compile(r"at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # without the overload's name

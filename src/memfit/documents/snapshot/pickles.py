@@ -152,9 +152,8 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         text = int.from_bytes(ends[1:], "little") if ends.startswith(LONG_TEXT) else 0  # the length in front of it
         if found is None or len(content) - found.end() < text:
             rest = content[place:]
-            more = file.read(
-                max(CHUNK, len(rest), text)
-            )  # twice as much each time: no run is matched more than a few times
+            # twice as much each time: no run is matched more than a few times
+            more = file.read(max(CHUNK, len(rest), text))
             if not more:
                 raise NotPlain(f"opcode {rest[:1]!r} {len(rest)} bytes before the end")
             content, place = rest + more, 0

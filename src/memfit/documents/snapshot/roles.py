@@ -270,9 +270,7 @@ def marks(turns: Sequence[Turn], events: Sequence[Event]) -> list[tuple[int, Mar
             continue  # it calls no module, so it belongs to the part before
         called = loops([turn]) if modules else bool(turn.sites)  # copying weights is no pass
         evaluates = turn.place == "forward" and called and untrained(_calls(turn, modules), trained)
-        if evaluates and (
-            turn.made >= MANY or turn is not turns[-1]
-        ):  # one that failed early counts as the one before it
+        if evaluates and (turn.made >= MANY or turn is not turns[-1]):  # a failed, short one counts as the one before
             graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
         instant = GRADIENTS_ON if evaluates and graph else INSTANTS[turn.place]
         phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"

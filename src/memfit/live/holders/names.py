@@ -19,16 +19,13 @@ from memfit._package import FOLDER
 from memfit.explain.frames import library
 
 OURS = str(FOLDER)  # memfit's own files: they hold what they look at
-FRAME_COPY = (
-    3  # references to a frame's copy of its variables: the frame's, ours, and that of the call which counts them
-)
+FRAME_COPY = 3  # references to a frame's copy of its variables: the frame's, ours, and the counting call's
 WIDEST = 2000  # items of one container that are looked at
 ITEM = "[...]"  # an item whose key is no short text
 CACHE_OF = "the cache of "  # begins the name of what functools.cache keeps: no path of the program leads there
 
-Place = tuple[
-    str, int, str
-]  # file, first line and name of a function; of a class where the line is 0; "": the whole file
+# (file, first line, name) of a function; of a class where the line is 0; of the whole file where there is no name
+Place = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def roots_of(error: BaseException) -> tuple[Root, ...]:
     """Return what the program's variables keep, largest first; tensors of a model or optimizer count for that alone."""
     frames = frames_of(error)
     named = list(names(Roots(lambda: frames)))
-    found = _Finder(frames, frozenset(id(value) for _, value in named))
+    found = _Retained(frames, frozenset(id(value) for _, value in named))
     for _, value in named:
         found.claim(value)
     made = [root for name, value in named for root in found.roots(name, value)]
@@ -57,7 +57,7 @@ def frames_of(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
-class _Finder:
+class _Retained:
     """Measures what variables keep. Tensors of models and optimizers count for those alone.
 
     `named`: ids of all objects that have a name.
@@ -67,9 +67,8 @@ class _Finder:
         self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
         self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
-        self.resting: set[int] = (
-            set()
-        )  # ids of parameters whose optimizer has all of them frozen now: a GAN's other net
+        # ids of parameters whose optimizer has all of them frozen now: a GAN's other net
+        self.resting: set[int] = set()
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 

@@ -46,7 +46,7 @@ EXPLAINED = 0.2  # share of a growth that named holders must keep to explain it
 
 
 class Following:
-    """A hook on the watched model. Copies of the model, saved ones too, get a hook that does nothing, without memfit."""
+    """A hook on the watched model. Its copies, saved ones too, get one that does nothing and needs no memfit."""
 
     def __init__(self, call: Callable[[Any, Any], None]) -> None:
         self._call = call
