@@ -69,7 +69,7 @@ def test_the_first_look_is_early() -> None:
 
 
 @given(st.lists(st.integers(0, GIB), min_size=16, max_size=200), st.integers(0, GIB))
-def test_a_growth_is_what_it_says(live: list[int], floor: int) -> None:
+def test_a_growth_has_the_bytes_and_steps_of_its_points(live: list[int], floor: int) -> None:
     points = list(enumerate(live))
     found = growth_of(points, floor)
     late = points[len(points) // 2 :]

@@ -1,4 +1,4 @@
-"""Snapshots of torch.cuda.memory: replayed to the recorded segments and blocks, read without trust, told apart."""
+"""Snapshots of torch.cuda.memory: replayed to the recorded segments and blocks, read without trust, recognised by content."""
 
 from __future__ import annotations
 
@@ -184,14 +184,14 @@ def test_an_old_snapshot_without_addresses_times_and_settings_is_read() -> None:
     ]
 
 
-def test_a_pending_block_is_free_when_torch_says_completed() -> None:
+def test_a_pending_block_is_free_at_free_completed() -> None:
     trace = [entry("segment_alloc", 0, 20 * MIB), entry("alloc", 0, 5 * MIB), entry("free_requested", 0, 5 * MIB)]
     tape = tape_of(snapshot(trace, segment(0, (5 * MIB, "active_pending_free"), (15 * MIB, "inactive"))))
     assert [type(e) for e in tape.events] == [Mark, SegmentAlloc, Alloc]
 
 
 def test_a_small_gap_behind_an_old_tensor_is_its_slack() -> None:
-    """12 MiB are free, 11.5 MiB asked for: less than 1 MiB would be left, so the block keeps all 12."""
+    """12 MiB are free, 11.5 MiB requested: less than 1 MiB would be left, so the block keeps all 12."""
     trace = [entry("free_requested", 0, 23 * MIB // 2), entry("free_completed", 0, 23 * MIB // 2)]
     final = segment(0, (12 * MIB, "inactive"), (8 * MIB, "active_allocated"))
     trace[1]["frames"] = [{"name": "where it died", "filename": "/a.py", "line": 1}]
@@ -200,7 +200,7 @@ def test_a_small_gap_behind_an_old_tensor_is_its_slack() -> None:
     assert [(piece.size, piece.alloc is not None) for piece in start.pieces] == [(12 * MIB, True), (8 * MIB, True)]
 
 
-def test_a_call_of_empty_cache_is_told_from_room_made() -> None:
+def test_a_call_of_empty_cache_is_distinguished_from_making_room() -> None:
     def history(wanted: int) -> list[dict[str, Any]]:
         return [
             entry("segment_alloc", 0, 20 * MIB), entry("alloc", 0, 20 * MIB),
@@ -224,7 +224,7 @@ def test_segments_alone_are_a_start_without_events() -> None:
     assert replay(tape.events, start=tape.start).peak.requested == 5 * MIB
 
 
-def test_an_out_of_memory_tells_the_capacity() -> None:
+def test_an_out_of_memory_shows_the_capacity() -> None:
     trace = [entry("segment_alloc", 0, 20 * MIB), entry("alloc", 0, 20 * MIB)]
     oom = {"action": "oom", "size": 50 * MIB, "device_free": 10 * MIB, "stream": 0}
     tape = tape_of(snapshot([*trace, oom], segment(0, (20 * MIB, "active_allocated"))))
@@ -268,7 +268,7 @@ def test_roles_follow_from_the_stack_and_from_what_a_tensor_outlives() -> None:
     assert labels[:2] == ["main (train.py:7)", "forward (model.py:7)"]
 
 
-# frames of C++ as cards have recorded them, innermost first -> the operator that a label tells
+# frames of C++ as cards have recorded them, innermost first -> the operator in the label
 STACKS = [
     (("c10::cuda::malloc()", "at::_ops::empty_strided::call(c10::ArrayRef<c10::SymInt>)",
       "at::_ops::empty_like::call()", "at::_ops::_to_copy::redispatch(c10::DispatchKeySet)",
@@ -282,7 +282,7 @@ STACKS = [
 
 
 @pytest.mark.parametrize(("names", "operator"), STACKS)
-def test_a_label_tells_the_operator_beside_the_program_s_own_line(names: tuple[str, ...], operator: str) -> None:
+def test_a_label_has_the_operator_and_the_user_s_line(names: tuple[str, ...], operator: str) -> None:
     lines = [
         ("forward", "/x/torch/nn/modules/activation.py", 7),
         ("block", "/home/me/model.py", 41),
@@ -311,7 +311,7 @@ def test_without_frames_of_cpp_the_function_of_pytorch_stands_for_the_operator()
     assert reader.without == ""
 
 
-def test_who_asked_in_vain_is_told_with_its_line_and_its_part_of_the_step() -> None:
+def test_a_failed_request_has_its_line_and_its_part_of_the_step() -> None:
     adam = [
         ("at::_ops::zeros_like::call()", "??", 0),
         ("_init_group", "/x/torch/optim/adam.py", 9),
@@ -350,7 +350,7 @@ def test_the_profiler_s_annotations_become_marks() -> None:
     assert marks == ["recording", "Optimizer.step", "after Optimizer.step"]
 
 
-def test_the_card_with_the_longest_history_is_read_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_the_card_with_the_longest_history_is_read_by_default(tmp_path: Path) -> None:
     def history(offset: int, count: int) -> list[dict[str, Any]]:
         births = [entry("alloc", offset + n * 512, 512) for n in range(count)]
         return [entry("segment_alloc", offset, 2 * MIB), *births]

@@ -70,9 +70,7 @@ def saved(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
         (((0, BUSY, None), (1, FULL, None)), False, 1, "held most"),
     ],
 )
-def test_the_card_that_ran_out_is_told_of(
-    ran: Ran, saved: Any, there: Any, history: bool, chosen: int, why: str
-) -> None:
+def test_the_card_that_ran_out_is_read(ran: Ran, saved: Any, there: Any, history: bool, chosen: int, why: str) -> None:
     path = saved(cards(*there, history=history))
     assert read(path).device == chosen
     others = [number for number, *_ in there if number != chosen]
@@ -106,7 +104,7 @@ def test_of_two_that_ran_out_the_later_one_ended_the_run() -> None:
         assert tape_of(data).device == first
 
 
-def test_the_page_s_stacks_are_of_the_card_that_is_told_of(ran: Ran, saved: Any, tmp_path: Path) -> None:
+def test_the_page_s_stacks_are_of_the_card_that_is_read(ran: Ran, saved: Any, tmp_path: Path) -> None:
     data = cards((0, FULL, 140 * MIB), (1, BUSY, None))
     for segment in data["segments"]:
         for block in segment["blocks"]:

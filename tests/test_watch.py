@@ -127,7 +127,7 @@ def test_every_phase_has_a_peak_of_its_own(card: Card) -> None:
     assert phases == ["load", "first_step", "step", "eval", "step", "save", "step"]
 
 
-def test_the_footprint_adds_up_and_knows_weights_and_states(card: Card) -> None:
+def test_the_footprint_adds_up_and_has_weights_and_states(card: Card) -> None:
     model = model_of().cuda()
     weights = sum(p.nbytes for p in model.parameters())
     watch = trained(watched(model), 4)
@@ -143,14 +143,14 @@ def test_the_footprint_adds_up_and_knows_weights_and_states(card: Card) -> None:
     assert found.peak.levels == watch.timeline().by_phase()["step"]
 
 
-def test_a_loop_without_an_optimizer_says_its_steps(card: Card) -> None:
+def test_a_loop_without_an_optimizer_calls_step(card: Card) -> None:
     with memfit.watch(log=None, quiet=True) as watch:
         for _ in range(3):
             watch.step()
     assert [s.step for s in watch.recorder.samples] == [0, 1, 2, 3, 3]
 
 
-def test_steps_said_by_hand_are_not_counted_twice(card: Card) -> None:
+def test_steps_noted_by_hand_are_not_counted_twice(card: Card) -> None:
     watch = watched(model_of().cuda())
     trained(watch, 0)
     model, optimizer = model_of().cuda(), None
@@ -289,7 +289,7 @@ def predicted(reserved: int) -> Footprint:
     return Footprint((peak, replace(peak, phase="first_step")), "formula")
 
 
-def test_the_first_step_outside_the_band_is_told_once(card: Card) -> None:
+def test_the_first_step_outside_the_band_is_reported_once(card: Card) -> None:
     watch = trained(watched(model_of().cuda(), predicted=predicted(60 * MIB)), 6)
     assert watch.recorder.alarms == []
 
@@ -303,7 +303,7 @@ def test_the_first_step_outside_the_band_is_told_once(card: Card) -> None:
     assert "left the predicted band" in alarm.text and "57.0 MiB to 63.0 MiB" in alarm.text
 
 
-def test_nine_tenths_of_the_card_are_told_once(card: Card) -> None:
+def test_nine_tenths_of_the_card_are_reported_once(card: Card) -> None:
     def fill(step: int) -> None:
         if step in (1, 2):
             torch.empty(21 * GIB, dtype=torch.int8, device="cuda")
@@ -422,7 +422,12 @@ def test_experiments_that_leave_memory_to_the_next(card: Card) -> None:
 
     CACHE["old"] = torch.nn.Linear(4096, 4096)  # larger than all of them, and no leak: it was there before
     found = [experiment(number).leaks for number in range(4)]
-    assert [len(leaks) for leaks in found] == [0, 0, 1, 0]  # one rise may be something that is shared; then told once
+    assert [len(leaks) for leaks in found] == [
+        0,
+        0,
+        1,
+        0,
+    ]  # one rise may be something that is shared; then it is reported once
     assert found[2][0].unit == "run"
     check(found[2][0], "experiments", "CACHE[...]")
     assert found[2][0].holders[0].bytes < 4 * 4096 * 4096
@@ -464,13 +469,13 @@ def test_other_holders_are_named_too(card: Card) -> None:
     assert holder.name.endswith("mask()") and holder.code == "@functools.cache"
 
 
-def test_a_leak_is_told_once(card: Card) -> None:
+def test_a_leak_is_reported_once(card: Card) -> None:
     kept: list[Tensor] = []
     watch = trained(watched(model_of().cuda()), 90, lambda step: kept.append(torch.ones(256, 1024, device="cuda")))
     assert len(watch.leaks) == 1
 
 
-def test_reference_cycles_are_told_apart(card: Card) -> None:
+def test_reference_cycles_are_named_as_such(card: Card) -> None:
     class Node:
         pass
 

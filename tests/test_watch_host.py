@@ -154,7 +154,7 @@ def grown(until: int, steps: int, each: int = MIB) -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "told"),
+    ("samples", "reported"),
     [
         (grown(60, 200), True),
         (grown(200, 200), False),
@@ -163,10 +163,10 @@ def grown(until: int, steps: int, each: int = MIB) -> tuple[Sample, ...]:
         (grown(20, 40), False),  # too few steps
     ],
 )
-def test_a_leak_that_has_stopped_is_said_to(samples: tuple[Sample, ...], told: bool) -> None:
+def test_a_leak_that_has_stopped_is_reported(samples: tuple[Sample, ...], reported: bool) -> None:
     leak = Leak(MIB, 12, 19, 7 * MIB)
     alarm = stopped(leak, samples, 27)
-    assert (alarm is not None) == told
+    assert (alarm is not None) == reported
     if alarm is not None:
         assert alarm.kind == "unsure" and "steps 12 to 19 has not grown from step 114 to 200" in alarm.text
     assert stopped(replace(leak, unit="run"), samples, 27) is None

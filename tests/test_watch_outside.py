@@ -44,7 +44,7 @@ def test_the_exit_code_is_the_command_s(ran: Ran, tmp_path: Path, code: int) -> 
     assert (got, out) == (code, "")
 
 
-def test_a_child_killed_by_a_signal_is_told_as_shells_do(ran: Ran, tmp_path: Path) -> None:
+def test_a_child_killed_by_a_signal_has_the_exit_code_of_shells(ran: Ran, tmp_path: Path) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     assert ran("watch", "--measure", "rss", "--log", tmp_path / "x.jsonl", "--", *python(code))[0] == 128 + 9
 
@@ -137,7 +137,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="who sent a signal is told by Linux alone")
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="only Linux records who sent a signal")
 @pytest.mark.parametrize("sent", ["by the terminal", "by kill"])
 @pytest.mark.parametrize("stdin", ["the terminal", "a file"])
 def test_an_interrupt_reaches_the_command_once(tmp_path: Path, sent: str, stdin: str) -> None:
@@ -363,7 +363,7 @@ def test_a_card_that_lists_no_processes_is_taken_whole() -> None:
     assert meter.read(7).device == 2 * GIB and meter.whole_card
 
 
-def test_a_driver_that_cannot_say_more_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from memfit.live.outside import processes
 
     driver: Any = Driver()
@@ -373,13 +373,13 @@ def test_a_driver_that_cannot_say_more_is_told_before_anything_runs(monkeypatch:
 
     driver.nvmlDeviceGetComputeRunningProcesses, driver.NVMLError, driver.nvmlInit = refuse, NVMLError, lambda: None
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    meter, told = processes.outside_meter("auto")
-    assert isinstance(meter, RssMeter) and "does not answer: Unknown Error: resident memory" in told
+    meter, note = processes.outside_meter("auto")
+    assert isinstance(meter, RssMeter) and "does not answer: Unknown Error: resident memory" in note
     with pytest.raises(BadInput, match="Unknown Error"):
         processes.outside_meter("nvml")
 
 
-def test_a_card_filled_from_outside_is_told(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_filled_from_outside_raises_an_alarm(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memfit.live.outside import processes
 
     driver = Driver()
@@ -440,7 +440,7 @@ def test_a_mistake_is_one_line_and_a_hint(
         (True, "needs the package nvidia-ml-py", "hint: pip install 'memfit[watch]'"),
     ],
 )
-def test_without_a_driver_it_says_so_and_measures_the_process(
+def test_without_a_driver_the_process_is_measured_with_a_note(
     ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool, why: str, hint: str
 ) -> None:
     from memfit.live.outside import processes

@@ -66,7 +66,7 @@ def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
     ]
 
 
-def test_small_runs_are_told_in_mebibytes() -> None:
+def test_small_runs_are_shown_in_mebibytes() -> None:
     lines = drawn(closing_view(run("cuda", MIB * 10)), 100)
     assert any(line.startswith("peak, MiB") for line in lines)
 
@@ -95,7 +95,7 @@ def test_a_log_cannot_steer_the_terminal() -> None:
         assert "\N{REPLACEMENT CHARACTER}[2J" in text and not set("\x1b\x9b\r") & set(text)
 
 
-def test_a_leak_says_who_and_what_to_do() -> None:
+def test_a_leak_shows_its_holder_and_what_to_do() -> None:
     first, second = leak_lines(run().leaks[0])
     assert first == "leak: 960 KiB more per step, 6.00 MiB over steps 12 to 19"
     assert second.startswith(

@@ -13,7 +13,7 @@ import torch
 
 from memfit.documents.snapshot.frames import LABELS, Origin, made_for, of_both
 from memfit.documents.snapshot.roles import Site, untrained
-from memfit.live.holders.names import own
+from memfit.live.holders.names import own, short_line
 from memfit.nouns.tape import BACKWARD, FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.values import base, tensors
@@ -177,7 +177,7 @@ def allocation_site() -> tuple[str, Origin]:
     found: Origin = ""
     for frame in _frames():
         if own(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}", found
+            return short_line(frame.f_code.co_filename, frame.f_lineno), found
         found = of_both(found, _made_for(frame.f_code))
     return "", found
 

@@ -43,6 +43,8 @@ MANY = 6  # allocations that a pass must make to show whether it keeps them
 KEEPS = 0.5  # share alive at the end of a pass with gradients on; without them a layer's tensors die in the next layer
 INSTANTS: dict[str, str] = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER_STEP, LOAD: "load"}
 LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "parameters", "cublas": "workspace"}
+# role of what outlives the part it was made in; of a forward only where a backward follows, which saved it
+LEFT: dict[Place, Role] = {"backward": "gradients", "optimizer": "optimizer_states"}
 # role of a tensor older than the history, by where it died: saved for that backward, cleared, or replaced in the step
 DEATHS: dict[Place, Role] = {"backward": "activations", "zero_grad": "gradients", "optimizer": "optimizer_states"}
 
@@ -61,9 +63,7 @@ class Allocations:
         self.ends: dict[int, Place] = {}  # where those of `old` died that did
         self.turns: list[Turn] = []  # the parts of the steps; known after `named`
         self.sites: list[Site] = []  # where the program was; () outside of a forward
-        self.failures: dict[
-            int, tuple[Place, Site]
-        ] = {}  # place and site of requests that failed, by their event's index
+        self.failures: dict[int, tuple[Place, Site]] = {}  # of requests that failed, by their event's index
         self._seen: dict[Site, Site] = {}  # one object for equal sites
         self._reader = Reader()
 
@@ -182,18 +182,10 @@ class Allocations:
 
 def _outlived(before: Place, now: Place, alive: dict[int, Place], role: dict[int, Role]) -> None:
     """Give roles to what outlives a part of a step, as the next part begins."""
-    if now == "backward":
-        for number, place in alive.items():
-            if place == "forward":
-                role.setdefault(number, "activations")
-    elif before == "backward":
-        for number, place in alive.items():
-            if place == "backward":
-                role.setdefault(number, "gradients")
-    elif before == "optimizer":
-        for number, place in alive.items():
-            if place == "optimizer":
-                role.setdefault(number, "optimizer_states")
+    made, left = ("forward", "activations") if now == "backward" else (before, LEFT.get(before))
+    if left is not None:
+        for number in [number for number, place in alive.items() if place == made]:
+            role.setdefault(number, left)
 
 
 # --- passes ---

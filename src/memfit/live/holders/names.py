@@ -60,6 +60,11 @@ def variable(name: str, code: CodeType) -> Name:
     return Name(name, (place,))
 
 
+def short_line(file: str, line: int) -> str:
+    """Return a line as explain shows it: train.py:12."""
+    return f"{file.rsplit('/', 1)[-1]}:{line}"
+
+
 def key_text(key: Any) -> str:
     """Return an item's key as a program writes it; long keys and those that are no text are left out."""
     return f"[{key!r}]" if isinstance(key, str) and len(key) < 40 else ITEM

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
 from memfit.live.holders.live_tensors import graph, saved_by, storages
-from memfit.live.holders.names import Name, Roots, of_the_user, own, variable
+from memfit.live.holders.names import Name, Roots, of_the_user, own, short_line, variable
 from memfit.live.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, names, parts, tensors
 from memfit.live.holders.source import line_of
 
@@ -110,7 +110,7 @@ class _Retained:
             found = self._container(name, value)
             if found is not None and isinstance(value, _lru_cache_wrapper):  # no line stores into a function's cache
                 code = unwrap(value).__code__
-                found = replace(found, line=f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}")
+                found = replace(found, line=short_line(code.co_filename, code.co_firstlineno))
         else:
             return []
         return [found] if found is not None else []
@@ -175,15 +175,13 @@ class _Retained:
         """Measure a model, and apart from it the frozen models inside: a teacher, a reference, an average."""
         if id(module) in self.inside:
             return []
-        others = [
+        near = [(path, part) for path, part in module.named_modules() if path and path.count(".") < NEAR]
+        frozen = [
             (path, part)
-            for path, part in module.named_modules()
-            if path
-            and path.count(".") < NEAR
-            and OTHER_MODEL.search(path.rsplit(".", 1)[-1])
-            and not self._trained(part)
+            for path, part in near
+            if OTHER_MODEL.search(path.rsplit(".", 1)[-1]) and not self._trained(part)
         ]
-        outer = [(path, part) for path, part in others if not any(path.startswith(f"{other}.") for other, _ in others)]
+        outer = [(path, part) for path, part in frozen if not any(path.startswith(f"{other}.") for other, _ in frozen)]
         apart = {id(p) for _, part in outer for p in part.parameters()}
         made = [self._model(name, module, apart)]
         made += [self._model(name.attribute(path, type(module)), part, set()) for path, part in outer]
@@ -231,7 +229,7 @@ class _Retained:
         if not line and frames:  # where it was caught, and is still being handled
             own_first = (frame for frame in frames.values() if own(frame.f_code.co_filename))
             first = next(own_first, next(iter(frames.values())))
-            line = f"{first.f_code.co_filename.rsplit('/', 1)[-1]}:{first.f_lineno}"
+            line = short_line(first.f_code.co_filename, first.f_lineno)
         return Root(name, line, "exception", total, len(sizes)) if total >= SMALL else None
 
     def handled(self, error: BaseException) -> Iterator[Root]:

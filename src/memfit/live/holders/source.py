@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from memfit.live.holders.names import CACHE_OF, ITEM, Name, Place
+from memfit.live.holders.names import CACHE_OF, ITEM, Name, Place, short_line
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 # functions that store into their first argument
@@ -23,7 +23,7 @@ MOST = 2 << 20  # characters of a source file that is parsed
 EVERY_LINE = range(1, sys.maxsize)
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file, and other lines that are as likely."""
 
     file: str
@@ -31,7 +31,7 @@ class Line(NamedTuple):
     also: tuple[int, ...] = ()
 
 
-def storing_line(name: Name, running: Iterable[Place] = ()) -> Line | None:
+def storing_line(name: Name, running: Iterable[Place] = ()) -> SourceLine | None:
     """Find the line that stores into a name, or that binds it; None where the source shows neither.
 
     Every part of the path is tried, innermost first: of `self.cache['a'][...]` that is `cache`, then `self`. Lines of
@@ -62,17 +62,17 @@ def _under(stores: Sequence[Store], keys: set[str]) -> Sequence[Store]:
     return under or [store for store in stores if store.key is None] or stores
 
 
-def _likeliest(file: str, lines: Sequence[Store]) -> Line:
+def _likeliest(file: str, lines: Sequence[Store]) -> SourceLine:
     """Choose the last line that is in a loop, else the last."""
     best = [store for store in lines if store.looped] or lines
     *others, number = sorted({store.line for store in best})
-    return Line(file, number, tuple(others[:MOST_LINES]))
+    return SourceLine(file, number, tuple(others[:MOST_LINES]))
 
 
 def line_of(name: Name) -> str:
     """Return the line that stores into a name as "train.py:12"; "" where the source shows none."""
     line = storing_line(name)
-    return f"{Path(line.file).name}:{line.number}" if line else ""
+    return short_line(line.file, line.number) if line else ""
 
 
 def keeping_line(name: Name, running: Iterable[Place] = ()) -> tuple[str, str]:
@@ -82,7 +82,7 @@ def keeping_line(name: Name, running: Iterable[Place] = ()) -> tuple[str, str]:
     are listed behind the code.
     """
     file, first, _ = name.places[0]
-    line = storing_line(name, running) or (Line(file, first) if first else None)
+    line = storing_line(name, running) or (SourceLine(file, first) if first else None)
     if line is None:
         return shown(file) if file else "", ""
     also = f" (or line {', '.join(map(str, line.also))})" if line.also else ""
@@ -119,6 +119,7 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
+@lru_cache(maxsize=4096)
 def _extent(file: str, first: int, function: str) -> range:
     """Return the lines of a function; of a class where `first` is 0."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if first else (ast.ClassDef,)
