@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 import weakref
@@ -97,6 +98,27 @@ def test_what_a_hook_keeps_is_named_by_its_own_line(make: Callable[[], Any], pat
     lines = Path(__file__).read_text().splitlines()
     assert found.path == f"{path}[...]" and code == f"{path.replace('Probe', 'self')}.append(out.detach())"
     assert lines[int(place.rpartition("test_watch_names.py:")[2]) - 1].strip() == code
+
+
+def test_a_class_of_another_file_stores_into_its_own_attributes(tmp_path: Path) -> None:
+    file = tmp_path / "kept_metrics.py"
+    file.write_text(
+        "class Metrics:\n    def __init__(self):\n        self.outputs = []\n\n"
+        "    def keep(self, out):\n        self.outputs.append(out)\n"
+    )
+    spec = importlib.util.spec_from_file_location("kept_metrics", file)
+    assert spec is not None and spec.loader is not None
+    sys.modules["kept_metrics"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        named, nested = module.Metrics(), {"a": module.Metrics()}
+        named.keep(torch.ones(3))
+        nested["a"].keep(torch.ones(4))
+        found = holders_of([named.outputs[0], nested["a"].outputs[0]], Roots())
+    finally:
+        del sys.modules["kept_metrics"]
+    assert [found[number].path for number in (0, 1)] == ["named.outputs[...]", "nested['a'].outputs[...]"]
+    assert [keeping_line(found[number])[0].rpartition("/")[2] for number in (0, 1)] == ["kept_metrics.py:6"] * 2
 
 
 def test_where_no_line_stores_none_is_named(tmp_path: Path) -> None:

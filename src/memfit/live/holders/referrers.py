@@ -43,7 +43,9 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
             break
         below = {id(link.node): link for link in open_links}
         level = list(_above(below, seen, things))
-    return attributes | found
+    # the code of the innermost class on the path stores there more likely than the code that owns the root
+    inside = {n: (*attributes[n].places, *name.places) for n, name in found.items() if n in attributes}
+    return attributes | found | {number: replace(found[number], places=places) for number, places in inside.items()}
 
 
 def _resolved(link: Link, roots: Roots, found: dict[int, Name]) -> bool:
@@ -67,7 +69,7 @@ def _named(link: Link, roots: Roots) -> Name | None:
             return variable(code.co_freevars[number] + _short("".join(steps[1:])), code)
     known = roots.names.get(id(node))
     if known is not None and not HOOKS.search(path):
-        return replace(known, path=known.path + path)
+        return known.attribute(path[1:], type(node)) if path[:1] == "." else replace(known, path=known.path + path)
     if isinstance(node, ModuleType) and not HOOKS.search(path):  # of a library
         return Name(f"{node.__name__}{path}", ((getattr(node, "__file__", None) or "", 0, ""),))
     return None

@@ -81,7 +81,7 @@ def keeping_line(name: Name, running: Iterable[Place] = ()) -> tuple[str, str]:
     Where the source shows none it is the function that owns the name, or only the file. Other lines that are as likely
     are listed behind the code.
     """
-    file, first, _ = name.places[0]
+    file, first, _ = name.places[-1]
     line = storing_line(name, running) or (SourceLine(file, first) if first else None)
     if line is None:
         return shown(file) if file else "", ""
