@@ -16,11 +16,10 @@ from memfit.closed_form.why import explain
 from memfit.documents import codec
 from memfit.errors import BadInput
 from memfit.nouns.job import Training
-from memfit.nouns.plan import Plan
+from memfit.nouns.plan import Plan, judge
 from memfit.nouns.tape import ROLES
-from memfit.nouns.verdicts import judge
 from memfit.planner import techniques
-from memfit.report.ladder import chosen_index
+from memfit.report.plan import chosen_index
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODEL, CARD = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from conftest import Ran
-from memfit.cli.elsewhere import WORDS
+from memfit.cli.flags import WORDS
 from memfit.cli.tree import command
 
 

@@ -27,21 +27,15 @@ from memfit.errors import UnknownName, Unsupported
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
-from memfit.nouns.plan import Judgement, Plan, Rung
+from memfit.nouns.plan import Judgement, Plan, Rung, judge
 from memfit.nouns.tape import PHASES, ROLES
-from memfit.nouns.verdicts import judge
 from memfit.planner import techniques
 from memfit.planner.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
 from memfit.report.bar import Share, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
-from memfit.report.estimate import estimate_view
-from memfit.report.glossary import glossary_view, lookup, term_view, terms
-from memfit.report.gpus import gpu_view, gpus_view
-from memfit.report.ladder import chosen_index, costs
-from memfit.report.models import models_view
-from memfit.report.plan import plan_view
-from memfit.report.techniques import techniques_view
-from memfit.report.why_view import arithmetic, why_view
+from memfit.report.estimate import arithmetic, estimate_view, why_view
+from memfit.report.plan import chosen_index, costs, plan_view, techniques_view
+from memfit.report.reference import glossary_view, gpu_view, gpus_view, lookup, models_view, term_view, terms
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tables.combinations import refusal
 from memfit.tables.optimizers import OPTIMIZERS

@@ -81,7 +81,7 @@ def _run(args: list[str]) -> int:
 def _misuse(misuse: ClickException) -> int:
     from click import NoSuchOption
 
-    from memfit.cli.elsewhere import here
+    from memfit.cli.flags import here
 
     where = getattr(misuse, "ctx", None)
     message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
@@ -37,7 +37,7 @@ def run(
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
     from memfit.closed_form.run.estimate import estimate
-    from memfit.nouns.verdicts import judge
+    from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
     if flags["save_tape"]:
@@ -74,7 +74,7 @@ def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgeme
     commands.append(shlex.join(plan_of(found)))
     terminal.show(estimate_view(found.architecture, recipe, found.gpu, footprint, judgement, commands))
     if why:
-        from memfit.report.why_view import why_view
+        from memfit.report.estimate import why_view
 
         terminal.show("")
         terminal.show(why_view(why))

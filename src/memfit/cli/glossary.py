@@ -15,7 +15,7 @@ EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 @takes(*COMMON, argument=Argument("term", "one word or phrase", "TERM", many=True))
 def run(term: Sequence[str] = (), **flags: Any) -> int:
     """Explain the words memfit uses."""
-    from memfit.report.glossary import glossary_view, lookup, term_view
+    from memfit.report.reference import glossary_view, lookup, term_view
 
     known = load()
     if term:
@@ -36,6 +36,6 @@ def load() -> Any:
     import tomllib
     from importlib.resources import files
 
-    from memfit.report.glossary import terms
+    from memfit.report.reference import terms
 
     return terms(tomllib.loads((files("memfit") / "catalogue" / "glossary.toml").read_text(encoding="utf-8")))

@@ -22,7 +22,7 @@ def run(name: str | None = None, **flags: Any) -> int:
     from memfit.catalogue import entries
     from memfit.catalogue.cards import find_gpu, list_gpus
     from memfit.planner.good_for import SETTING, good_for
-    from memfit.report.gpus import gpu_view, gpus_view
+    from memfit.report.reference import gpu_view, gpus_view
 
     chosen = (find_gpu(name),) if name else list_gpus()
     rows = good_for(chosen, entries(), loader())

@@ -31,7 +31,7 @@ def run(
     if flags["json"]:
         terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
         return 0
-    from memfit.report.models import models_view
+    from memfit.report.reference import models_view
 
     terminal.show(models_view(rows))
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _target(flags: dict[str, Any]) -> Target | None:
 
 
 def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
-    from memfit.report.ladder import chosen_index
+    from memfit.report.plan import chosen_index
 
     if flags["json"]:
         from memfit.documents import codec

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
+    from memfit.allocator.capacity import Capacity
     from memfit.nouns.alloc_settings import AllocSettings, Torch
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.tape import Tape
@@ -61,7 +62,7 @@ def run(tape: str, **flags: Any) -> int:
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
     write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
-        from memfit.documents.replay_doc import replay_doc
+        from memfit.documents.codec import replay_doc
 
         terminal.show_json(replay_doc(found, answer, gpu, said, conf))
     else:
@@ -146,6 +147,13 @@ def write(
     write_files(made, flags["force"])
     for path in made:
         terminal.note(f"wrote {path}")
+
+
+def with_nccl(answer: Capacity, nccl: int) -> Capacity:
+    """Add NCCL's buffers, which lie outside PyTorch's counters, to what a run on several GPUs needs."""
+    judgement = answer.judgement
+    assert judgement is not None
+    return replace(answer, judgement=replace(judgement, usable=judgement.usable + nccl, need=judgement.need + nccl))
 
 
 def _next(tape: str, flags: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ def run(
 
         terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
         return 0
-    from memfit.report.techniques import techniques_view
+    from memfit.report.plan import techniques_view
 
     terminal.show(techniques_view(job, rungs, left_out(job, base)))
     return 0

@@ -12,13 +12,17 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console, RenderableType
 
+    from memfit.nouns.plan import Verdict
     from memfit.nouns.tape import Tape
 
+EXIT_OF: dict[Verdict, int] = {"fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT}
 UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
 SOON = 0.4  # seconds before progress is shown at all
 
@@ -108,7 +112,7 @@ def sentence(message: str) -> str:
 
 def console(file: TextIO) -> Console:
     """A rich console that takes text literally. Without a terminal it never wraps."""
-    from memfit.report.output import Output
+    from memfit.report.layout import Output
 
     made = Output(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False, legacy_windows=False)
     return made if made.is_terminal else Output(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)

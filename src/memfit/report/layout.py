@@ -136,3 +136,11 @@ def table(*columns: str, **options: Any) -> Table:
             name.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold", vertical="top"
         )
     return made
+
+
+class Output(Console):
+    """rich's own ends the process with code 1 where nobody reads any more, whichever output it is, and closes stdout besides."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises BrokenPipeError."""
+        raise BrokenPipeError("nobody reads the output")

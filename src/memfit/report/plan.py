@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.nouns.plan import Plan
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
-from memfit.report.ladder import Ladder, costs
-from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, text
+from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
     DOT,
     VERDICT_WORDS,
     batch_title,
     card_room,
     card_title,
+    changes,
     clock,
     instant,
     method_title,
@@ -25,8 +26,9 @@ from memfit.report.words import (
     room,
     short_recipe,
     tokens,
+    visible,
 )
-from memfit.units import gib, rough, said_share
+from memfit.units import cell, gib, rough, said_share, shared_unit
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -119,3 +121,153 @@ def _alternatives(plan: Plan) -> RenderableType:
 
 def _usd(price: float | None, times: int) -> str:
     return "-" if price is None else f"{price * times:,.2f}"
+
+
+ARROW, ARROW_ASCII = "▶", ">"
+
+
+def chosen_index(plan: Plan) -> int | None:
+    """The rung the plan stands on: its very recipe, else the last one that learns the same; None on an empty ladder."""
+    exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
+    alike = [i for i, rung in enumerate(plan.ladder) if rung.recipe.method == plan.recipe.method]
+    found = exact or alike
+    return found[-1] if found else None
+
+
+class Ladder:
+    """The rungs of a plan, with an arrow at the chosen one and a row below it where the search did better."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.plan.ladder:
+            return
+        unit = shared_unit(self.plan.judgement.need)
+        heads = ("", "rung", f">peak\n{unit}", f">buys\n{unit}", ">step\ntime", "why (not)")
+        if not options.is_terminal:
+            heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
+        style = VERDICT_WORDS[self.plan.judgement.verdict][1]
+        arrow = Text(ARROW_ASCII if options.ascii_only else ARROW, style)
+        rows = table(*heads)
+        chosen = chosen_index(self.plan)
+        tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
+        for i, rung in enumerate(self.plan.ladder):
+            here = i == chosen and not tuned
+            rows.add_row(arrow if here else "", *row(rung, unit, first=i == 0), style="bold" if here else "")
+        if tuned and chosen is not None:
+            rung = self.plan.ladder[chosen]
+            title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
+            better = rung.judgement.need - self.plan.judgement.need
+            rows.add_row(
+                arrow,
+                text(title),
+                cell(self.plan.judgement.need, unit),
+                cell(better, unit),
+                f"{self.plan.step_time:.2f}x",
+                f"{why(self.plan.judgement)}, {speed(rung.step_time, self.plan.step_time)}",
+                style="bold",
+            )
+        yield rows
+
+
+def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
+    """The cells of one rung: title, peak, buys, step time, why."""
+    buys = "-" if first else cell(rung.saved, unit)
+    return (
+        text(rung.title),
+        cell(rung.judgement.need, unit),
+        buys,
+        f"{rung.step_time:.2f}x",
+        text(rung.why or why(rung.judgement)),
+    )
+
+
+def speed(before: float, after: float) -> str:
+    """'12 % faster' than the rung; within what a roofline cannot tell, 'as fast'."""
+    gain = before / after - 1 if after else 0.0
+    if abs(gain) < 0.02:
+        return "as fast"
+    return f"{gain:.0%} faster" if gain > 0 else f"{1 - before / after:.0%} slower"
+
+
+def why(judgement: Judgement) -> str:
+    """The verdict in a few words, with the bytes that decide it."""
+    if judgement.verdict == "misfit":
+        return f"{rough(-judgement.headroom)} over"
+    if judgement.verdict == "tight":
+        return f"tight, {rough(judgement.headroom)} headroom"
+    return f"fits, {rough(judgement.headroom)} headroom"
+
+
+def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
+    """What the chosen recipe gives up in quality: the caveats of the rungs whose changes it still carries."""
+    if not ladder:
+        return ()
+    found: list[str] = []
+    before = ladder[0].recipe
+    for rung in ladder[1:]:
+        moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
+        if rung.recipe.method != before.method:
+            found.clear()  # what was given up for trained weights does not matter to frozen ones
+        kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
+        if kept and rung.caveat and not rung.caveat.startswith("none"):
+            found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")
+        before = rung.recipe
+    return tuple(found)
+
+
+_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
+
+
+def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
+    """Which rung fits first, all rungs in order, each on top of those before it, then their costs and switches."""
+    usable = job.gpu.usable_bytes(job.reserve)
+    head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
+    asked = f"sequence {tokens(job.sequence_length)}{DOT}effective batch {tokens(job.effective_batch)}{DOT}each technique on top of those above it"
+    parts: list[RenderableType] = [
+        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "", _table(rungs), "",
+        *_notes(notes), _details(rungs),
+    ]  # fmt: skip
+    return Group(*parts)
+
+
+def _notes(notes: Sequence[str]) -> list[RenderableType]:
+    return [paragraphs([("note:", line) for line in notes]), ""] if notes else []
+
+
+def _verdict(rungs: Sequence[Rung]) -> RenderableType:
+    """The best verdict of the ladder, and the first rung that has it."""
+    for verdict in ("fits", "tight", "misfit"):
+        some = [r for r in rungs if r.judgement.verdict == verdict]
+        if some:
+            words, style = VERDICT_WORDS[verdict]
+            first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
+            said = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
+            return hanging(
+                Text(words, style), (f"{said}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
+            )
+    return Text("no technique applies")
+
+
+def _table(rungs: Sequence[Rung]) -> RenderableType:
+    unit = shared_unit(min((rung.judgement.need for rung in rungs), default=0))
+    made = table("technique", f">saves {unit}", f">peak {unit}", ">time", "")
+    for i, rung in enumerate(rungs):
+        word, style = _SHORT[rung.judgement.verdict], VERDICT_WORDS[rung.judgement.verdict][1].removeprefix("bold ")
+        saves = "-" if i == 0 else cell(rung.saved, unit)
+        made.add_row(
+            text(rung.title), saves, cell(rung.judgement.need, unit), f"{rung.step_time:.2f}x", Text(word, style)
+        )
+    return made
+
+
+def _details(rungs: Sequence[Rung]) -> RenderableType:
+    """What each technique costs in quality, and its switch by framework."""
+    parts: list[RenderableType] = [Text("cost in quality, and how to turn it on", "dim")]
+    widest = max((len(name) for rung in rungs for name in rung.flags), default=0)
+    for rung in rungs:
+        if rung.flags or rung.caveat:
+            parts.append(Text.assemble((visible(rung.title.removeprefix("+ ")), "bold"), f": {visible(rung.caveat)}"))
+            parts.append(paragraphs([(f"  {name:<{widest}}", flag) for name, flag in rung.flags.items()]))
+    return Group(*parts)

@@ -7,16 +7,13 @@ from functools import partial
 
 from memfit.errors import BadInput, Unsupported
 from memfit.models.families.classic import CLASSICS
-from memfit.models.families.decoder import decoder
-from memfit.models.families.encoders import ENCODERS
+from memfit.models.families.dialect import decoder
+from memfit.models.families.encoders import ENCODERS, t5, whisper
 from memfit.models.families.fields import TRACE_HINT
 from memfit.models.families.gemma import GEMMAS
-from memfit.models.families.hybrid import HYBRIDS
-from memfit.models.families.latent import LATENTS
+from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS
-from memfit.models.families.multimodal import MULTIMODALS, multimodal
-from memfit.models.families.seq2seq import t5, whisper
-from memfit.models.families.vision import clip, vit
+from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
 from memfit.nouns.architecture import Architecture
 
 Builder = Callable[[Mapping[str, object], str], Architecture]

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.models.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
+from memfit.models.families.dialect import (
+    Dialect,
+    Flag,
+    MlpMaker,
+    Weights,
+    experts,
+    flag,
+    head_dim,
+    linear,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp, Weight
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.models.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_attention
-from memfit.models.families.decoder import frame
-from memfit.models.families.dialect import Dialect, flag, head_dim, no_rotary
+from memfit.models.families.dialect import (
+    Dialect,
+    Weights,
+    embedding,
+    flag,
+    frame,
+    head_dim,
+    linear,
+    no_rotary,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, embedding, linear, prefixed
 from memfit.nouns.architecture import Mlp
 
 _GPT_KEYS = {

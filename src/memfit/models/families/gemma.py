@@ -7,11 +7,20 @@ from dataclasses import replace
 
 import memfit.models.families.windows as windows
 from memfit.models.families.blocks import gated_weights
-from memfit.models.families.decoder import frame
-from memfit.models.families.dialect import Dialect, flag
+from memfit.models.families.dialect import (
+    Dialect,
+    Weights,
+    embedding,
+    experts,
+    flag,
+    frame,
+    linear,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
 from memfit.models.families.llama_like import GEMMA3, SANDWICH, TIED
-from memfit.models.families.parts import Weights, embedding, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp
 
 

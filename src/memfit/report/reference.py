@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memfit.errors import UnknownName
 from memfit.nouns.gpu import Gpu, Platform
-from memfit.planner.good_for import VENDORS, GpuRow, Largest
+from memfit.planner.good_for import VENDORS, Entry, GpuRow, Largest
 from memfit.report.layout import Column, Grid, paragraphs, text
-from memfit.report.words import DOT
+from memfit.report.words import DOT, tokens
 from memfit.tables.cautions import PLATFORMS
 from memfit.units import GB, billions, gib
 
@@ -81,3 +84,74 @@ def _rate(gpu: Gpu) -> str:
 
 def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
+
+
+class Row(Entry, Protocol):
+    """What the table shows of it."""
+
+    @property
+    def refused(self) -> str: ...
+
+
+def models_view(rows: Sequence[Row]) -> Group:
+    """Name to type, size, family, Hugging Face id, and whether its training is modelled."""
+    columns = (
+        Column("model"), Column("parameters", right=True), Column("family", spare=2), Column("Hugging Face id", spare=3),
+        Column("training", wraps=8, spare=1),
+    )  # fmt: skip
+    lines = [
+        (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
+         Text("refused", "yellow") if r.refused else "modelled")
+        for r in rows
+    ]  # fmt: skip
+    why: dict[str, int] = {}
+    for row in rows:
+        if row.refused:
+            why[row.refused] = why.get(row.refused, 0) + 1
+    note = "any other model: org/name on Hugging Face, a folder with a config.json, or the path of one"
+    refused = [("refused:", f"{reason} ({tokens(n)} model{'s' if n > 1 else ''})") for reason, n in sorted(why.items())]
+    return Group(Grid(columns, lines), "", paragraphs([*refused, ("", "")]), text(f"{len(rows)} models; {note}", "dim"))
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One word. `means` is one sentence; `more` adds numbers or a caveat; `see` names other terms."""
+
+    name: str
+    means: str
+    more: str = ""
+    also: tuple[str, ...] = ()  # other names for it
+    see: tuple[str, ...] = ()
+
+
+def terms(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Term, ...]:
+    """The parsed glossary.toml as terms, by name."""
+    found = []
+    for row in data["term"]:
+        cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        found.append(Term(**cells))
+    return tuple(sorted(found, key=lambda t: t.name.lower()))
+
+
+def lookup(known: Iterable[Term], word: str) -> Term:
+    """The term called `word` or one of its other names. Raises UnknownName with what is near."""
+    by_name = {_key(name): t for t in known for name in (t.name, *t.also)}
+    if _key(word) not in by_name:
+        raise UnknownName("term", word, by_name, hint="see: memfit glossary")
+    return by_name[_key(word)]
+
+
+def _key(word: str) -> str:
+    return " ".join(word.lower().replace("_", " ").replace("-", " ").split())
+
+
+def glossary_view(known: Sequence[Term]) -> Group:
+    """All terms, one line each."""
+    return Group(paragraphs([(t.name, t.means) for t in known]))
+
+
+def term_view(term: Term) -> Group:
+    """One term in full."""
+    parts: list[RenderableType] = [text(term.name, "bold"), text(term.means)]
+    parts += [text(term.more)] if term.more else []
+    return Group(*parts, paragraphs([("also called:", ", ".join(term.also)), ("see:", ", ".join(term.see))]))
