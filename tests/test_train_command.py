@@ -78,7 +78,7 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--cpu", "--data", "../number.jsonl"), "line 2: what is text in other samples is a number here"),
         (("--cpu", "--data", "../list.jsonl"), "line 8: 'text' is not text but a list"),
         (("--cpu", "--data", "../bare.jsonl"), "line 2: a sample must be an object with fields, not a list"),
-        (("--cpu", "--save-steps", "1.5"), "a share of all, not 1.5"),
+        (("--cpu", "--save-steps", "1.5"), "--save-steps must be"),
         (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "of another kind (masked-lm)"),
         (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
         (("--cpu", "--sequence-length", "10000000"), "a smaller --sequence-length"),

@@ -94,7 +94,7 @@ def parse_gpu(text: str) -> tuple[Gpu, int]:
     return find_gpu(stripped), 1
 
 
-def said_count(text: str) -> int | None:
+def count_in_name(text: str) -> int | None:
     """How many cards "8xh100" asks for; None where the name does not say."""
     found = next((match for pattern in _COUNT if (match := pattern.fullmatch(text.strip()))), None)
     return int(found["count"]) if found else None
@@ -109,7 +109,7 @@ def planned(name: str, memory: int) -> Gpu | None:
 def other_card(text: str, file: RecipeFile) -> Gpu:
     """The card a recipe shall run on instead. Raises BadInput for another number of them than it deals its batch to."""
     card, planned_for = parse_gpu(text)[0], file.recipe.num_gpus
-    said = said_count(text) or planned_for
+    said = count_in_name(text) or planned_for
     if said == planned_for:
         return card
     again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{said}x{card.short}", "--out", "run/"])

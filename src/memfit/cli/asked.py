@@ -19,7 +19,7 @@ from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
 from memfit.tables import combinations
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import human, parse_size, said_share
+from memfit.units import human, parse_size, share_of_samples
 
 if TYPE_CHECKING:
     from memfit.data import Dataset
@@ -271,7 +271,7 @@ def _length_for(found: Asked) -> int:
     why = " from the data"
     if 0 < positions < cut.length:
         cut, why = truncation(found.dataset.lengths, positions), ", all that the model has positions for"
-    found.notes.append(f"--sequence-length {cut.length}{why}: {said_share(cut.truncated)} of the samples are cut{by}")
+    found.notes.append(f"--sequence-length {cut.length}{why}: {share_of_samples(cut.truncated)} of the samples are cut{by}")
     return cut.length
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
 from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, tokens
-from memfit.units import said_share
+from memfit.units import share_of_samples
 
 BAR = 30  # columns of the longest bar
 
@@ -43,7 +43,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
-        text(f"--sequence-length {cut.length} cuts {said_share(cut.truncated)} of the samples"),
+        text(f"--sequence-length {cut.length} cuts {share_of_samples(cut.truncated)} of the samples"),
         text(DOT.join(about)),
         "",
         Histogram(found),

@@ -28,7 +28,7 @@ from memfit.report.words import (
     tokens,
     visible,
 )
-from memfit.units import cell, gib, rough, said_share, shared_unit
+from memfit.units import cell, gib, rough, share_of_samples, shared_unit
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -66,7 +66,7 @@ def _asked(plan: Plan) -> str:
     if job.longest_sample:
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
     if job.truncated is not None:
-        parts.append(f"{said_share(job.truncated)} of the samples cut")
+        parts.append(f"{share_of_samples(job.truncated)} of the samples cut")
     return DOT.join(parts)
 
 
