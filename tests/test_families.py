@@ -211,7 +211,7 @@ def test_tower_counts_apart() -> None:
         ({"model_type": "mamba2"}, "mamba2"),
         ({"_class_name": "UNet2DConditionModel"}, "diffusers"),
         ({"hidden_size": 8}, "model_type"),
-        ({"model_type": ["llama"]}, "not a family"),
+        ({"model_type": ["llama"]}, "model family"),
         ({"model_type": "gemma3n"}, "towers"),
     ],
 )

@@ -1,4 +1,8 @@
-"""The Dialect noun: where a decoder family's config keeps each dimension and how its blocks differ from Llama's."""
+"""How a decoder family is described and built.
+
+The makers of weights come first, with the names and shapes of PyTorch's modules; then `Dialect`, one row per family:
+the config keys of its dimensions and how its blocks differ from Llama's; then `decoder`, which reads a config by a row.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ Weights = tuple[Weight, ...]
 
 
 def linear(name: str, width_out: int, width_in: int, bias: bool = False, transposed: bool = False) -> Weights:
-    """nn.Linear (out, in); `transposed` is the Conv1D of GPT-2, which stores (in, out)."""
+    """Make an nn.Linear (out, in); `transposed` makes the Conv1D of GPT-2, which stores (in, out)."""
     shape = (width_in, width_out) if transposed else (width_out, width_in)
     weight = Weight(f"{name}.weight", shape, "linear")
     return (weight, Weight(f"{name}.bias", (width_out,), "bias")) if bias else (weight,)
 
 
 def norm(name: str, width: int, bias: bool = False) -> Weights:
-    """A norm's scale and, with `bias`, its shift."""
+    """Make a norm's scale and, with `bias`, its shift."""
     weight = Weight(f"{name}.weight", (width,), "norm")
     return (weight, Weight(f"{name}.bias", (width,), "norm")) if bias else (weight,)
 
@@ -30,7 +34,7 @@ def embedding(name: str, rows: int, width: int) -> Weights:
 
 
 def conv(name: str, *shape: int, bias: bool = False) -> Weights:
-    """A convolution (out, in / groups, *kernel)."""
+    """Make a convolution (out, in / groups, *kernel)."""
     weight = Weight(f"{name}.weight", shape, "conv")
     return (weight, Weight(f"{name}.bias", shape[:1], "bias")) if bias else (weight,)
 
@@ -40,7 +44,7 @@ def other(name: str, *shape: int) -> Weights:
 
 
 def experts(name: str, count: int, width: int, inner: int, bias: bool = False, transposed: bool = False) -> Weights:
-    """Fused experts: gate_up (E, 2F, D) and down (E, D, F); `transposed` swaps the last two axes."""
+    """Make fused experts: gate_up (E, 2F, D) and down (E, D, F); `transposed` swaps the last two axes."""
     up, down = (count, 2 * inner, width), (count, width, inner)
     weights = []
     for part, (e, width_out, width_in) in (("gate_up_proj", up), ("down_proj", down)):
@@ -52,7 +56,7 @@ def experts(name: str, count: int, width: int, inner: int, bias: bool = False, t
 
 
 def prefixed(prefix: str, weights: Weights) -> Weights:
-    """The same weights below a module name; '' leaves them as they are."""
+    """Put weights below a module name; '' leaves them as they are."""
     if not prefix:
         return weights
     return tuple(Weight(f"{prefix}.{w.name}", w.shape, w.kind) for w in weights)
@@ -62,14 +66,14 @@ Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
 Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]
 NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
 QkNorm = Literal["none", "head", "full"]
-Flag = bool | str  # a fact of the modeling code, or the config key that decides it
+Flag = bool | str  # fixed by the modeling code, or the config key that decides it
 Head = tuple[Weights, Task, bool]  # weights above the blocks, the task, whether the output matrix is the embedding
 AttentionMaker = Callable[[Fields, "Dialect", int], tuple[Attention, Weights]]
 MlpMaker = Callable[[Fields, "Dialect", int], tuple[Mlp, Weights]]
 
 
 def head_dim(f: Fields) -> int:
-    """H: written in the config, or the width shared out over the query heads."""
+    """Return H: as the config says, or the width divided by the query heads."""
     return f.size("head_dim", f.size("hidden_size") // f.size("num_attention_heads"))
 
 
@@ -82,7 +86,7 @@ def no_window(f: Fields, index: int) -> int | None:
 
 
 def rotary(f: Fields, index: int) -> int:
-    """The rotated part of each head: `partial_rotary_factor`, in rope_parameters or beside it, of H."""
+    """Return the rotated width of each head: H times `partial_rotary_factor`, in rope_parameters or beside it."""
     parameters = f.raw("rope_parameters")
     inner = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
     share = inner if isinstance(inner, int | float) else f.number("partial_rotary_factor", 1.0)
@@ -90,7 +94,7 @@ def rotary(f: Fields, index: int) -> int:
 
 
 def kv_heads(f: Fields) -> int:
-    """K: written in the config, or one for each query head."""
+    """Return K: as the config says, or one for each query head."""
     return f.size("num_key_value_heads", f.size("num_attention_heads"))
 
 
@@ -105,8 +109,8 @@ class Dialect:
     attention: AttentionMaker
     mlp: MlpMaker
     aliases: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the published config
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of the config class, for keys files may omit
-    variant: Callable[[Fields, Dialect], Dialect] | None = None  # the row that this very config needs
+    defaults: Mapping[str, object] = field(default_factory=dict)  # the config class's, for keys files may omit
+    variant: Callable[[Fields, Dialect], Dialect] | None = None  # adapts the row to one config
     frame: Callable[[Fields, Dialect], tuple[Weights, Weights]] | None = None  # embedding and final weights
     heads: Callable[[Fields, Dialect], Head] | None = None
     extras: Callable[[Fields, Dialect, int], Weights] | None = None  # weights of a block beside the two parts
@@ -128,7 +132,7 @@ class Dialect:
     placement: Placement = "pre"
     norm: NormKind = "rms"
     norm_bias: bool = False
-    norm_weights: bool = True  # False: the norms of blocks and of the end hold nothing
+    norm_weights: bool = True  # False: the norms of blocks and the final norm have no weights
 
     attention_module: str = "self_attn"
     q: str = "q_proj"
@@ -145,7 +149,7 @@ class Dialect:
     k_norm: str = "k_norm"
     qk_norm_if: str = ""  # config key that turns the norms on
     qk_norm_weights: bool = True  # False: the norms have no scale
-    qk_norm_by_head: bool = False  # True: each head has a scale of its own
+    qk_norm_by_head: bool = False  # True: each head has its own scale
     sinks: bool = False
     alibi: Flag = False
     upcast: bool = True  # see Attention
@@ -165,7 +169,7 @@ class Dialect:
     down: str = "down_proj"
     gate_up: str = ""  # name of the fused projection, when there is one
     mlp_bias: Flag = False
-    mlp_ratio: int = 0  # F / D where the config may leave the width out
+    mlp_ratio: int = 0  # F / D where the config may leave F out
     activation: str = "hidden_act"  # config key, or "=name" when the code fixes it
 
     attention_dropout: str = "attention_dropout"  # config keys; absent and without a default: 0
@@ -181,12 +185,12 @@ class Dialect:
 
 
 def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture:
-    """A decoder-only language model, with the head its `architectures` entry names."""
+    """Build a decoder-only language model, with the head its `architectures` entry names."""
     f = Fields(config, name, d.aliases, d.defaults)
     d = d.variant(f, d) if d.variant else d
     width, vocabulary, layers = f.size("hidden_size"), f.size("vocab_size"), blocks(f, d)
     head, task, tied = (d.heads or head_of)(f, d)
-    # a bare model class has no attribute of its own around it: "layers.0", not "model.layers.0"
+    # in a bare model class nothing wraps the layers: "layers.0", not "model.layers.0"
     stem = d.stem if task != "encoder" else d.stem.partition(".")[2]
     below, above = (d.frame or frame)(f, d)
     return Architecture(
@@ -216,14 +220,14 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
 
 
 def blocks(f: Fields, d: Dialect) -> tuple[Layer, ...]:
-    """Every block of the model; equal ones are one object."""
+    """Build every block of the model; equal ones are one object."""
     seen: dict[Layer, Layer] = {}
     made = (block(f, d, i) for i in range(f.layers()))
     return tuple(seen.setdefault(layer, layer) for layer in made)
 
 
 def block(f: Fields, d: Dialect, index: int) -> Layer:
-    """One block, its weights in the order in which the module defines them."""
+    """Build one block, its weights in the order in which the module defines them."""
     width = f.size("hidden_size")
     attention, attention_weights = d.attention(f, d, index)
     mlp, mlp_weights = d.mlp(f, d, index)
@@ -242,7 +246,7 @@ def norm_of(d: Dialect, name: str, width: int) -> Weights:
 
 
 def head_of(f: Fields, d: Dialect) -> Head:
-    """The weights above the final norm, the task, and whether the head is the embedding."""
+    """Return the weights above the final norm, the task, and whether the head is tied to the embedding."""
     width, vocabulary = f.size("hidden_size"), f.size("vocab_size")
     kind = f.head_class()
     if kind == "model":
@@ -258,7 +262,7 @@ def head_of(f: Fields, d: Dialect) -> Head:
 
 
 def frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """What stands below and above the blocks: embeddings, and the final norm."""
+    """Return the weights below and above the blocks: embeddings, and the final norm."""
     width = f.size("hidden_size")
     below = embedding(d.embed, f.size("vocab_size"), width)
     if d.positions:

@@ -1,4 +1,8 @@
-"""Encoders: BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3 and ModernBERT, with masked-language and classification heads."""
+"""Encoders (BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3, ModernBERT) and encoder-decoders (T5, Whisper).
+
+Encoders have masked-language and classification heads. Of encoder-decoders only the weights are modelled, not their
+training memory.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What an encoder family puts above its blocks for each task; calling it reads `architectures`."""
+    """The weights an encoder family puts above its blocks for each task; calling it reads `architectures`."""
 
-    masked: Callable[[Fields], Weights]  # the masked-language head, its tied output matrix left out
-    pooler: str = ""  # of the bare model
-    dense: str = ""  # the D x D layer in front of the classifier; {stem} stands for the model's attribute
+    masked: Callable[[Fields], Weights]  # the masked-language head without its tied output matrix
+    pooler: str = ""  # pooler of the bare model
+    dense: str = ""  # the D x D layer before the classifier; {stem} stands for the model's attribute
     classifier: str = "classifier"
 
     def __call__(self, f: Fields, d: Dialect) -> Head:
@@ -87,13 +91,13 @@ def _modernbert_head(f: Fields, d: Dialect) -> Head:
 
 
 def both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Softmax attention without a causal mask."""
+    """Build softmax attention without a causal mask."""
     trait, weights = softmax_attention(f, d, index)
     return replace(trait, causal=False), weights
 
 
 def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """DeBERTa: content and position attend to each other; positions have projections of their own unless shared."""
+    """Build DeBERTa's attention between content and position; positions have their own projections unless shared."""
     trait, weights = both_ways(f, d, index)
     kinds = str(f.raw("pos_att_type") or "")
     if f.flag("relative_attention") and not f.flag("share_att_key"):
@@ -105,7 +109,7 @@ def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights
 
 
 def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """Word, position and segment embeddings under one norm; nothing above the blocks."""
+    """Return word, position and segment embeddings with one norm; nothing stands above the blocks."""
     width, segments = f.size("hidden_size"), f.size("type_vocab_size", 0, least=0)
     below = embedding("word_embeddings", f.size("vocab_size"), width)
     if f.flag("position_biased_input", True):
@@ -115,7 +119,7 @@ def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
 
 
 def _deberta_frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """As BERT's, with the table of relative positions, its norm and a convolution beside the blocks."""
+    """Return BERT's, and the table of relative positions, its norm and a convolution beside the blocks."""
     below, above = _frame(f, d)
     width, kernel = f.size("hidden_size"), f.size("conv_kernel_size", 0, least=0)
     if f.flag("relative_attention"):
@@ -143,7 +147,7 @@ def _deberta(f: Fields, d: Dialect) -> Dialect:
 
 
 def _local_window(f: Fields, index: int) -> int | None:
-    """ModernBERT: two of three layers look `local_attention` tokens around them."""
+    """Return ModernBERT's window: two of three layers attend to `local_attention` tokens around them."""
     types = f.per_layer("layer_types", f.layers())
     local = types[index] == "sliding_attention" if types else index % f.size("global_attn_every_n_layers") != 0
     return f.size("local_attention") if local else None
@@ -159,7 +163,7 @@ def _modernbert_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _modernbert_body(f: Fields, d: Dialect, index: int) -> tuple[str, ...]:
-    """The first block has no norm before its attention: the embedding's own norm stands there."""
+    """Return a block's order; the first has no norm before its attention, as the embedding ends in one."""
     return ("@attention", "mlp_norm", "@mlp") if index == 0 else ("attn_norm", "@attention", "mlp_norm", "@mlp")
 
 
@@ -228,7 +232,7 @@ _T5_KEYS = {
 
 
 def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
-    """Self-attention, in decoders attention over the encoder, and the feed-forward part, each behind a norm."""
+    """Build self-attention, in decoders attention over the encoder, and the feed-forward part, each after a norm."""
     width, heads, head, inner = (
         f.size(k) for k in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size")
     )
@@ -255,13 +259,13 @@ def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
 
 
 def _t5_activation(f: Fields) -> tuple[bool, str]:
-    """'relu' or 'gated-gelu' -> (gated, activation)."""
+    """Parse 'relu' or 'gated-gelu' into (gated, activation)."""
     words = f.text("feed_forward_proj").split("-")
     return words[0] == "gated", "gelu_new" if f.text("feed_forward_proj") == "gated-gelu" else words[-1]
 
 
 def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> Architecture:
-    """T5 and mT5; transformers 5 ties the head to the embedding whatever the file says."""
+    """Build T5 and mT5; transformers 5 ties the head to the embedding whatever the file says."""
     defaults = {"relative_attention_num_buckets": 32, "feed_forward_proj": feed_forward, "dropout_rate": 0.1}
     f = Fields(config, name, _T5_KEYS, defaults)
     if f.head_class() != "lm":
@@ -288,7 +292,7 @@ def _key_without_bias(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
 
 
 def _cross_attention(f: Fields, d: Dialect, index: int) -> Weights:
-    """The decoder's second attention has the shapes of its first."""
+    """Return the decoder's second attention, which has the shapes of its first."""
     _, weights = _key_without_bias(f, replace(d, attention_module="encoder_attn"), index)
     return weights + norm("encoder_attn_layer_norm", f.size("hidden_size"), bias=True)
 
@@ -302,7 +306,7 @@ _WHISPER = Dialect(
 
 
 def whisper(config: Mapping[str, object], name: str) -> Architecture:
-    """Whisper: two convolutions and an encoder over sound, a decoder over text with a tied head."""
+    """Build Whisper: two convolutions and an encoder of sound, and a decoder of text with a tied head."""
     layers: tuple[Layer, ...] = ()
     names: tuple[str, ...] = ()
     f = Fields(config, name, {"hidden_size": "d_model"}, {"tie_word_embeddings": True})

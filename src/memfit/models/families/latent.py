@@ -1,4 +1,7 @@
-"""Families with latent attention (MLA): DeepSeek, Kimi, GLM 4.7 Flash and 5; and the delta attention of Kimi Linear."""
+"""Families with latent or linear attention.
+
+Latent attention (MLA): DeepSeek, Kimi, GLM 4.7 Flash and 5. The gated delta rule: Kimi Linear, Qwen3-Next, Qwen3.5.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from memfit.nouns.architecture import Attention
 
 
 def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Queries, and keys with values, squeezed through a low rank; only `qk_rope_head_dim` of each head rotates."""
+    """Build MLA: queries, and keys with values, go through a low rank; only `qk_rope_head_dim` of each head rotates."""
     width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
     rope, head_v, rank = f.size("qk_rope_head_dim"), f.size("v_head_dim"), f.size("kv_lora_rank")
     head = f.size("qk_nope_head_dim") + rope
@@ -45,12 +48,12 @@ def _rope_part(f: Fields, index: int) -> int:
 
 
 def _none_rotated(f: Fields, index: int) -> int:
-    """Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
+    """Return 0: Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
     return 0
 
 
 def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Latent attention whose keys an indexer picks; some layers reuse the choice of an earlier one."""
+    """Build latent attention whose keys an indexer selects; some layers reuse the selection of an earlier one."""
     trait, weights = latent_attention(f, d, index)
     modes = f.per_layer("indexer_types", f.layers())
     if modes and modes[index] != "full":
@@ -64,7 +67,7 @@ def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, We
 
 
 def _kimi_linear_config(f: Fields) -> Fields:
-    """The published file keeps the linear layers' dimensions in `linear_attn_config`."""
+    """Return the config with the linear layers' dimensions, which published files keep in `linear_attn_config`."""
     nested = f.section("linear_attn_config") if f.raw("linear_attn_config") is not None else {}
     keys = {
         "linear_head_dim": "head_dim",
@@ -76,7 +79,7 @@ def _kimi_linear_config(f: Fields) -> Fields:
 
 
 def _kimi_full(f: Fields, index: int) -> bool:
-    """Whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
+    """Tell whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
     if f.raw("linear_attn_config") is not None:
         nested = Fields(f.section("linear_attn_config"), f.name)
         return index + 1 in (nested.items("full_attn_layers", int) or ())
@@ -85,7 +88,7 @@ def _kimi_full(f: Fields, index: int) -> bool:
 
 
 def _kimi_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Every fourth layer latent attention, the others Kimi's gated delta rule."""
+    """Build latent attention in every fourth layer, Kimi's gated delta rule in the others."""
     if _kimi_full(f, index):
         return latent_attention(f, d, index)
     g = _kimi_linear_config(f)
@@ -134,7 +137,7 @@ def _is_full(f: Fields, index: int) -> bool:
 
 
 def _gated_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Softmax attention whose output passes a gate; the query projection is twice as wide and holds it."""
+    """Build softmax attention with a gate on its output; the query projection is twice as wide and holds the gate."""
     trait, weights = softmax_attention(f, d, index)
     doubled = f"{d.attention_module}.{d.q}."
     wide = (replace(w, shape=(2 * w.shape[0], *w.shape[1:])) if w.name.startswith(doubled) else w for w in weights)
@@ -142,7 +145,7 @@ def _gated_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weig
 
 
 def _mixer(fused: bool) -> AttentionMaker:
-    """Full or linear attention by layer; Qwen3-Next fuses the linear layers' input projections, Qwen3.5 does not."""
+    """Make the builder of full or linear attention; Qwen3-Next fuses the linear layers' inputs, Qwen3.5 does not."""
 
     def attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
         if _is_full(f, index):

@@ -1,4 +1,4 @@
-"""Vision towers (SigLIP, CLIP, Pixtral, Qwen-VL) as weights, and the models made of them alone: ViT and CLIP."""
+"""Models that read images: vision towers (SigLIP, CLIP, Pixtral, Qwen-VL), ViT, CLIP, and decoders with a tower."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ QWEN2_VISION = replace(
 
 
 def stack(f: Fields, d: Dialect, prefix: str) -> Weights:
-    """The weights of all blocks of a tower, under their module names."""
+    """Return the weights of all blocks of a tower, under their module names."""
     return tuple(w for i, layer in enumerate(blocks(f, d)) for w in prefixed(f"{prefix}.{i}", layer.weights))
 
 
@@ -90,7 +90,7 @@ def _patches(f: Fields) -> int:
 
 
 def siglip(config: Mapping[str, object], name: str) -> Weights:
-    """SigLIP without its pooling head."""
+    """Return the weights of SigLIP without its pooling head."""
     f = Fields(config, name, SIGLIP.aliases, SIGLIP.defaults)
     width, patch = f.size("hidden_size"), f.size("patch_size")
     if f.flag("vision_use_head") and f.has("vision_use_head"):
@@ -101,7 +101,7 @@ def siglip(config: Mapping[str, object], name: str) -> Weights:
 
 
 def clip_vision(config: Mapping[str, object], name: str) -> Weights:
-    """CLIP's image encoder without its projection."""
+    """Return the weights of CLIP's image encoder without its projection."""
     f = Fields(config, name, CLIP_VISION.aliases, CLIP_VISION.defaults)
     return _clip_vision_outer(f) + stack(f, CLIP_VISION, "encoder.layers")
 
@@ -127,7 +127,7 @@ def _qwen_patches(f: Fields, bias: bool) -> Weights:
 
 
 def qwen2_vision(config: Mapping[str, object], name: str) -> Weights:
-    """Qwen2-VL's tower; it projects to `hidden_size` of its config."""
+    """Return the weights of Qwen2-VL's tower, which projects to `hidden_size` of its config."""
     f = Fields(config, name, QWEN2_VISION.aliases, QWEN2_VISION.defaults)
     merged = Fields(config, name, {}, _PATCHES).size("hidden_size")
     return _qwen_patches(f, bias=False) + stack(f, QWEN2_VISION, "blocks") + _merger(f, merged, bias=True)
@@ -147,7 +147,7 @@ def _merger(f: Fields, out: int, bias: bool) -> Weights:
 
 
 def qwen3_vision(config: Mapping[str, object], name: str, deepstack: bool) -> Weights:
-    """The tower of Qwen3-VL and Qwen3.5; the former also feeds three inner layers to the decoder."""
+    """Return the tower of Qwen3-VL and Qwen3.5; Qwen3-VL also feeds three inner layers to the decoder."""
     f = Fields(config, name, QWEN3_VISION.aliases, {**QWEN3_VISION.defaults, "deepstack_visual_indexes": (8, 16, 24)})
     width, out = f.size("hidden_size"), f.size("out_hidden_size")
     joint = width * f.size("spatial_merge_size") ** 2
@@ -160,7 +160,7 @@ def qwen3_vision(config: Mapping[str, object], name: str, deepstack: bool) -> We
 
 
 def vit(config: Mapping[str, object], name: str) -> Architecture:
-    """ViT as a bare model or with an image classifier."""
+    """Build ViT as a bare model or with an image classifier."""
     f = Fields(config, name, VIT.aliases, VIT.defaults)
     width, patch, kind = f.size("hidden_size"), f.size("patch_size"), f.head_class()
     stem = "" if kind == "model" else "vit"
@@ -179,7 +179,7 @@ def vit(config: Mapping[str, object], name: str) -> Architecture:
 
 
 def clip(config: Mapping[str, object], name: str) -> Architecture:
-    """CLIP: a text and an image encoder with a projection each."""
+    """Build CLIP: a text and an image encoder with a projection each."""
     top = Fields(config, name, {}, {"projection_dim": 512})
     text = Fields(top.section("text_config"), name, {}, CLIP_TEXT.defaults)
     image = Fields(top.section("vision_config"), name, {}, CLIP_VISION.defaults)
@@ -198,7 +198,7 @@ def clip(config: Mapping[str, object], name: str) -> Architecture:
     )  # fmt: skip
 
 
-# Names that a decoder bears only inside such a model
+# decoders by model_type, with the names that exist only inside a multimodal config
 _TEXT: dict[str, Dialect] = {
     **DECODERS, **CLASSICS, **HYBRIDS, **GEMMAS,
     "qwen2_vl_text": QWEN2, "qwen2_5_vl_text": QWEN2, "qwen3_vl_text": QWEN3,
@@ -210,18 +210,18 @@ Outside = Callable[[Fields, int], Weights]  # (top-level config, width of the de
 
 @dataclass(frozen=True, kw_only=True)
 class Multimodal:
-    """One row: which decoder, what stands outside it, and the class defaults its nested config may leave out."""
+    """One row: the decoder, the weights outside it, and the class defaults its nested config may leave out."""
 
-    text: str  # model_type of the decoder, where its config does not say
+    text: str  # model_type of the decoder, where the config does not name it
     outside: Outside
     tied: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
 def multimodal(config: Mapping[str, object], name: str, row: Multimodal) -> Architecture:
-    """Text is what is trained and modelled; the tower counts as weights."""
+    """Build the decoder as a language model; the tower only counts as weights."""
     top = Fields(config, name)
-    flat = top.raw("text_config") is None  # Qwen2-VL files keep the decoder's keys on top
+    flat = top.raw("text_config") is None  # Qwen2-VL files keep the decoder's keys at the top level
     text = {**config} if flat else {**top.section("text_config")}
     kind = row.text if flat else text.get("model_type", row.text)
     if kind not in _TEXT:
@@ -284,7 +284,7 @@ def _qwen_visual(make: Callable[[Mapping[str, object], str], Weights], top: Fiel
     return prefixed("visual", make(top.section("vision_config"), top.name))
 
 
-_GEMMA3_4B: dict[str, object] = {  # the published 4B file leaves out what equals the class's defaults
+_GEMMA3_4B: dict[str, object] = {  # the published 4B file leaves out the class's defaults
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131072,
 }  # fmt: skip
