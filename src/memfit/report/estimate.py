@@ -1,4 +1,4 @@
-"""One footprint: the verdict, the bar, every named share of the peak, and the peak of every phase."""
+"""The screen of one footprint: verdict, bar, every named share of the peak, every phase; with --why the arithmetic."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def estimate_view(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
     next_up: Sequence[str] = (), facts: Sequence[tuple[str, str]] = (),
 ) -> Group:  # fmt: skip
-    """The whole answer of `memfit estimate`, and with further `facts` that of `memfit trace`."""
+    """Show the answer of `memfit estimate` or, with further `facts`, of `memfit trace`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
-    said = (f"{peak_words(peak, judgement)}{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
+    lines = (f"{peak_words(peak, judgement)}{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
-        hanging(Text(words, style), said), "",
+        hanging(Text(words, style), lines), "",
         StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False),
         _lines(footprint), "", _phases(footprint), "",
         paragraphs([*beliefs(footprint, judgement), *facts]),
@@ -58,7 +58,7 @@ def estimate_view(
 
 
 def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]:
-    """What the numbers take for granted, and what nobody can know from here."""
+    """List the source of the numbers, their assumptions, and what is not known."""
     unknowns = (*footprint.unknowns, f"prediction ±{rough(judgement.band)}")
     return [
         ("source:", footprint.source),
@@ -68,7 +68,7 @@ def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]
 
 
 def _lines(footprint: Footprint) -> RenderableType:
-    """Every named share of the peak; the rows add up to what nvidia-smi shows."""
+    """Show every named share of the peak; the rows add up to what nvidia-smi shows."""
     peak = footprint.peak
     unit = shared_unit(peak.levels.device)
     made = table("at the worst instant", "", f">{unit}", ">share")
@@ -95,23 +95,27 @@ ROWS = 20  # tensors shown by name; the small ones are summed
 
 
 def why_view(why: Why) -> Group:
-    """The arithmetic of the peak, then the tensors the forward pass keeps and those at work at the worst instant."""
+    """Show the arithmetic of the peak, the tensors the forward pass keeps, and the others at the worst instant."""
     parts: list[RenderableType] = [
         text(f"why {human(why.peak.levels.device)}: {instant(why.peak)}", "bold"),
         _sums(why.reasons),
     ]
     per_token = sum(k.bytes * k.count for k in why.kept if k.where == "block" and k.per_token) // max(why.tokens, 1)
-    kept = f"kept by the forward pass for the backward pass: {human(sum(k.total for k in why.kept))}, {human(per_token)} per token in {why.blocks} blocks"
-    for title, group in ((kept, why.kept), (f"at work at the worst instant, {why.peak.instant}", why.working)):
+    total = human(sum(k.total for k in why.kept))
+    kept = (
+        f"kept by the forward pass for the backward pass: {total}, {human(per_token)} per token in {why.blocks} blocks"
+    )
+    working = f"other tensors at the worst instant, {why.peak.instant}"
+    for title, group in ((kept, why.kept), (working, why.working)):
         if group:
             parts += ["", text(title, "bold"), _tensors(group, why.tokens)]
     return Group(*parts)
 
 
 def arithmetic(reason: Reason) -> str:
-    """'6,738,415,616 x 2 x 2 B = 25.1 GiB', summands joined; a lone size is not repeated."""
-    told = (t.text if t.text == human(t.bytes) else f"{t.text} = {human(t.bytes)}" for t in reason.terms)
-    return " + ".join(told)
+    """Return '6,738,415,616 x 2 x 2 B = 25.1 GiB', terms joined by '+'; a term that is only a size is not repeated."""
+    parts = (t.text if t.text == human(t.bytes) else f"{t.text} = {human(t.bytes)}" for t in reason.terms)
+    return " + ".join(parts)
 
 
 def _sums(reasons: Sequence[Reason]) -> Table:
@@ -121,8 +125,8 @@ def _sums(reasons: Sequence[Reason]) -> Table:
     grid.add_column(overflow="fold")
     for reason in reasons:
         sums = arithmetic(reason)
-        told = f"{reason.words}: {sums}" if sums and sums != human(reason.bytes) else reason.words
-        grid.add_row(Text(f"{reason.label}:", ROLE_WORDS[reason.role].colour), human(reason.bytes), text(told))
+        line = f"{reason.words}: {sums}" if sums and sums != human(reason.bytes) else reason.words
+        grid.add_row(Text(f"{reason.label}:", ROLE_WORDS[reason.role].colour), human(reason.bytes), text(line))
     return grid
 
 
@@ -142,7 +146,7 @@ def _place(kept: Kept) -> str:
 
 
 def _per_token(kept: Kept, count: int) -> tuple[str, str]:
-    """Bytes per token and tokens; a tensor that does not grow with the tokens shows its size alone."""
+    """Return (bytes per token, tokens); for a tensor whose size does not depend on the tokens (its size, '-')."""
     if not kept.per_token or kept.bytes % count:
         return human(kept.bytes), "-"
     return tokens(kept.bytes // count), tokens(count)

@@ -1,4 +1,4 @@
-"""The first screen: verdict, where the bytes go, the ladder, what is assumed and what to type next."""
+"""The screens of `memfit plan` and `memfit techniques`: the verdict, the bytes by role, and the ladder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
 
 
 def plan_view(plan: Plan, next_up: Sequence[str] = ()) -> Group:
-    """Everything a plan says, most important first. `next_up`: what could be typed next."""
+    """Show a plan, most important first. `next_up`: commands to type next."""
     parts: list[RenderableType] = [_head(plan), text(_asked(plan), "dim"), "", verdict(plan), ""]
     parts.append(StackedBar(shares(plan.footprint.peak, plan.judgement), plan.judgement.usable))
     if len(plan.ladder) > 1:
@@ -71,7 +71,7 @@ def _asked(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> RenderableType:
-    """The verdict, the recipe it is about, and its peak."""
+    """Show the verdict, its recipe, and the peak."""
     words, style = VERDICT_WORDS[plan.judgement.verdict]
     recipe = plan.recipe
     closest = "closest: " if plan.judgement.verdict == "misfit" else ""
@@ -108,12 +108,12 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 def _alternatives(plan: Plan) -> RenderableType:
     columns = (
         Column("other cards"), Column("GPUs", right=True, spare=3), Column("peak\nGiB", right=True, spare=2),
-        Column("headroom\nGiB", right=True, spare=4), Column("$ per\nhour", right=True), Column("$ per\n1,000 steps", right=True, spare=1),
-        Column("with the recipe", wraps=24),
+        Column("headroom\nGiB", right=True, spare=4), Column("$ per\nhour", right=True),
+        Column("$ per\n1,000 steps", right=True, spare=1), Column("with the recipe", wraps=24),
     )  # fmt: skip
     rows = [
-        (text(a.gpu), tokens(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom), _usd(a.price_per_hour, a.num_gpus),
-         _usd(a.price_per_step, 1000), text(short_recipe(a.recipe)))
+        (text(a.gpu), tokens(a.num_gpus), gib(a.judgement.need), gib(a.judgement.headroom),
+         _usd(a.price_per_hour, a.num_gpus), _usd(a.price_per_step, 1000), text(short_recipe(a.recipe)))
         for a in plan.alternatives
     ]  # fmt: skip
     return Grid(columns, rows)
@@ -127,7 +127,7 @@ ARROW, ARROW_ASCII = "▶", ">"
 
 
 def chosen_index(plan: Plan) -> int | None:
-    """The rung the plan stands on: its very recipe, else the last one that learns the same; None on an empty ladder."""
+    """Return the index of the plan's rung: the one with its recipe, else the last of its method; None if none is."""
     exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
     alike = [i for i, rung in enumerate(plan.ladder) if rung.recipe.method == plan.recipe.method]
     found = exact or alike
@@ -135,7 +135,7 @@ def chosen_index(plan: Plan) -> int | None:
 
 
 class Ladder:
-    """The rungs of a plan, with an arrow at the chosen one and a row below it where the search did better."""
+    """The rungs of a plan, with an arrow at the chosen one, or at a last row where the search found a better recipe."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -172,7 +172,7 @@ class Ladder:
 
 
 def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
-    """The cells of one rung: title, peak, buys, step time, why."""
+    """Return the cells of one rung: title, peak, saved bytes, step time, verdict."""
     buys = "-" if first else cell(rung.saved, unit)
     return (
         text(rung.title),
@@ -184,7 +184,7 @@ def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
 
 
 def speed(before: float, after: float) -> str:
-    """'12 % faster' than the rung; within what a roofline cannot tell, 'as fast'."""
+    """Return '12 % faster' than the rung, or 'as fast' within the 2 % that a roofline cannot resolve."""
     gain = before / after - 1 if after else 0.0
     if abs(gain) < 0.02:
         return "as fast"
@@ -192,7 +192,7 @@ def speed(before: float, after: float) -> str:
 
 
 def why(judgement: Judgement) -> str:
-    """The verdict in a few words, with the bytes that decide it."""
+    """Return the verdict in a few words, with the bytes that decide it."""
     if judgement.verdict == "misfit":
         return f"{rough(-judgement.headroom)} over"
     if judgement.verdict == "tight":
@@ -201,7 +201,7 @@ def why(judgement: Judgement) -> str:
 
 
 def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
-    """What the chosen recipe gives up in quality: the caveats of the rungs whose changes it still carries."""
+    """List what the chosen recipe costs in quality: the caveats of the rungs whose changes it includes."""
     if not ladder:
         return ()
     found: list[str] = []
@@ -209,7 +209,7 @@ def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
     for rung in ladder[1:]:
         moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
         if rung.recipe.method != before.method:
-            found.clear()  # what was given up for trained weights does not matter to frozen ones
+            found.clear()  # a caveat about trained weights does not apply to frozen ones
         kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
         if kept and rung.caveat and not rung.caveat.startswith("none"):
             found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")
@@ -221,13 +221,14 @@ _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"
 
 
 def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
-    """Which rung fits first, all rungs in order, each on top of those before it, then their costs and switches."""
+    """Show the first rung that fits, then all rungs, each on top of those before it, then their costs and switches."""
     usable = job.gpu.usable_bytes(job.reserve)
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
-    asked = f"sequence {tokens(job.sequence_length)}{DOT}effective batch {tokens(job.effective_batch)}{DOT}each technique on top of those above it"
+    batch = f"effective batch {tokens(job.effective_batch)}"
+    asked = DOT.join((f"sequence {tokens(job.sequence_length)}", batch, "each technique on top of those above it"))
     parts: list[RenderableType] = [
-        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "", _table(rungs), "",
-        *_notes(notes), _details(rungs),
+        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "",
+        _table(rungs), "", *_notes(notes), _details(rungs),
     ]  # fmt: skip
     return Group(*parts)
 
@@ -237,15 +238,15 @@ def _notes(notes: Sequence[str]) -> list[RenderableType]:
 
 
 def _verdict(rungs: Sequence[Rung]) -> RenderableType:
-    """The best verdict of the ladder, and the first rung that has it."""
+    """Show the best verdict of the ladder, and the first rung that has it."""
     for verdict in ("fits", "tight", "misfit"):
         some = [r for r in rungs if r.judgement.verdict == verdict]
         if some:
             words, style = VERDICT_WORDS[verdict]
             first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
-            said = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
+            title = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
             return hanging(
-                Text(words, style), (f"{said}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
+                Text(words, style), (f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
             )
     return Text("no technique applies")
 
@@ -263,7 +264,7 @@ def _table(rungs: Sequence[Rung]) -> RenderableType:
 
 
 def _details(rungs: Sequence[Rung]) -> RenderableType:
-    """What each technique costs in quality, and its switch by framework."""
+    """Show what each technique costs in quality, and its switch by framework."""
     parts: list[RenderableType] = [Text("cost in quality, and how to turn it on", "dim")]
     widest = max((len(name) for rung in rungs for name in rung.flags), default=0)
     for rung in rungs:

@@ -1,4 +1,4 @@
-"""The GPU catalogue as a table, with the largest catalogued model each card trains in each way."""
+"""The screens of what memfit has on record: GPUs with the largest model each trains, models, and the glossary."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from memfit.tables.cautions import PLATFORMS
 from memfit.units import GB, billions, gib
 
 SOFTWARE: dict[Platform, str] = {
-    platform: f"allocator and kernels of {name} are not modelled, so what it is good for is not computed"
+    platform: f"the allocator and kernels of {name} are not modelled, so 'good for' is not computed"
     for platform, name in PLATFORMS.items() if platform not in ("cuda", "rocm")
 }  # fmt: skip
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def gpus_view(rows: Sequence[GpuRow], setting: str) -> Group:
-    """All cards. `setting`: under which batch, length and precision "good for" was computed."""
+    """Show all cards. `setting`: the batch, length and precision for which "good for" was computed."""
     notes = [("full, LoRA, QLoRA:", f"the largest catalogued model that fits on one card by each method ({setting})")]
     notes.append(("more:", "memfit gpus NAME shows one card; for a card that is not here: --gpu-memory 40GiB"))
     return Group(_cards(rows), "", paragraphs(notes))
 
 
 def _cards(rows: Sequence[GpuRow]) -> Grid:
-    """Names of cards and models only where there is room."""
+    """Make the table of cards; names of cards and models are left out where the terminal is narrow."""
     heads = (
-        Column("--gpu"), Column("card", spare=5), Column("usable\nGiB", right=True), Column("GB/s", right=True, spare=3),
-        Column("$/h", right=True, spare=2),
+        Column("--gpu"), Column("card", spare=5), Column("usable\nGiB", right=True),
+        Column("GB/s", right=True, spare=3), Column("$/h", right=True, spare=2),
     )  # fmt: skip
     methods = [c for title in METHODS.values() for c in (Column(title, right=True), Column("", spare=6))]
     return Grid((*heads, *methods), [_card(row) for row in rows])
@@ -51,15 +51,18 @@ def _card(row: GpuRow) -> list[Text | str]:
 
 
 def gpu_view(row: GpuRow, setting: str) -> Group:
-    """One card in full."""
+    """Show one card in full."""
     gpu = row.gpu
+    sizes = (f"{gpu.sold_bytes / GB:.0f} GB sold", f"{gib(gpu.total_bytes, 2)} GiB for CUDA")
+    link = f"link {gpu.link_bandwidth / GB:.0f} GB/s one way" if gpu.link_bandwidth else "no link, cards meet over PCIe"
+    price = f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""
     facts = [
         ("--gpu", ", ".join((gpu.short, *gpu.aliases))),
-        ("memory", DOT.join((f"{gpu.sold_bytes / GB:.0f} GB sold", f"{gib(gpu.total_bytes, 2)} GiB for CUDA", f"{gib(gpu.usable_bytes(), 2)} GiB usable"))),
+        ("memory", DOT.join((*sizes, f"{gib(gpu.usable_bytes(), 2)} GiB usable"))),
         ("chip", _chip(gpu)),
         ("speed", DOT.join((f"{gpu.bandwidth / GB:,.0f} GB/s", _rate(gpu)))),
-        ("bus", DOT.join((gpu.pcie or "-", f"link {gpu.link_bandwidth / GB:.0f} GB/s one way" if gpu.link_bandwidth else "no link, cards meet over PCIe"))),
-        ("price", f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""),
+        ("bus", DOT.join((gpu.pcie or "-", link))),
+        ("price", price),
         ("unverified", ", ".join(gpu.unverified)),
         ("software", SOFTWARE.get(gpu.platform, "")),
         ("note", gpu.note),
@@ -86,18 +89,18 @@ def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
 
 
-class Row(Entry, Protocol):
-    """What the table shows of it."""
+class ModelRow(Entry, Protocol):
+    """A model of the catalogue, as far as its row shows it."""
 
     @property
     def refused(self) -> str: ...
 
 
-def models_view(rows: Sequence[Row]) -> Group:
-    """Name to type, size, family, Hugging Face id, and whether its training is modelled."""
+def models_view(rows: Sequence[ModelRow]) -> Group:
+    """Show each model's name to type, size, family, Hugging Face id, and whether its training is modelled."""
     columns = (
-        Column("model"), Column("parameters", right=True), Column("family", spare=2), Column("Hugging Face id", spare=3),
-        Column("training", wraps=8, spare=1),
+        Column("model"), Column("parameters", right=True), Column("family", spare=2),
+        Column("Hugging Face id", spare=3), Column("training", wraps=8, spare=1),
     )  # fmt: skip
     lines = [
         (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
@@ -108,14 +111,14 @@ def models_view(rows: Sequence[Row]) -> Group:
     for row in rows:
         if row.refused:
             why[row.refused] = why.get(row.refused, 0) + 1
-    note = "any other model: org/name on Hugging Face, a folder with a config.json, or the path of one"
+    note = "for others give org/name on Hugging Face, a folder with a config.json, or a config.json"
     refused = [("refused:", f"{reason} ({tokens(n)} model{'s' if n > 1 else ''})") for reason, n in sorted(why.items())]
     return Group(Grid(columns, lines), "", paragraphs([*refused, ("", "")]), text(f"{len(rows)} models; {note}", "dim"))
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One word. `means` is one sentence; `more` adds numbers or a caveat; `see` names other terms."""
+    """A word of the glossary. `means` is one sentence; `more` adds numbers or a caveat; `see` names other terms."""
 
     name: str
     means: str
@@ -125,7 +128,7 @@ class Term:
 
 
 def terms(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Term, ...]:
-    """The parsed glossary.toml as terms, by name."""
+    """Return the terms of the parsed glossary.toml, by name."""
     found = []
     for row in data["term"]:
         cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
@@ -134,7 +137,7 @@ def terms(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Term, ...]:
 
 
 def lookup(known: Iterable[Term], word: str) -> Term:
-    """The term called `word` or one of its other names. Raises UnknownName with what is near."""
+    """Return the term with `word` as its name or other name. Raises UnknownName with similar names."""
     by_name = {_key(name): t for t in known for name in (t.name, *t.also)}
     if _key(word) not in by_name:
         raise UnknownName("term", word, by_name, hint="see: memfit glossary")
@@ -146,12 +149,12 @@ def _key(word: str) -> str:
 
 
 def glossary_view(known: Sequence[Term]) -> Group:
-    """All terms, one line each."""
+    """Show all terms, one line each."""
     return Group(paragraphs([(t.name, t.means) for t in known]))
 
 
 def term_view(term: Term) -> Group:
-    """One term in full."""
+    """Show one term in full."""
     parts: list[RenderableType] = [text(term.name, "bold"), text(term.means)]
     parts += [text(term.more)] if term.more else []
     return Group(*parts, paragraphs([("also called:", ", ".join(term.also)), ("see:", ", ".join(term.see))]))
