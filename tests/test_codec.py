@@ -115,9 +115,9 @@ def test_every_key_is_explained() -> None:
     ("text", "problem"),
     [
         ("", "not valid JSON"),
-        ("[1]", "no memfit document"),
-        ('{"schema": "memfit.plan/999"}', "no memfit document"),
-        ('{"schema": 1}', "no memfit document"),
+        ("[1]", "memfit document"),
+        ('{"schema": "memfit.plan/999"}', "memfit document"),
+        ('{"schema": 1}', "memfit document"),
         ('{"schema": "memfit.estimate/1"}', "missing required field"),
         ("[" * 100_000, "not valid JSON"),
     ],
