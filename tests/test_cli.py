@@ -285,7 +285,7 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
     file.write_text("".join(json.dumps({"text": "x" * 3000}) + "\n" for _ in range(5)))
     code, out, err = ran("plan", model, "--gpu", "h100", "--data", file, "--tokenizer", "bytes", "--json")
     assert code == 0 and json.loads(out)["recipe"]["sequence_length"] == length
-    assert ("all that the model has positions for: 100.0% of the samples are cut" in err) is (length < 3000)
+    assert ("the number of positions the model has: 100.0% of the samples are cut" in err) is (length < 3000)
 
 
 def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:

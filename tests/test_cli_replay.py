@@ -121,7 +121,7 @@ def test_a_recipe_s_run_is_saved_and_replayed(ran: Ran, tmp_path: Path, name: st
         (("--alloc-conf", "backend:cudaMallocAsync"), "not modelled"),
         (("--device", "7"), "only a snapshot has several devices"),
         (("--force",), "--force needs a file"),
-        (("--html", "x", "--snapshot", "x"), "two files of one name"),
+        (("--html", "x", "--snapshot", "x"), "same name"),
         (("--html", "."), "is a folder"),
     ],
 )  # fmt: skip

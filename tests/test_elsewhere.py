@@ -6,7 +6,7 @@ import click
 import pytest
 
 from conftest import Ran
-from memfit.cli.flags import WORDS
+from memfit.cli.flags import MEANT_FLAGS
 from memfit.cli.tree import command
 
 
@@ -14,14 +14,14 @@ def options(name: str) -> dict[str, click.Parameter]:
     return {flag: row for row in command().commands[name].params for flag in row.opts}
 
 
-@pytest.mark.parametrize("option", WORDS)
+@pytest.mark.parametrize("option", MEANT_FLAGS)
 def test_what_is_answered_is_what_memfit_takes(option: str, ran: Ran) -> None:
-    flag, _, value = WORDS[option].partition(" ")
+    flag, _, value = MEANT_FLAGS[option].partition(" ")
     name = next(name for name in ("plan", "train") if flag in options(name))
     assert option not in options(name)
     code, out, err = ran(name, "smollm2-135m", option.replace("-", "_").replace("__", "--", 1), "4")
     assert (code, out) == (2, "")
-    assert f"hint: here it is {WORDS[option]}; see: memfit {name} --help" in " ".join(err.split())
+    assert f"hint: here it is {MEANT_FLAGS[option]}; see: memfit {name} --help" in " ".join(err.split())
     row = options(name)[flag]
     assert value in (row.metavar or "").split("|") if value else row
 

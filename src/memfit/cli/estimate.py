@@ -1,4 +1,4 @@
-"""memfit estimate: the footprint of one recipe, as it is, and why."""
+"""memfit estimate: the footprint of one recipe, unchanged, and why."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ EXAMPLES = (
     "memfit estimate Qwen/Qwen2.5-7B --gpu h100 --checkpointing full",
     "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
 )
-WHY = Flag(
-    "why", bool, "Show every formula with its numbers, and the tensors alive at the worst instant.", default=False
-)
-
-
+WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors at the worst instant.", default=False)
 FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 
 
 @takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
-def run(
-    model: str | None = None,
-    **flags: Any,
-) -> int:
-    """Say what one recipe needs, as it is."""
+def run(model: str | None = None, **flags: Any) -> int:
+    """Estimate the memory of one recipe."""
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
     from memfit.closed_form.run.estimate import estimate

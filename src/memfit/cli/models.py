@@ -12,12 +12,9 @@ from memfit.errors import UnknownName
 EXAMPLES = ("memfit models qwen",)
 
 
-@takes(*COMMON, argument=Argument("text", "a part of the names to show", "TEXT"))
-def run(
-    text: str | None = None,
-    **flags: Any,
-) -> int:
-    """List the models known without a network."""
+@takes(*COMMON, argument=Argument("text", "part of a name or family", "TEXT"))
+def run(text: str | None = None, **flags: Any) -> int:
+    """List the models that need no network."""
     from memfit.models.hub import list_models
 
     every = list_models()

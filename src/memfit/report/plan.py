@@ -96,7 +96,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
     limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
     if limits:
-        found.append(("largest:", f"{' or '.join(limits)} would still fit, with the rest as it is"))
+        found.append(("largest:", f"{' or '.join(limits)} would still fit, with everything else unchanged"))
     found += [("refused:", f"{r.title}: {r.why}") for r in plan.refused[:SHOWN_REFUSALS]]
     if plan.footprint.source != "formula":
         found.append(("source:", plan.footprint.source))
@@ -144,7 +144,7 @@ class Ladder:
         if not self.plan.ladder:
             return
         unit = shared_unit(self.plan.judgement.need)
-        heads = ("", "rung", f">peak\n{unit}", f">buys\n{unit}", ">step\ntime", "why (not)")
+        heads = ("", "rung", f">peak\n{unit}", f">saves\n{unit}", ">step\ntime", "verdict")
         if not options.is_terminal:
             heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
         style = VERDICT_WORDS[self.plan.judgement.verdict][1]
@@ -265,10 +265,11 @@ def _table(rungs: Sequence[Rung]) -> RenderableType:
 
 def _details(rungs: Sequence[Rung]) -> RenderableType:
     """Show what each technique costs in quality, and its switch by framework."""
-    parts: list[RenderableType] = [Text("cost in quality, and how to turn it on", "dim")]
+    parts: list[RenderableType] = [Text("what each costs in quality, and the setting that turns it on", "dim")]
     widest = max((len(name) for rung in rungs for name in rung.flags), default=0)
     for rung in rungs:
         if rung.flags or rung.caveat:
-            parts.append(Text.assemble((visible(rung.title.removeprefix("+ ")), "bold"), f": {visible(rung.caveat)}"))
+            title = visible(rung.title.removeprefix("+ "))
+            parts.append(Text.assemble((title, "bold"), f"{DOT}cost in quality: {visible(rung.caveat)}"))
             parts.append(paragraphs([(f"  {name:<{widest}}", flag) for name, flag in rung.flags.items()]))
     return Group(*parts)
