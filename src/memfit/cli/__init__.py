@@ -88,7 +88,7 @@ def _misuse(misuse: ClickException) -> int:
     message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
     meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
     if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
-        message, hint = misuse.message, f"here it is {meant}; {hint}"
+        message, hint = misuse.message, f"use {meant} instead; {hint}"
     terminal.error(terminal.sentence(message), hint)
     return EXIT_BAD_INPUT
 
