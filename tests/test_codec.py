@@ -1,4 +1,4 @@
-"""JSON documents: what goes out comes back equal, the schema file is fresh, and wrong documents are refused in words."""
+"""JSON documents: written ones are read back equal, the schema file is fresh, wrong documents are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_an_estimate_comes_back_equal(estimate_text: str) -> None:
 
 def test_the_promised_keys_are_there_with_their_types(plan: Plan, estimate_text: str) -> None:
     promised = {
-        "schema": str, "model": str, "gpu": dict, "recipe": dict, "source": str, "peak": dict, "peak_phase": str, "by_role": dict,
+        "schema": str, "model": str, "gpu": dict, "recipe": dict, "source": str, "peak": dict, "peak_phase": str,
+        "by_role": dict,
         "phases": list, "fits": bool, "verdict": str, "headroom": int, "assumptions": list, "unknowns": list,
     }  # fmt: skip
     extra = {"chosen": dict, "ladder": list, "refused": list, "alternatives": list, "largest": dict, "notes": list}

@@ -1,4 +1,4 @@
-"""Model resolution: names, folders, hostile files, the Hub's answers; every failure is one of our errors with a hint."""
+"""Model resolution: names, folders, hostile files, the Hub's answers; every failure is our error with a hint."""
 
 from __future__ import annotations
 

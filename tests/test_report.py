@@ -269,14 +269,15 @@ def test_names_cannot_steer_the_terminal() -> None:
 # ---- why -------------------------------------------------------------------------------------------------------------
 
 GRID = [
-    Recipe(method=method, precision=precision, quantization="nf4-double" if method == "qlora" else "none", checkpointing=ck,
-           optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256, offload=offload, shard=shard,
+    Recipe(method=method, precision=precision, quantization="nf4-double" if method == "qlora" else "none",
+           checkpointing=ck, optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256, offload=offload, shard=shard,
            num_gpus=4 if shard != "none" else 1, trainer=trainer, loss=loss)
     for (method, precision), ck, opt, (accumulation, offload, shard), (trainer, loss) in product(
         (("full", "bf16"), ("full", "bf16-master"), ("lora", "bf16"), ("qlora", "bf16")),
         ("none", "full"),
         ("adamw", "adamw-8bit", "adafactor", "paged-adamw-8bit", "galore"),
-        ((1, "none", "none"), (4, "none", "none"), (1, "none", "gradients"), (2, "none", "parameters"), (1, "optimizer", "none")),
+        ((1, "none", "none"), (4, "none", "none"), (1, "none", "gradients"), (2, "none", "parameters"),
+         (1, "optimizer", "none")),
         (("trl", "fused"), ("torch", "full")),
     )
 ]  # fmt: skip
@@ -414,8 +415,13 @@ COMMON = (
 )  # explained under their flag
 
 
-@pytest.mark.parametrize("word", [*ROLES, *PHASES, *(c for c in CHOICES if c not in COMMON), "requested", "allocated", "reserved", "device",
-                                  "headroom", "band", "ladder", "rung", "usable", "verdict", "trainer", "roofline", "NCCL", "optimizer"])  # fmt: skip
+OTHER_WORDS = (
+    "requested", "allocated", "reserved", "device", "headroom", "band", "ladder", "rung", "usable", "verdict", "trainer",
+    "roofline", "NCCL", "optimizer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", [*ROLES, *PHASES, *(c for c in CHOICES if c not in COMMON), *OTHER_WORDS])
 def test_every_word_memfit_prints_is_explained(word: str) -> None:
     assert lookup(KNOWN, word).means.endswith(".")
 

@@ -25,9 +25,9 @@ CHAT_NOTE = (
 # what Qwen's chat template writes around the definitions of tools
 TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
-    "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object "
-    'with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name": <function-name>, '
-    '"arguments": <args-json-object>}}\n</tool_call>'
+    "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json "
+    "object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 TOOLS_NOTE = "tools counted as Qwen's chat template writes them"
 ALPACA_NOTE = "instructions counted in the Alpaca template; a chat template takes about 30 tokens less"
