@@ -24,7 +24,7 @@ EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
     "memfit launch run/recipe.toml --target skypilot --out job/ --submit",
 )
-STDERR = 2  # the file, not Python's object
+STDERR = 2  # the file descriptor
 ROWS = (
     Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME"),
     Flag("target", str, "What runs the job.", "torchrun|slurm|skypilot|kubernetes"),

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.errors import UnknownName
-from memfit.nouns.gpu import Gpu, Platform
-from memfit.planner.good_for import VENDORS, Entry, GpuRow, Largest
+from memfit.nouns.gpu import Gpu
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import DOT, tokens
-from memfit.tables.cautions import PLATFORMS
 from memfit.units import GB, billions, gib
 
-SOFTWARE: dict[Platform, str] = {
-    platform: f"the allocator and kernels of {name} are not modelled, so 'good for' is not computed"
-    for platform, name in PLATFORMS.items() if platform not in ("cuda", "rocm")
-}  # fmt: skip
+if TYPE_CHECKING:
+    from memfit.planner.good_for import Entry, GpuRow, Largest
+
+    class ModelRow(Entry, Protocol):
+        """A model of the catalogue, as far as its row shows it."""
+
+        @property
+        def refused(self) -> str: ...
+
+
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
@@ -52,6 +56,8 @@ def _card(row: GpuRow) -> list[Text | str]:
 
 def gpu_view(row: GpuRow, setting: str) -> Group:
     """Show one card in full."""
+    from memfit.planner.good_for import VENDORS  # here, as the other screens need no planner
+
     gpu = row.gpu
     sizes = (f"{gpu.sold_bytes / GB:.0f} GB sold", f"{gib(gpu.total_bytes, 2)} GiB for CUDA")
     link = f"link {gpu.link_bandwidth / GB:.0f} GB/s one way" if gpu.link_bandwidth else "no link, cards meet over PCIe"
@@ -64,7 +70,7 @@ def gpu_view(row: GpuRow, setting: str) -> Group:
         ("bus", DOT.join((gpu.pcie or "-", link))),
         ("price", price),
         ("unverified", ", ".join(gpu.unverified)),
-        ("software", SOFTWARE.get(gpu.platform, "")),
+        ("software", _software(gpu)),
         ("note", gpu.note),
     ]  # fmt: skip
     parts: list[RenderableType] = [text(gpu.name, "bold"), paragraphs(facts)]
@@ -72,6 +78,14 @@ def gpu_view(row: GpuRow, setting: str) -> Group:
         return Group(*parts)
     good = [(f"  {title}", _named(row.good_for.get(method))) for method, title in METHODS.items()]
     return Group(*parts, text(f"good for ({setting})"), paragraphs(good))
+
+
+def _software(gpu: Gpu) -> str:
+    from memfit.tables.cautions import PLATFORMS
+
+    if gpu.platform in ("cuda", "rocm"):
+        return ""
+    return f"the allocator and kernels of {PLATFORMS[gpu.platform]} are not modelled, so 'good for' is not computed"
 
 
 def _chip(gpu: Gpu) -> str:
@@ -87,13 +101,6 @@ def _rate(gpu: Gpu) -> str:
 
 def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
-
-
-class ModelRow(Entry, Protocol):
-    """A model of the catalogue, as far as its row shows it."""
-
-    @property
-    def refused(self) -> str: ...
 
 
 def models_view(rows: Sequence[ModelRow]) -> Group:
