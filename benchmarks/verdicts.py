@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from memfit.closed_form.run.estimate import estimate
-from memfit.nouns.verdicts import judge
+from memfit.nouns.plan import judge
 from memfit.units import GIB
 from published.case import NotCovered
 from published.rows import read_rows

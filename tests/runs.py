@@ -22,8 +22,7 @@ from memfit.documents import recipe_file
 from memfit.frameworks.accelerate.environment import environment
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
-from memfit.nouns.plan import Plan
-from memfit.nouns.verdicts import judge
+from memfit.nouns.plan import Plan, judge
 from memfit.train import embedded, folder, worker
 from memfit.train.memory_limit import CountingMeter
 from memfit.train.outcome import Event, Outcome, Settings

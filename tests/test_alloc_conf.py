@@ -95,7 +95,7 @@ def test_a_misspelt_key_is_answered_with_the_right_one() -> None:
 )  # fmt: skip
 def test_a_key_newer_than_torch_is_refused(text: str, since: tuple[int, int]) -> None:
     parse_alloc_conf(text, since)
-    with pytest.raises(BadInput, match="does not know") as caught:
+    with pytest.raises(BadInput, match=text.partition(":")[0]) as caught:
         parse_alloc_conf(text, (since[0], since[1] - 1))
     assert f"torch {since[0]}.{since[1]} or newer" in caught.value.hint
 

@@ -25,9 +25,10 @@ RUN = (MODEL, "--gpu", CARD)
 Ran = Callable[..., tuple[int, str, str]]
 COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
-RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets", "--optimizer",
-          "--micro-batch", "--accumulation", "--sequence-length", "--padding", "--checkpointing", "--attention", "--compile", "--loss", "--offload",
-          "--shard", "--num-gpus", "--trainer", "--alloc-conf"]  # fmt: skip
+RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets",
+          "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding", "--checkpointing",
+          "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
+          "--alloc-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {
     "plan": [
@@ -165,7 +166,7 @@ def test_a_pipe_has_no_two_empty_lines(ran: Ran, arguments: tuple[str, ...]) -> 
 
 
 def test_too_tight_to_promise_is_four(ran: Ran) -> None:
-    """A card with exactly the memory the peak needs leaves nothing for being wrong."""
+    """A card with exactly the memory of the peak has no room for the prediction's error."""
     need = json.loads(ran("estimate", *RUN, "--json")[1])["need"]
     code, out, _ = ran("estimate", MODEL, "--gpu-memory", f"{need + 500 * 2**20 + 2**20}")
     assert (code, "TOO TIGHT" in out) == (4, True)
@@ -192,7 +193,7 @@ def test_next_commands_keep_the_cards(ran: Ran) -> None:
 
 
 def test_the_largest_values_are_no_less_than_the_plan(ran: Ran) -> None:
-    """Of sharded runs too, whose closed form is coarser than the replay that chose them."""
+    """This holds for sharded runs too, whose closed form is coarser than the replay that chose them."""
     _, out, _ = ran("plan", "Qwen/Qwen3.5-9B", "--gpu", "2xh100", "--shard", "parameters", "--json")
     plan = json.loads(out)
     recipe = plan["recipe"]
@@ -285,7 +286,7 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
     file.write_text("".join(json.dumps({"text": "x" * 3000}) + "\n" for _ in range(5)))
     code, out, err = ran("plan", model, "--gpu", "h100", "--data", file, "--tokenizer", "bytes", "--json")
     assert code == 0 and json.loads(out)["recipe"]["sequence_length"] == length
-    assert ("all that the model has positions for: 100.0% of the samples are cut" in err) is (length < 3000)
+    assert ("the number of positions the model has: 100.0% of the samples are cut" in err) is (length < 3000)
 
 
 def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 from memfit import Recipe, cli, estimate
 from memfit.cli import confirm, terminal, trace
 from memfit.errors import Unsupported
-from memfit.nouns.verdicts import judge
+from memfit.nouns.plan import judge
 
 PLAN = ("plan", "llama-2-7b", "--gpu", "rtx-4090")
 Stub = Callable[[Callable[[Recipe], Any]], list[Recipe]]

@@ -1,4 +1,4 @@
-"""Options of other tools are answered with memfit's own."""
+"""Options of other tools are answered with the flag memfit has for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 import pytest
 
 from conftest import Ran
-from memfit.cli.elsewhere import WORDS
+from memfit.cli.flags import MEANT_FLAGS
 from memfit.cli.tree import command
 
 
@@ -14,22 +14,22 @@ def options(name: str) -> dict[str, click.Parameter]:
     return {flag: row for row in command().commands[name].params for flag in row.opts}
 
 
-@pytest.mark.parametrize("option", WORDS)
-def test_what_is_answered_is_what_memfit_takes(option: str, ran: Ran) -> None:
-    flag, _, value = WORDS[option].partition(" ")
+@pytest.mark.parametrize("option", MEANT_FLAGS)
+def test_the_hint_names_a_flag_that_the_command_takes(option: str, ran: Ran) -> None:
+    flag, _, value = MEANT_FLAGS[option].partition(" ")
     name = next(name for name in ("plan", "train") if flag in options(name))
     assert option not in options(name)
     code, out, err = ran(name, "smollm2-135m", option.replace("-", "_").replace("__", "--", 1), "4")
     assert (code, out) == (2, "")
-    assert f"hint: here it is {WORDS[option]}; see: memfit {name} --help" in " ".join(err.split())
+    assert f"hint: use {MEANT_FLAGS[option]} instead; see: memfit {name} --help" in " ".join(err.split())
     row = options(name)[flag]
     assert value in (row.metavar or "").split("|") if value else row
 
 
 @pytest.mark.parametrize("option", ["--learning-rat", "--nothing-like-it"])
-def test_the_rest_is_answered_as_ever(option: str, ran: Ran) -> None:
+def test_an_unknown_option_gets_the_usual_hint(option: str, ran: Ran) -> None:
     code, _, err = ran("train", "smollm2-135m", option, "4")
-    assert code == 2 and "here it is" not in err and "see: memfit train --help" in err
+    assert code == 2 and "instead" not in err and "see: memfit train --help" in err
     assert ("--learning-rate" in err) == (option == "--learning-rat")
 
 

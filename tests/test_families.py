@@ -211,7 +211,7 @@ def test_tower_counts_apart() -> None:
         ({"model_type": "mamba2"}, "mamba2"),
         ({"_class_name": "UNet2DConditionModel"}, "diffusers"),
         ({"hidden_size": 8}, "model_type"),
-        ({"model_type": ["llama"]}, "not a family"),
+        ({"model_type": ["llama"]}, "model family"),
         ({"model_type": "gemma3n"}, "towers"),
     ],
 )
@@ -273,7 +273,8 @@ def test_llama_count_in_closed_form(
 
 
 hostile = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(""), st.lists(st.integers(), max_size=3),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(""),
+    st.lists(st.integers(), max_size=3),
     st.dictionaries(st.text(max_size=4), st.integers(), max_size=2), st.lists(st.text(max_size=3), max_size=40),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Model resolution: names, folders, hostile files, the Hub's answers; every failure is one of our errors with a hint."""
+"""Model resolution: names, folders, hostile files, the Hub's answers; every failure is our error with a hint."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_one_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_part_of_a_name() -> None:
     assert resolve_model("qwen3-next").name == "Qwen/Qwen3-Next-80B-A3B-Instruct"
-    with pytest.raises(BadInput, match="may mean") as caught:
+    with pytest.raises(BadInput, match="2 models") as caught:
         resolve_model("llama-3.2")
     assert "llama-3.2-1b, llama-3.2-3b" in caught.value.hint
 

@@ -96,7 +96,7 @@ HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
         (HEAD + "[training]\nmax_steps = true", "training.max_steps", "numbers bare"),
         (HEAD + '[training]\nlearning_rate = "2e-5"', "training.learning_rate", "numbers bare"),
         (HEAD + "[training]\nmax_steps = -3", "--max-steps must be from 1", "memfit train --help"),
-        (HEAD + "[training]\nsave_steps = 1.5", "a share of all, not 1.5", "--save-steps 0.1"),
+        (HEAD + "[training]\nsave_steps = 1.5", "--save-steps", "--save-steps 0.1"),
         (HEAD + "[training]\nlearning_rate = nan", "--learning-rate must be", "memfit train --help"),
         (HEAD + "[training]\nepochs = 0", "--epochs must be", "memfit train --help"),
         ("schema = 1\ntraining = 3", "must be a table", "[training]"),

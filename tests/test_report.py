@@ -27,21 +27,15 @@ from memfit.errors import UnknownName, Unsupported
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
-from memfit.nouns.plan import Judgement, Plan, Rung
+from memfit.nouns.plan import Judgement, Plan, Rung, judge
 from memfit.nouns.tape import PHASES, ROLES
-from memfit.nouns.verdicts import judge
 from memfit.planner import techniques
 from memfit.planner.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
-from memfit.report.bar import Share, StackedBar, cells, shares
+from memfit.report.bar import BarPart, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
-from memfit.report.estimate import estimate_view
-from memfit.report.glossary import glossary_view, lookup, term_view, terms
-from memfit.report.gpus import gpu_view, gpus_view
-from memfit.report.ladder import chosen_index, costs
-from memfit.report.models import models_view
-from memfit.report.plan import plan_view
-from memfit.report.techniques import techniques_view
-from memfit.report.why_view import arithmetic, why_view
+from memfit.report.estimate import arithmetic, estimate_view, why_view
+from memfit.report.plan import chosen_index, costs, plan_view, techniques_view
+from memfit.report.reference import glossary_view, gpu_view, gpus_view, lookup, models_view, term_view, terms
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tables.combinations import refusal
 from memfit.tables.optimizers import OPTIMIZERS
@@ -143,7 +137,7 @@ def test_cells_share_the_width_in_proportion(sizes: list[int], width: int) -> No
 
 @given(st.lists(st.integers(1, 200 * GIB), min_size=1, max_size=8), st.integers(1, 300 * GIB), st.integers(20, 200))
 def test_the_bar_keeps_its_line_and_its_width(sizes: list[int], usable: int, width: int) -> None:
-    parts = tuple(Share(word, size) for word, size in zip(ROLE_WORDS.values(), sizes, strict=False))
+    parts = tuple(BarPart(word, size) for word, size in zip(ROLE_WORDS.values(), sizes, strict=False))
     lines = printed(StackedBar(parts, usable), width).splitlines()
     assert max(map(len, lines)) <= width
     assert "╎" in lines[0]
@@ -155,9 +149,9 @@ def test_the_bar_keeps_its_line_and_its_width(sizes: list[int], usable: int, wid
 
 def test_the_line_stands_where_the_card_ends() -> None:
     word = ROLE_WORDS["parameters"]
-    inside = printed(StackedBar((Share(word, 10 * GIB),), 20 * GIB), 80).splitlines()[0]
+    inside = printed(StackedBar((BarPart(word, 10 * GIB),), 20 * GIB), 80).splitlines()[0]
     assert 0.45 < inside.rindex("│") / inside.index("╎") < 0.55
-    over = printed(StackedBar((Share(word, 20 * GIB),), 10 * GIB), 80).splitlines()
+    over = printed(StackedBar((BarPart(word, 20 * GIB),), 10 * GIB), 80).splitlines()
     assert over[0].index("╎") == over[1].index("╎")
     assert 0.45 < over[0].index("╎") / over[0].rindex("│") < 0.55
 
@@ -165,7 +159,7 @@ def test_the_line_stands_where_the_card_ends() -> None:
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=80, force_terminal=True, color_system=None).print(
-        StackedBar((Share(ROLE_WORDS["activations"], GIB),), 2 * GIB)
+        StackedBar((BarPart(ROLE_WORDS["activations"], GIB),), 2 * GIB)
     )
     assert file.encoding == "ascii"  # and nothing raised
     file.flush()
@@ -275,14 +269,15 @@ def test_names_cannot_steer_the_terminal() -> None:
 # ---- why -------------------------------------------------------------------------------------------------------------
 
 GRID = [
-    Recipe(method=method, precision=precision, quantization="nf4-double" if method == "qlora" else "none", checkpointing=ck,
-           optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256, offload=offload, shard=shard,
+    Recipe(method=method, precision=precision, quantization="nf4-double" if method == "qlora" else "none",
+           checkpointing=ck, optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256, offload=offload, shard=shard,
            num_gpus=4 if shard != "none" else 1, trainer=trainer, loss=loss)
     for (method, precision), ck, opt, (accumulation, offload, shard), (trainer, loss) in product(
         (("full", "bf16"), ("full", "bf16-master"), ("lora", "bf16"), ("qlora", "bf16")),
         ("none", "full"),
         ("adamw", "adamw-8bit", "adafactor", "paged-adamw-8bit", "galore"),
-        ((1, "none", "none"), (4, "none", "none"), (1, "none", "gradients"), (2, "none", "parameters"), (1, "optimizer", "none")),
+        ((1, "none", "none"), (4, "none", "none"), (1, "none", "gradients"), (2, "none", "parameters"),
+         (1, "optimizer", "none")),
         (("trl", "fused"), ("torch", "full")),
     )
 ]  # fmt: skip
@@ -420,8 +415,13 @@ COMMON = (
 )  # explained under their flag
 
 
-@pytest.mark.parametrize("word", [*ROLES, *PHASES, *(c for c in CHOICES if c not in COMMON), "requested", "allocated", "reserved", "device",
-                                  "headroom", "band", "ladder", "rung", "usable", "verdict", "trainer", "roofline", "NCCL", "optimizer"])  # fmt: skip
+OTHER_WORDS = (
+    "requested", "allocated", "reserved", "device", "headroom", "band", "ladder", "rung", "usable", "verdict", "trainer",
+    "roofline", "NCCL", "optimizer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", [*ROLES, *PHASES, *(c for c in CHOICES if c not in COMMON), *OTHER_WORDS])
 def test_every_word_memfit_prints_is_explained(word: str) -> None:
     assert lookup(KNOWN, word).means.endswith(".")
 
@@ -464,7 +464,7 @@ def test_an_unknown_word_is_refused_with_what_is_near() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_the_legend_never_parts_a_name_from_its_number(width: int) -> None:
-    parts = tuple(Share(word, (i + 1) * GIB) for i, word in enumerate(ROLE_WORDS.values()))
+    parts = tuple(BarPart(word, (i + 1) * GIB) for i, word in enumerate(ROLE_WORDS.values()))
     lines = printed(StackedBar(parts, 99 * GIB), width).rstrip().splitlines()[1:]
     assert all(line.startswith("■") for line in lines)
     for part in parts:

@@ -37,7 +37,7 @@ def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
         ("gone", "data.txt, which the run reads, is gone"),
         ("tokenizer", "model has changed since the run began"),
         ("weights", "model has changed since the run began"),
-        ("recipe", "recipe.toml has been edited since the run wrote it"),
+        ("recipe", "recipe.toml was edited"),
     ],
 )
 def test_a_run_whose_inputs_changed_is_not_resumed(

@@ -91,7 +91,7 @@ def test_small_runs_are_told_in_mib(ran: Ran, tmp_path: Path, command: str, word
     ("share", "said"), [(0.0, "none"), (0.0004, "less than 0.1%"), (0.032, "3.2%"), (1.0, "100.0%")]
 )
 def test_a_share_of_samples_is_never_zero_percent(share: float, said: str) -> None:
-    assert units.said_share(share) == said
+    assert units.share_of_samples(share) == said
 
 
 def test_gigabytes_of_a_card_are_told_from_gibibytes(ran: Ran) -> None:

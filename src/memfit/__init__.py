@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu as Gpu
     from memfit.nouns.job import Job as Job
     from memfit.nouns.job import Recipe as Recipe
-    from memfit.nouns.verdicts import judge as judge
+    from memfit.nouns.plan import judge as judge
     from memfit.planner import make_plan as make_plan
     from memfit.virtual.virtual_gpu import virtual_gpu as virtual_gpu
 
@@ -34,7 +34,7 @@ _LAZY = {
     "explain_oom": "memfit.live.explain_oom",
     "estimate": "memfit.closed_form.run.estimate",
     "find_gpu": "memfit.catalogue.cards",
-    "judge": "memfit.nouns.verdicts",
+    "judge": "memfit.nouns.plan",
     "make_plan": "memfit.planner",
     "resolve_model": "memfit.models.hub",
     "static_lines": "memfit.closed_form.rule_of_thumb",

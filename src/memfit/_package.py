@@ -1,6 +1,6 @@
-"""What the package knows of itself: its version, and the folder its own files lie in."""
+"""The package's version, and the folder that tells its own files from the user's."""
 
 from pathlib import Path
 
 __version__ = "0.1.0"
-FOLDER = Path(__file__).parent  # a frame or module below it is memfit's own, not the user's
+FOLDER = Path(__file__).parent  # a frame or module whose file lies below it is memfit's own, not the user's

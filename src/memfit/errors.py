@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-LONGEST_NAME = 200  # characters of a mistyped name that are shown again
+LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
 EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT = 0, 2, 3, 4
 
 
@@ -37,7 +37,7 @@ class Unsupported(BadInput):
 
 
 class UnknownName(BadInput):
-    """A name that is in no table; says what is near."""
+    """A name that is in no table; the hint offers similar ones."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
         shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
@@ -45,7 +45,7 @@ class UnknownName(BadInput):
 
 
 def suggested(name: str, known: Iterable[str], hint: str, cutoff: float = 0.5) -> str:
-    """`hint` after the names of `known` that are nearest to `name`, where any is near enough."""
+    """Return `hint`, preceded by the names of `known` that resemble `name`, if any do."""
     near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), sorted(known), n=3, cutoff=cutoff)
     return " ".join(filter(None, (f"did you mean {' or '.join(near)}?" if near else "", hint)))
 

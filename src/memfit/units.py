@@ -21,34 +21,34 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
 def gib(size: int, digits: int = 1) -> str:
-    """Bytes as a bare number of GiB (2^30), for table columns whose head names the unit."""
+    """Return bytes as a bare number of GiB (2^30), for table columns whose head names the unit."""
     return f"{size / GIB:.{digits}f}"
 
 
 def rough(size: int) -> str:
-    """Bytes in a line of text: '4.5 GiB', and what would be '0.0 GiB' in the unit that shows it: '12.3 MiB'."""
+    """Return bytes for running text: '4.5 GiB', or a smaller unit where GiB would round to 0.0: '12.3 MiB'."""
     return human(size) if 0 < abs(size) < GIB // 10 else f"{gib(size)} GiB"
 
 
 def cell(size: int, unit: str, digits: int = 1) -> str:
-    """Bytes as a bare number of GiB with `digits`, or of a smaller unit, for tables of few figures; '<0.1' is not 0."""
+    """Return bytes as a bare number for a table: GiB with `digits`, smaller units with 2; '<0.1' where it is not 0."""
     digits, shown = (digits, gib(size, digits)) if unit == "GiB" else (2, in_unit(size, unit))
     return f"<{10**-digits:.{digits}f}" if size > 0 and not float(shown.replace(",", "")) else shown
 
 
 def shared_unit(largest: int) -> str:
-    """The unit of a table whose largest number is `largest` bytes: GiB, or MiB for small runs."""
+    """Return the unit of a table whose largest number is `largest` bytes: GiB, or MiB for small runs."""
     return "GiB" if largest >= GIB else "MiB"
 
 
 def in_unit(size: int, unit: str) -> str:
-    """Bytes as a bare number of `unit`, for table columns whose head names it."""
+    """Return bytes as a bare number of `unit`, for table columns whose head names it."""
     value = size / _FACTOR[unit.lower()]
     return f"{value:,.{1 if abs(value) >= 100 else 2}f}"
 
 
 def human(size: int) -> str:
-    """Bytes with the largest binary unit that keeps three figures: 1536 -> '1.50 KiB'."""
+    """Return bytes in the largest binary unit not above them, with three figures: 1536 -> '1.50 KiB'."""
     sign, size = ("-", -size) if size < 0 else ("", size)
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor:
@@ -58,12 +58,12 @@ def human(size: int) -> str:
 
 
 def decimal_gb(size: int, digits: int = 2) -> str:
-    """Bytes as GB (10^9), the unit of articles and data sheets."""
+    """Return bytes as GB (10^9), the unit of articles and data sheets."""
     return f"{size / GB:.{digits}f} GB"
 
 
 def parse_size(text: str) -> int:
-    """'40GiB', '24 GB', '512MiB' or plain bytes -> bytes. GB is 10^9, GiB is 2^30."""
+    """Parse '40GiB', '24 GB', '512MiB' or plain bytes into bytes. GB is 10^9, GiB is 2^30."""
     found = _SIZE.match(text)
     factor = _FACTOR.get(found.group(2).lower()) if found else None
     if found is None or factor is None:
@@ -75,13 +75,13 @@ def parse_size(text: str) -> int:
 
 
 def billions(count: int) -> str:
-    """A parameter count as people say it: 6738415616 -> '6.74 B'."""
+    """Return a parameter count with a unit: 6738415616 -> '6.74 B'."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= factor:
             return f"{count / factor:.{2 if count < 100 * factor else 1}f} {unit}"
     return str(count)
 
 
-def said_share(truncated: float) -> str:
-    """A share of the samples in words: "none", "less than 0.1%", "3.2%"."""
+def share_of_samples(truncated: float) -> str:
+    """Return a share of the samples in words: "none", "less than 0.1%", "3.2%"."""
     return "none" if not truncated else "less than 0.1%" if truncated < 0.001 else f"{truncated:.1%}"

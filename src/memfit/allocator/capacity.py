@@ -10,9 +10,8 @@ from memfit.allocator.replay import Timeline, replay, to_ops
 from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity_of
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.plan import Judgement, Verdict
+from memfit.nouns.plan import BAND_SHARE, Judgement, Verdict
 from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
-from memfit.nouns.verdicts import BAND_SHARE
 from memfit.units import MIB
 
 # What a card's CUDA context may differ from its row in the table, in bytes. Source: published values per card, which

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from memfit.catalogue.weights import Weights
 
-FOLDER = Path(__file__).parent  # importlib.resources would bring zipfile and more into every start
+FOLDER = Path(__file__).parent  # importlib.resources would import zipfile and more at every start
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One catalogued model."""
+    """One model of the catalogue."""
 
     stem: str  # name of its file, and its short name
     id: str  # Hugging Face id
@@ -34,13 +34,13 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Every catalogued model, by name; only the index is read."""
+    """Return every model of the catalogue, by name; only the index is read."""
     rows = json.loads((FOLDER / "models.json").read_text(encoding="utf-8"))
     return tuple(Entry(**{**row, "aliases": tuple(row["aliases"])}) for row in rows)
 
 
 def config(entry: Entry) -> dict[str, object]:
-    """The config.json of a catalogued model."""
+    """Read the config.json of a model of the catalogue."""
     text = (FOLDER / "models" / f"{entry.stem}.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 

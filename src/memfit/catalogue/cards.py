@@ -1,4 +1,4 @@
-"""Finds the Gpu that is meant: by name in gpus.toml, by memory size, or the one in this machine."""
+"""Find a Gpu: by its name in gpus.toml, by memory size, or the one in this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from memfit.nouns.job import RecipeFile
 
 TABLE = Path(__file__).parent / "gpus.toml"
-SEE_ALL = "'memfit gpus' lists all; for another card give its memory: --gpu-memory 40GiB"
+SEE_ALL = "'memfit gpus' lists them; for another card give its memory: --gpu-memory 40GiB"
 MAX_COUNT = 1 << 16
-UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards about which nothing is published
+UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards of which no value is published
 CUSTOM = "custom"  # the short name of a card of which only the memory is known
-SAME_CARD = 0.08  # a measured total further than this from the row's is another card with the same name
+SAME_CARD = 0.08  # a measured total that differs by a larger share belongs to another card of the same name
 SMI_TIMEOUT = 10  # seconds; a hung driver must not hang the plan
-
 MAX_NAME = 100  # characters; no card's name is longer
 
 _COUNT = (
@@ -33,28 +32,28 @@ _COUNT = (
     re.compile(r"(?P<name>.+?)\s*:\s*(?P<count>\d+)"),
 )
 _MAKERS = re.compile("nvidia|amd|intel|apple|geforce|tesla|quadro|radeon|instinct|gpu|generation")
-_FORM = re.compile(r"\d+gb|sxm\d?|pcie|nvl|hbm\d")  # words that tell apart cards of one model
+_FORM = re.compile(r"\d+gb|sxm\d?|pcie|nvl|hbm\d")  # words that distinguish cards of one model
 
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
-    """Every row of gpus.toml, in its order."""
-    import tomllib  # here, because most uses of this module's importers need no table
+    """Return every row of gpus.toml, in its order."""
+    import tomllib  # here, because most commands that import this module never read the table
 
     return tuple(_gpu(row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpu"])
 
 
 def _gpu(row: dict[str, Any]) -> Gpu:
-    """One row of the table; TOML arrays become tuples."""
+    """Make a Gpu of one row of the table; TOML arrays become tuples."""
     cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
     return Gpu(**cells)
 
 
 def find_gpu(text: str) -> Gpu:
-    """The card called `text`, whatever its case, spaces and dashes.
+    """Return the card called `text`; case, spaces and dashes do not matter.
 
-    Takes a short name, an alias, a full name, what nvidia-smi prints, or a part that only one card has ("ti super").
-    Raises UnknownName with what is near, or BadInput listing the candidates when several cards are meant ("a100").
+    Accepts a short name, an alias, a full name, what nvidia-smi prints, or a part that only one card has ("ti super").
+    Raises UnknownName with similar names, or BadInput with the candidates when several cards match ("a100").
     """
     text = text.strip()[:MAX_NAME]
     words = _words(text)
@@ -70,7 +69,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def reading(text: str, gpu: Gpu) -> str:
-    """What `text` was taken to mean, to be said where it also fits other forms or memory sizes of that model; else "".
+    """Return a note on how `text` was read if it also fits other cards of that model; else "".
 
     "h100" -> "'h100' read as H100 SXM (80 GB), not h100-pcie or h100-nvl".
     """
@@ -83,7 +82,7 @@ def reading(text: str, gpu: Gpu) -> str:
 
 
 def parse_gpu(text: str) -> tuple[Gpu, int]:
-    """A card and how many: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
+    """Parse a card and how many of it: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
     stripped = text.strip()
     for pattern in _COUNT:
         if found := pattern.fullmatch(stripped):
@@ -94,45 +93,48 @@ def parse_gpu(text: str) -> tuple[Gpu, int]:
     return find_gpu(stripped), 1
 
 
-def said_count(text: str) -> int | None:
-    """How many cards "8xh100" asks for; None where the name does not say."""
+def count_in_name(text: str) -> int | None:
+    """Return how many cards "8xh100" asks for; None where the name holds no count."""
     found = next((match for pattern in _COUNT if (match := pattern.fullmatch(text.strip()))), None)
     return int(found["count"]) if found else None
 
 
 def planned(name: str, memory: int) -> Gpu | None:
-    """The card of a recipe.toml: its `gpu` and `gpu_memory`; None where it names none. Raises UnknownName."""
+    """Return the card that a recipe.toml names by `gpu` and `gpu_memory`; None where it names none.
+
+    Raises UnknownName.
+    """
     row = parse_gpu(name)[0] if name not in ("", CUSTOM) else None
     return custom_gpu(memory, row) if memory else row
 
 
 def other_card(text: str, file: RecipeFile) -> Gpu:
-    """The card a recipe shall run on instead. Raises BadInput for another number of them than it deals its batch to."""
+    """Return the card to run a recipe on instead of its own. Raises BadInput if the number of cards differs."""
     card, planned_for = parse_gpu(text)[0], file.recipe.num_gpus
-    said = said_count(text) or planned_for
-    if said == planned_for:
+    count = count_in_name(text) or planned_for
+    if count == planned_for:
         return card
-    again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{said}x{card.short}", "--out", "run/"])
+    again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{count}x{card.short}", "--out", "run/"])
     raise BadInput(
-        f"--gpu {text.strip()} asks for {said} GPU{'s' * (said != 1)}, and the recipe is for {planned_for}",
-        hint=f"--gpu {card.short} keeps them; {again} finds a recipe for {said}",
+        f"--gpu {text.strip()} asks for {count} GPU{'s' * (count != 1)}, and the recipe is for {planned_for}",
+        hint=f"--gpu {card.short} keeps them; {again} finds a recipe for {count}",
     )
 
 
 def memory_to_say(gpu: Gpu) -> int:
-    """Bytes of a card that its name does not tell; 0 for one that is as the table has it."""
+    """Return the card's bytes where its name alone does not give them; 0 where the table has the same."""
     return gpu.total_bytes if gpu.short == CUSTOM or find_gpu(gpu.short).total_bytes != gpu.total_bytes else 0
 
 
 def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
-    """A card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
+    """Make a card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
 
     Raises BadInput when not even the CUDA context would fit.
     """
     context = base.context_bytes if base else UNKNOWN_CONTEXT
     if memory <= context:
         raise BadInput(
-            f"{human(memory)} of GPU memory is not more than the CUDA context takes ({human(context)})",
+            f"{human(memory)} of GPU memory are not more than the CUDA context takes ({human(context)})",
             hint="give the card's memory with its unit, for example 24GiB",
         )
     if base is None:
@@ -164,19 +166,19 @@ def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
 
 
 class Seen(NamedTuple):
-    """What the driver says about one card; memory in bytes, 0 where it does not say."""
+    """What the driver reports of one card; memory in bytes, 0 where it does not report it."""
 
     name: str
     total: int  # as nvidia-smi shows it
-    reserved: int  # kept back by the driver: CUDA's total is total - reserved
+    reserved: int  # held by the driver: CUDA's total is total - reserved
     capability: tuple[int, int] | None
 
 
 def local_gpu() -> Gpu:
-    """The card PyTorch would call cuda:0 here, with its measured memory; no CUDA context is made.
+    """Return the card that PyTorch would call cuda:0 here, with its measured memory; no CUDA context is made.
 
     Asks NVML through pynvml where it is installed, else nvidia-smi. Raises BadInput where there is no NVIDIA driver.
-    Among unlike cards CUDA counts the fastest first and the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    With different cards CUDA numbers the fastest first and the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if device in ("", "-1"):
@@ -193,7 +195,7 @@ def local_gpu() -> Gpu:
 
 
 def recognise(seen: Seen) -> Gpu:
-    """The catalogue's row for what the driver reports, with the measured memory; a custom card where there is none."""
+    """Return the catalogue's row for the reported card, with the measured memory; a custom card where there is none."""
     measured, words = seen.total - seen.reserved, _words(seen.name)
     exact, model = _by_name().get("".join(words)), _without_form(words)
     rows = ([exact] if exact else []) + [g for g in list_gpus() if _model(g) == model]
@@ -205,7 +207,7 @@ def recognise(seen: Seen) -> Gpu:
             return replace(row, total_bytes=measured, unverified=rest)
     if not measured:
         raise BadInput(
-            f"the driver does not say how much memory the {seen.name} has", hint="give it: --gpu-memory 24GiB"
+            f"the driver does not report how much memory the {seen.name} has", hint="give it: --gpu-memory 24GiB"
         )
     card = custom_gpu(measured)
     return replace(
@@ -219,7 +221,7 @@ def recognise(seen: Seen) -> Gpu:
 
 
 def _ask_nvml(device: str) -> Seen | None:
-    """Through pynvml; None where it is not installed or finds no driver."""
+    """Ask pynvml; return None where it is not installed or finds no driver."""
     try:
         import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
@@ -240,7 +242,7 @@ def _ask_nvml(device: str) -> Seen | None:
 
 
 def _ask_smi(device: str) -> Seen | None:
-    """Through nvidia-smi; None where it is missing, hangs or fails."""
+    """Ask nvidia-smi; return None where it is missing, hangs or fails."""
     import shutil
     import subprocess
 
@@ -258,7 +260,10 @@ def _ask_smi(device: str) -> Seen | None:
 
 
 def read_smi(output: str) -> Seen | None:
-    """The first line of `nvidia-smi --query-gpu=name,memory.total,memory.reserved,compute_cap` in MiB; None if odd."""
+    """Parse the first line of `nvidia-smi --query-gpu=name,memory.total,memory.reserved,compute_cap` (sizes in MiB).
+
+    Returns None for anything unexpected.
+    """
     cells = [cell.strip() for cell in output.strip().split("\n")[0].split(",")]
     if len(cells) != 4 or not cells[0]:
         return None
@@ -272,18 +277,18 @@ def read_smi(output: str) -> Seen | None:
 
 @cache
 def _by_name() -> dict[str, Gpu]:
-    """Short names, full names and aliases, squeezed: 'rtx4090' -> its row."""
+    """Map short names, full names and aliases, without spaces and dashes, to their rows: 'rtx4090'."""
     return {"".join(_words(name)): g for g in list_gpus() for name in (g.name, *g.aliases, g.short)}
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """The words that tell cards apart: 'Tesla V100-SXM2-16 GB' -> ('v100', 'sxm2', '16gb')."""
+    """Return the words that distinguish cards: 'Tesla V100-SXM2-16 GB' -> ('v100', 'sxm2', '16gb')."""
     joined = re.sub(r"(\d)\s+(gb)\b", r"\1\2", text.lower())
     return tuple(w for w in re.findall(r"[a-z0-9]+", joined) if not _MAKERS.fullmatch(w))
 
 
 def _model(gpu: Gpu) -> tuple[str, ...]:
-    """The words of its name without form factor and memory: 'H100 SXM' -> ('h100',)."""
+    """Return the words of its name without form factor and memory: 'H100 SXM' -> ('h100',)."""
     return _without_form(_words(gpu.name))
 
 
@@ -292,7 +297,7 @@ def _without_form(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def _having(words: Iterable[str]) -> list[Gpu]:
-    """The cards whose names, with their memory, contain every word; digits are never cut, so 'a10' is not in 'a100'."""
+    """Return the cards whose names, with their memory, contain every word; 'a10' does not match 'a100'."""
     patterns = [_pattern(word) for word in words]
     return [g for g in list_gpus() if patterns and all(p.search(_haystack(g)) for p in patterns)]
 
@@ -304,7 +309,7 @@ def _haystack(gpu: Gpu) -> str:
 
 
 def _pattern(word: str) -> re.Pattern[str]:
-    """Finds 'rtx4090' in 'rtx-4090': a dash may stand where letters meet digits, and no run of either is cut."""
+    """Match 'rtx4090' in 'rtx-4090': a dash may stand between letters and digits, and no run of either is cut."""
     runs = re.findall(r"[a-z]+|\d+", word)
     before, after = (r"\d" if run[0].isdigit() else "[a-z]" for run in (runs[0], runs[-1]))
     return re.compile(f"(?<!{before})" + "-?".join(runs) + f"(?!{after})")

@@ -1,4 +1,4 @@
-"""From what a user types to a catalogue entry: exact names first, then names without what says nothing, then parts."""
+"""Find the catalogue's entry for what a user types: exact names first, then names without variant words, then parts."""
 
 from __future__ import annotations
 
@@ -9,42 +9,27 @@ from functools import cache
 from memfit.catalogue import Entry, entries
 
 # Words of a model's name that do not change its architecture
-_SILENT = frozenset(
-    {
-        "instruct",
-        "chat",
-        "it",
-        "hf",
-        "pt",
-        "unsloth",
-        "bnb",
-        "4bit",
-        "8bit",
-        "gptq",
-        "awq",
-        "int4",
-        "int8",
-        "fp8",
-        "bf16",
-    }
-)
+_VARIANTS = {
+    "instruct", "chat", "it", "hf", "pt", "unsloth", "bnb", "4bit", "8bit", "gptq", "awq", "int4", "int8", "fp8",
+    "bf16",
+}  # fmt: skip
 # Organisations that republish models under the original's name
 _MIRRORS = frozenset({"unsloth", "nousresearch", "thebloke", "modelscope", "axolotl-ai-co"})
 
 
 def plain(name: str) -> str:
-    """'Llama 3.1 8B' -> 'llama-3.1-8b'."""
+    """Normalise a name: 'Llama 3.1 8B' -> 'llama-3.1-8b'."""
     return re.sub(r"[\s_]+", "-", name.strip().casefold())
 
 
 def bare(name: str) -> str:
-    """A plain name without organisation and silent words: 'Qwen/Qwen2.5-7B-Instruct' -> 'qwen2.5-7b'."""
-    return "-".join(word for word in plain(name).rpartition("/")[2].split("-") if word not in _SILENT)
+    """Return a plain name without organisation and variant words: 'Qwen/Qwen2.5-7B-Instruct' -> 'qwen2.5-7b'."""
+    return "-".join(word for word in plain(name).rpartition("/")[2].split("-") if word not in _VARIANTS)
 
 
 @cache
 def _index() -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """(full names and their last parts -> entry, bare names that mean only one entry -> it)."""
+    """Return two maps to entries: full names and their last parts, and bare names that only one entry has."""
     exact: dict[str, Entry] = {}
     tails: dict[str, Entry] = {}
     meant: dict[str, set[Entry]] = defaultdict(set)
@@ -57,7 +42,7 @@ def _index() -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def find(text: str) -> Entry | None:
-    """The one entry that `text` names in full: its id, stem, alias, last part, or one of them less silent words."""
+    """Return the one entry whose id, stem, alias or last part `text` is, variant words aside; None if there is none."""
     exact, by_bare = _index()
     name = plain(text)
     if name in exact:
@@ -68,15 +53,15 @@ def find(text: str) -> Entry | None:
     if entry is None or not organisation or organisation in _MIRRORS:
         return entry
     publishers = {plain(known).rpartition("/")[0] for known in entry.names}
-    return entry if organisation in publishers else None  # elsewhere that name may hold anything
+    return entry if organisation in publishers else None  # another organisation may use that name for anything
 
 
 def parts(text: str) -> tuple[Entry, ...]:
-    """Entries whose short name or id contains `text`, from the beginning of a word on."""
+    """Return the entries whose short name or id contains `text` at the beginning of a word."""
     name = re.compile(r"(?<![^/-])" + re.escape(plain(text)))
     return tuple(e for e in entries() if name.search(plain(e.stem)) or name.search(plain(e.id)))
 
 
 def known() -> list[str]:
-    """All names there are, for suggestions."""
+    """Return all names of the catalogue, for suggestions."""
     return sorted(_index()[0])

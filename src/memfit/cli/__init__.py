@@ -1,6 +1,7 @@
-"""The command line: parse, call, print. Data goes to stdout, everything else to stderr; errors never show a traceback.
+"""The command line: parse, call, show. Data goes to stdout, all else to stderr; errors never show a traceback.
 
-Exit codes: 0 fits (or done) · 2 bad input · 3 nothing fits · 4 too tight to promise · 1 a bug in memfit · 130 interrupted.
+Exit codes: 0 fits (or done) · 1 a bug in memfit · 2 bad input · 3 does not fit · 4 too tight to promise ·
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        gc.disable()  # a process of half a second: looking for cycles costs a tenth of it and finds none
+        gc.disable()  # in a process of half a second, looking for cycles costs a tenth and finds none
     terminal.forgive_encodings()
     if "--debug" in args:
         return _run(args)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.drop_output()
         terminal.error(f"the output cannot be written: {error.strerror}", "is the disk full?")
         return EXIT_BAD_INPUT
-    except Exception as error:  # anything else is ours to fix: one line, never a traceback
+    except Exception as error:  # a bug in memfit: one line, never a traceback
         return _bug(error)
 
 
@@ -57,7 +58,7 @@ def _bug(error: Exception) -> int:
 
 
 def _run(args: list[str]) -> int:
-    """Hand over to click; its usage errors become ours. Commands return their exit code (None: 0)."""
+    """Run the command by click and report its usage errors as ours; commands return an exit code (None: 0)."""
     from click.exceptions import ClickException, Exit
 
     from memfit.cli.tree import command
@@ -66,7 +67,7 @@ def _run(args: list[str]) -> int:
     if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
         entry.main(args, prog_name="memfit")
     try:
-        # not entry.main(): it would answer a closed pipe itself
+        # not entry.main(), which would handle a closed pipe itself
         with entry.make_context("memfit", args) as context:
             code = entry.invoke(context)
         sys.stdout.flush()
@@ -81,19 +82,19 @@ def _run(args: list[str]) -> int:
 def _misuse(misuse: ClickException) -> int:
     from click import NoSuchOption
 
-    from memfit.cli.elsewhere import here
+    from memfit.cli.flags import meant_flag
 
     where = getattr(misuse, "ctx", None)
     message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
-    meant = here(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
+    meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
     if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
-        message, hint = misuse.message, f"here it is {meant}; {hint}"
+        message, hint = misuse.message, f"use {meant} instead; {hint}"
     terminal.error(terminal.sentence(message), hint)
     return EXIT_BAD_INPUT
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, the click group, made when a documentation or completion tool asks for it."""
+    """Make `app`, the click group, when a documentation or completion tool asks for it."""
     if name == "app":
         from memfit.cli.tree import command
 

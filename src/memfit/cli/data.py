@@ -1,4 +1,4 @@
-"""memfit data: how long the samples of a training file are."""
+"""memfit data: the token lengths of a training file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memfit.cli.flags import COMMON, Argument, Flag, takes
 
 EXAMPLES = ("memfit data train.jsonl --tokenizer ~/models/Llama-3.1-8B", "memfit data corpus.txt --tokenizer bytes")
 OWN = (
-    Flag("tokenizer", str, "tokenizer.json or its folder, or 'bytes'. Default: an estimate.", "PATH"),
-    Flag("text_field", str, "Read this field alone.", "NAME"),
-    Flag("limit", int, "Stop after so many samples.", "N"),
-    Flag("micro_batch", int, "Sequences per batch, for the padding column.", "N", default=4),
+    Flag("tokenizer", str, "A tokenizer.json or its folder, or 'bytes'. Default: an estimate.", "PATH"),
+    Flag("text_field", str, "Read only this field of each sample.", "NAME"),
+    Flag("limit", int, "Stop after this many samples.", "N"),
+    Flag("micro_batch", int, "Sequences per batch, for the padding column. Default: 4.", "N", default=4),
 )
 
 
@@ -21,13 +21,10 @@ OWN = (
     *COMMON,
     argument=Argument("file", "a .jsonl, .json, .txt, .csv, .tsv or .parquet file", "FILE", required=True),
 )
-def run(
-    file: str,
-    **flags: Any,
-) -> int:
+def run(file: str, **flags: Any) -> int:
     """Count the tokens of a training file.
 
-    Shows which sequence length the samples need, and what padding would waste.
+    Shows the sequence length that the samples need, and what padding would waste.
     """
     from memfit.data import read_dataset
     from memfit.errors import BadInput

@@ -1,4 +1,4 @@
-"""memfit estimate: the footprint of one recipe, as it is, and why."""
+"""memfit estimate: the footprint of one recipe, unchanged, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
@@ -20,24 +20,17 @@ EXAMPLES = (
     "memfit estimate Qwen/Qwen2.5-7B --gpu h100 --checkpointing full",
     "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
 )
-WHY = Flag(
-    "why", bool, "Show every formula with its numbers, and the tensors alive at the worst instant.", default=False
-)
-
-
+WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors at the worst instant.", default=False)
 FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 
 
 @takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
-def run(
-    model: str | None = None,
-    **flags: Any,
-) -> int:
-    """Say what one recipe needs, as it is."""
+def run(model: str | None = None, **flags: Any) -> int:
+    """Estimate the memory of one recipe."""
     from memfit.cli.asked import asked, exact_recipe
     from memfit.cli.files import check_free
     from memfit.closed_form.run.estimate import estimate
-    from memfit.nouns.verdicts import judge
+    from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
     if flags["save_tape"]:
@@ -74,7 +67,7 @@ def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgeme
     commands.append(shlex.join(plan_of(found)))
     terminal.show(estimate_view(found.architecture, recipe, found.gpu, footprint, judgement, commands))
     if why:
-        from memfit.report.why_view import why_view
+        from memfit.report.estimate import why_view
 
         terminal.show("")
         terminal.show(why_view(why))

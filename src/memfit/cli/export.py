@@ -1,4 +1,4 @@
-"""memfit export: a recipe.toml as files for another framework."""
+"""memfit export: write a recipe.toml as another framework's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memfit.cli.flags import COMMON, OUT, Argument, Flag, takes
 from memfit.errors import BadInput, Refused
 
 EXAMPLES = ("memfit export run/recipe.toml --target axolotl --out run-axolotl/",)
-GPU = Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME")
+GPU = Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME")
 
 
 @takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
@@ -21,12 +21,12 @@ def run(file: str, **flags: Any) -> int:
 
     row = target(flags.get("target") or "trl")
     if not flags.get("out"):
-        raise BadInput("--out is missing", hint=f"memfit export {file} --target {row.key} --out run-{row.key}/")
+        raise BadInput("--out is needed", hint=f"memfit export {file} --target {row.key} --out run-{row.key}/")
     plan = plan_of_file(Path(file), flags.get("gpu") or "")
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
             f"this recipe does not fit the {plan.job.gpu.name}",
-            hint="--force writes it all the same; memfit plan finds one that fits",
+            hint="--force writes it anyway; memfit plan finds one that fits",
         )
     paths = write(export(plan, row.key), Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":

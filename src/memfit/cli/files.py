@@ -1,4 +1,4 @@
-"""Files a command was asked to write: all checked first, each replaced at once, nothing overwritten without --force."""
+"""Write the files a command was asked for: all checked first, each replaced atomically, none overwritten unasked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_files(files: Mapping[Path, bytes], force: bool) -> None:
-    """Write each file atomically. Raises Refused, before anything is written, when one exists and `force` is not set."""
+    """Write each file atomically. Raises Refused before anything is written when one exists and `force` is False."""
     check_free(files, force)
     for path, content in files.items():
         try:
@@ -29,7 +29,7 @@ def write_files(files: Mapping[Path, bytes], force: bool) -> None:
 
 
 def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
-    """Write the tape of a recipe's run as the formulas unroll it."""
+    """Write the tape of a recipe's run as computed by formula."""
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.run.recording import recorded
     from memfit.documents.tape_file import dumps
@@ -39,7 +39,7 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
 
 
 def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse names that are taken: before an answer is computed that could not be written."""
+    """Refuse paths that exist, so that no answer is computed in vain."""
     paths = list(paths)
     for path in paths:
         if path.is_dir():
@@ -54,7 +54,7 @@ def _replace(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; others may want to read it
+        Path(temporary).chmod(0o644)  # mkstemp makes it readable by the owner alone
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""The flags as a table: one row each, shared by every command that takes it. Recipe flags are the fields of Recipe."""
+"""The flags as a table, one row each, shared by all commands; recipe flags are the fields of Recipe.
+
+At the end stand other tools' names of flags, by which an unknown option is answered with the right one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Command = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One row. `kind` is what the parser makes of it; choices and lists arrive as text and are read by `recipe_values`."""
+    """One flag. `kind` is the type the parser returns; `recipe_values` reads choices and lists from text."""
 
     name: str  # parameter name; the flag is the same with dashes
     kind: type
@@ -29,18 +32,18 @@ class Flag:
 
     @property
     def off(self) -> str:
-        """What switches it off, where that can be said."""
+        """Return the flag that switches it off."""
         return "--no-" + self.name.replace("_", "-")
 
     @property
     def parameter(self) -> str:
-        """The Python name; a keyword gets an underscore."""
+        """Return the Python name; a keyword gets an underscore."""
         return f"{self.name}_" if iskeyword(self.name) else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What stands beside the flags."""
+    """The positional argument of a command."""
 
     name: str
     help: str
@@ -52,25 +55,25 @@ class Argument:
 MODEL = Argument("model", "a name of 'memfit models', org/name on Hugging Face, a folder or a config.json", "MODEL")
 
 _HELP = {
-    "method": "What is trained.",
-    "precision": "What weights are stored and computed in; see 'memfit glossary precision'.",
+    "method": "What to train: all weights, adapters, or adapters on a quantised base.",
+    "precision": "Dtypes of weights, states and computation; see 'memfit glossary precision'.",
     "quantization": "How the frozen base of QLoRA is stored.",
     "lora_rank": "Rank of the adapters.",
     "lora_alpha": "Scale of the adapters; does not change memory.",
-    "lora_dropout": "Dropout in front of the adapters.",
+    "lora_dropout": "Dropout before the adapters.",
     "lora_targets": "Modules with adapters: names, 'all-linear' or 'attention'.",
-    "optimizer": "A row of 'memfit glossary optimizer', or Hugging Face's name for it.",
+    "optimizer": "One of 'memfit glossary optimizer', or Hugging Face's name of it.",
     "micro_batch": "Sequences per forward pass on one GPU.",
     "accumulation": "Forward and backward passes per optimizer step.",
     "sequence_length": "Tokens per sequence.",
-    "padding": "How batches are filled.",
+    "padding": "Pad samples to the longest of their batch, or pack them into full sequences.",
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
     "attention": "The attention kernel.",
     "compile": "Run the model through torch.compile.",
-    "loss": "How logits and loss are computed.",
-    "offload": "What lives in host memory.",
-    "shard": "What is split over the GPUs: ZeRO-1, -2, -3 or FSDP.",
-    "num_gpus": "How many GPUs; --gpu 8xh100 says the same.",
+    "loss": "Compute all logits at once, in chunks, or fused with the loss.",
+    "offload": "What to keep in host memory.",
+    "shard": "What to split over the GPUs: ZeRO-1, ZeRO-2, or ZeRO-3 and FSDP.",
+    "num_gpus": "Number of GPUs; --gpu 8xh100 sets it, too.",
     "trainer": "The training loop, with a version if it matters: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
 }
@@ -94,40 +97,39 @@ def _recipe_flag(name: str) -> Flag:
 
 
 RECIPE: tuple[Flag, ...] = tuple(_recipe_flag(f.name) for f in fields(Recipe))
+_AUTO_HELP = "What to train; auto takes the first of full, LoRA and QLoRA that fits."
 AUTO: tuple[Flag, ...] = tuple(
-    Flag("method", str, "What is trained; auto takes the first of full, LoRA and QLoRA that fits.", "auto|full|lora|qlora")
-    if row.name == "method" else row
-    for row in RECIPE
-)  # fmt: skip
+    replace(row, help=_AUTO_HELP, metavar=f"auto|{row.metavar}") if row.name == "method" else row for row in RECIPE
+)
 CARD: tuple[Flag, ...] = (
     Flag(
         "gpu", str, "A card of 'memfit gpus', several (8xh100), or 'local'. Default: the card in this machine.", "NAME"
     ),
-    Flag("gpu_memory", str, "The card's memory as CUDA reports it, for one that is not in the table.", "40GiB"),
-    Flag("reserve", str, "Memory to keep free on purpose.", "1GiB"),
+    Flag("gpu_memory", str, "The card's memory as CUDA reports it, for a card that is not in the table.", "40GiB"),
+    Flag("reserve", str, "Memory to leave free on the card.", "1GiB"),
 )
 FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
-    Flag("data", str, "A training file: its longest sample decides what must fit.", "FILE"),
-    Flag("tokenizer", str, "tokenizer.json or its folder, to count tokens exactly; or 'bytes'.", "PATH"),
+    Flag("data", str, "A training file; memory is planned for its longest sample.", "FILE"),
+    Flag("tokenizer", str, "A tokenizer.json or its folder, to count tokens exactly, or 'bytes'.", "PATH"),
 )
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag("target", str, "What they are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag("target", str, "The tool the files are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
     Flag("force", bool, "Overwrite files, and write a recipe that does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (
-    Flag("eval_data", str, "A file to evaluate on, at every checkpoint.", "FILE"),
+    Flag("eval_data", str, "A file to evaluate on at every checkpoint.", "FILE"),
     Flag("epochs", float, "Passes over the data. Default: 1.", "N"),
-    Flag("learning_rate", float, "Default: 2e-5, and 2e-4 for adapters.", "RATE"),
-    Flag("max_steps", int, "Stop after so many optimizer steps.", "N"),
+    Flag("learning_rate", float, "Learning rate. Default: 2e-5, and 2e-4 for adapters.", "RATE"),
+    Flag("max_steps", int, "Stop after this many optimizer steps.", "N"),
 )
-SAVE = Flag("save_tape", str, "Write the run's memory events here, for memfit replay.", "FILE")
+SAVE = Flag("save_tape", str, "Write the run's memory events to this file, for memfit replay.", "FILE")
 DEVICE = Flag(
-    "device", int, "Which card of a snapshot. Default: the last that ran out of memory, else the longest history.", "N"
+    "device", int, "Which GPU of a snapshot. Default: the last that ran out of memory, else the longest history.", "N"
 )
 COMMON: tuple[Flag, ...] = (
     Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
@@ -136,7 +138,7 @@ COMMON: tuple[Flag, ...] = (
 
 
 def takes(*rows: Flag, argument: Argument | None = None) -> Callable[[Command], Command]:
-    """Say which flags (and which argument) a command takes; each arrives by name, None when not given."""
+    """Declare a command's flags and argument; the command receives each by name, None when it is not given."""
 
     def mark(function: Command) -> Command:
         TAKEN[function] = (rows, argument)
@@ -149,9 +151,9 @@ TAKEN: dict[Command, tuple[tuple[Flag, ...], Argument | None]] = {}
 
 
 def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any]:
-    """The recipe fields among the flags that were given, as Recipe stores them; 'auto' is no recipe value.
+    """Return the recipe fields among the given flags, as Recipe stores them; without 'auto', which Recipe has not.
 
-    auto: the command takes `--method auto`, and says so to those who mistype it.
+    auto: the command accepts `--method auto`, so the error for a wrong method offers it.
     """
     method = flags.get("method")
     if auto and method is not None and method not in ("auto", *METHODS):
@@ -167,20 +169,20 @@ def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any
 
 
 def check_ranges(flags: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]] = TRAINING_RANGES) -> None:
-    """Refuse numbers that were typed and make no sense."""
+    """Refuse given numbers outside their ranges."""
     for name, (low, high) in ranges.items():
         if flags.get(name) is not None:
             check_range(name, flags[name], low, high)
 
 
 def training_of(flags: Mapping[str, Any], base: Training) -> Training:
-    """`base` with the flags that were given; epochs that are asked for replace a number of steps that was written down."""
-    said = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
-    return replace(base, **({"max_steps": -1} if "epochs" in said else {}) | said)
+    """Return `base` with the given flags; --epochs also resets the file's number of steps."""
+    given = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
+    return replace(base, **({"max_steps": -1} if "epochs" in given else {}) | given)
 
 
 def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
-    """The flags among `rows` that were given, ready to be typed again."""
+    """Return the flags among `rows` that were given, as they are typed."""
     words: list[str] = []
     for row in rows:
         value = flags.get(row.parameter)
@@ -190,7 +192,7 @@ def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
 
 
 def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:
-    """The flags that make this recipe from the defaults, ready to be typed: ['--method', 'lora', ...]."""
+    """Return the flags that make this recipe from the defaults: ['--method', 'lora', ...]."""
     words: list[str] = []
     for field in fields(Recipe):
         value = getattr(recipe, field.name)
@@ -202,3 +204,50 @@ def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:
         text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
         words += ["--" + field.name.replace("_", "-"), text]
     return words
+
+
+# memfit's flag -> names used by transformers, TRL, PEFT, axolotl, LLaMA-Factory, DeepSpeed, torchrun, or out of habit
+_NAMES = {
+    "--micro-batch": "batch batch-size bs per-device-train-batch-size per-device-batch-size micro-batch-size"
+    " train-batch-size",
+    "--accumulation": "gradient-accumulation-steps gradient-accumulation grad-accum grad-accumulation"
+    " accumulation-steps grad-acc",
+    "--effective-batch": "global-batch-size global-batch total-batch-size",
+    "--sequence-length": "seq seq-len seq-length sequence-len max-length max-seq-length max-seq-len cutoff-len"
+    " context-length context ctx model-max-length block-size",
+    "--checkpointing full": "gradient-checkpointing grad-checkpointing activation-checkpointing recompute",
+    "--lora-rank": "rank lora-r r lora-dim",
+    "--lora-targets": "target-modules lora-target lora-target-modules lora-target-linear",
+    "--learning-rate": "lr",
+    "--epochs": "num-train-epochs num-epochs",
+    "--precision": "dtype torch-dtype mixed-precision amp bf16",
+    "--precision fp16-mixed": "fp16",
+    "--precision fp32": "fp32 float32",
+    "--quantization": "quant quantize bits quantization-bit",
+    "--quantization nf4": "load-in-4bit 4bit",
+    "--quantization int8": "load-in-8bit 8bit",
+    "--method lora": "lora use-lora peft use-peft adapter",
+    "--method qlora": "qlora",
+    "--method full": "full full-finetune",
+    "--attention": "attn attn-implementation",
+    "--attention flash": "flash-attn flash-attention use-flash-attn flash-attn-2",
+    "--optimizer": "optim",
+    "--loss fused": "liger use-liger-kernel",
+    "--padding packing": "packing sample-packing",
+    "--shard": "zero zero-stage deepspeed ds-config strategy",
+    "--shard parameters": "fsdp",
+    "--offload": "cpu-offload offload-optimizer fsdp-offload-params",
+    "--num-gpus": "gpus n-gpus ngpus world-size num-processes nproc-per-node nproc",
+    "--gpu-memory": "vram gpu-mem memory",
+    "--compile": "torch-compile",
+    "--data": "dataset train-file data-path train-data train-dataset",
+    "--eval-data": "eval-dataset eval-file val-data validation-file",
+    "--out": "output-dir output output-path",
+    "--resume": "resume-from-checkpoint",
+}
+MEANT_FLAGS: dict[str, str] = {f"--{name}": flag for flag, names in _NAMES.items() for name in names.split()}
+
+
+def meant_flag(option: str) -> str:
+    """Return memfit's flag (with a value where the name implies one) for another tool's option; "" if unknown."""
+    return MEANT_FLAGS.get(option.replace("_", "-").lower(), "")

@@ -1,4 +1,4 @@
-"""memfit glossary: what the words mean."""
+"""memfit glossary: the meaning of each word memfit prints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 
 @takes(*COMMON, argument=Argument("term", "one word or phrase", "TERM", many=True))
 def run(term: Sequence[str] = (), **flags: Any) -> int:
-    """Explain the words memfit uses."""
-    from memfit.report.glossary import glossary_view, lookup, term_view
+    """Explain the words memfit prints."""
+    from memfit.report.reference import glossary_view, lookup, term_view
 
     known = load()
     if term:
@@ -32,10 +32,10 @@ def run(term: Sequence[str] = (), **flags: Any) -> int:
 
 
 def load() -> Any:
-    """The terms of glossary.toml."""
+    """Read the terms of glossary.toml."""
     import tomllib
     from importlib.resources import files
 
-    from memfit.report.glossary import terms
+    from memfit.report.reference import terms
 
     return terms(tomllib.loads((files("memfit") / "catalogue" / "glossary.toml").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""memfit gpus: the cards memfit knows and what each is good for."""
+"""memfit gpus: the catalogue of cards, with the largest model each trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(name: str | None = None, **flags: Any) -> int:
     from memfit.catalogue import entries
     from memfit.catalogue.cards import find_gpu, list_gpus
     from memfit.planner.good_for import SETTING, good_for
-    from memfit.report.gpus import gpu_view, gpus_view
+    from memfit.report.reference import gpu_view, gpus_view
 
     chosen = (find_gpu(name),) if name else list_gpus()
     rows = good_for(chosen, entries(), loader())
@@ -36,7 +36,7 @@ def run(name: str | None = None, **flags: Any) -> int:
 
 
 def loader() -> Callable[[Entry], Architecture | None]:
-    """Reads each catalogued model once; None for those whose training is not modelled."""
+    """Return a function that reads each model of the catalogue once; None for models without a formula."""
     from memfit.catalogue import config
     from memfit.models.families import architecture
 

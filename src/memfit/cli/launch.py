@@ -1,4 +1,4 @@
-"""memfit launch: a recipe as a job for one machine or a cluster, and on request its submission."""
+"""memfit launch: write a recipe as a job for one machine or a cluster, and submit it on request."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
     "memfit launch run/recipe.toml --target skypilot --out job/ --submit",
 )
-STDERR = 2  # the file, not Python's object
+STDERR = 2  # the file descriptor
 ROWS = (
-    Flag("gpu", str, "Another card than the one the recipe was planned for.", "NAME"),
-    Flag("target", str, "Who runs it.", "torchrun|slurm|skypilot|kubernetes"),
-    Flag("nodes", int, "Machines to deal the GPUs to. Default: 1.", "N"),
-    Flag("hours", int, "Slurm: the longest it may take.", "N"),
+    Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME"),
+    Flag("target", str, "What runs the job.", "torchrun|slurm|skypilot|kubernetes"),
+    Flag("nodes", int, "Machines over which to distribute the GPUs. Default: 1.", "N"),
+    Flag("hours", int, "Slurm: the job's time limit.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
     *TRAINING,
     Flag("out", str, "Write the files into this folder.", "DIR"),
@@ -42,9 +42,9 @@ ROWS = (
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as a job for a cluster.
 
-    The files carry what the plan knows: how many GPUs, how much host memory, and the allocator's settings. Rates, epochs
-    and steps are those of [training] in the recipe, or of the flags. Data and model of this machine go along to a cloud or
-    into the image; notes say what is copied, assumed, and left to do.
+    The files set the number of GPUs, the host memory and the allocator's settings of the plan. Learning rate, epochs
+    and steps are taken from [training] in the recipe, or from the flags. Data and model of this machine are copied to
+    the cloud or into the image; notes say what is copied, what is assumed, and what is left to do.
     """
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
@@ -55,24 +55,24 @@ def run(file: str, **flags: Any) -> int:
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
     check_ranges(flags)
     if flags["hours"] == 0:
-        raise BadInput("--hours 0 leaves no time to run", hint="leave it out for no limit")
+        raise BadInput("--hours 0 leaves no time to run", hint="without --hours there is no limit")
     row = target(flags["target"])
     check_flags(row, (name for name in ("hours", "image") if flags[name] is not None))
     if flags["submit"]:
         _check_tool(row)
-    path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # the folder that a plan was written to
+    path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # a folder that a plan was written to
     if path.suffix != ".toml" and not path.exists():
-        hint = f"a recipe is what is launched: memfit plan {shlex.quote(file)} --gpu h100 --out run/ writes run/recipe.toml"
-        raise BadInput(f"there is no file {path}", hint=hint)
+        planned = f"memfit plan {shlex.quote(file)} --gpu h100 --out run/"
+        raise BadInput(f"there is no file {path}", hint=f"give a recipe.toml: {planned} writes run/recipe.toml")
     plan = plan_of_file(path, flags["gpu"] or "")
     plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
     if plan.judgement.verdict == "misfit" and not flags["force"]:
-        raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it all the same")
+        raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it anyway")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
     folder = Path(flags["out"])
     spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", str(folder.absolute()))
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
-        raise BadInput("several nodes cannot be started from here", hint=f"start {row.file} on each of them")
+        raise BadInput("several nodes cannot be started from one machine", hint=f"start {row.file} on each of them")
     paths = write(files(spec, row), folder, flags["force"])
     for note in (*_absent(spec), *row.notes(spec)):
         terminal.note(note)
@@ -80,28 +80,28 @@ def run(file: str, **flags: Any) -> int:
     if not flags["submit"]:
         return 0
     sys.stdout.flush()
-    # stdout is the document's alone; elsewhere what the cluster says is the answer
+    # with --json stdout is only for the document; otherwise the cluster's own output is the answer
     return subprocess.run(row.submit, cwd=folder, check=False, stdout=STDERR if flags["json"] else None).returncode
 
 
 def _check_tool(row: Target) -> None:
-    """Refuse before anything is written."""
+    """Refuse --submit without the cluster's command, before anything is written."""
     if shutil.which(row.submit[0]) is None:
         raise BadInput(
-            f"there is no {row.submit[0]} on this machine", hint="leave --submit out and submit it where there is"
+            f"there is no {row.submit[0]} on this machine", hint="leave --submit out, and submit it where there is one"
         )
 
 
 def _absent(spec: Spec) -> Iterator[str]:
-    """Data that is not here, so that no job can carry it."""
+    """Yield notes on data that is not on this machine, so that it cannot be copied."""
     from memfit.data.files import READERS
     from memfit.frameworks.script import NO_DATA
 
     if not spec.plan.job.dataset:
-        yield f"no data is named: train.py reads {NO_DATA} beside it"
+        yield f"the recipe names no data: train.py reads {NO_DATA} in its own folder"
     for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.plan.job.training.eval_data)):
         if Path(path).suffix.lower() in READERS and argument not in spec.inputs:
-            yield f"{path} is not on this machine: train.py looks for it where it runs"
+            yield f"{path} is not on this machine: train.py looks for it where the job runs"
 
 
 def _show(json: bool, row: Target, paths: tuple[Path, ...], spec: Spec) -> None:

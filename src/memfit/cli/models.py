@@ -12,12 +12,9 @@ from memfit.errors import UnknownName
 EXAMPLES = ("memfit models qwen",)
 
 
-@takes(*COMMON, argument=Argument("text", "a part of the names to show", "TEXT"))
-def run(
-    text: str | None = None,
-    **flags: Any,
-) -> int:
-    """List the models known without a network."""
+@takes(*COMMON, argument=Argument("text", "part of a name or family", "TEXT"))
+def run(text: str | None = None, **flags: Any) -> int:
+    """List the models that need no network."""
     from memfit.models.hub import list_models
 
     every = list_models()
@@ -31,7 +28,7 @@ def run(
     if flags["json"]:
         terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
         return 0
-    from memfit.report.models import models_view
+    from memfit.report.reference import models_view
 
     terminal.show(models_view(rows))
     return 0

@@ -1,4 +1,4 @@
-"""memfit plan: the cheapest recipe that fits, the ladder that led to it, and the files to run it."""
+"""memfit plan: the cheapest recipe that fits, the ladder to it, and the files to run it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -23,19 +23,16 @@ EXAMPLES = (
     "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
 )
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
-TRACE = Flag("trace", bool, "Confirm the answer by a trace, in pipes too: seconds, needs memfit[trace].", default=False)
-NO_TRACE = Flag("no_trace", bool, "Leave it at the formulas on a terminal, too.", default=False)
+TRACE = Flag("trace", bool, "Confirm the answer by a trace even in a pipe; needs memfit[trace].", default=False)
+NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace on a terminal.", default=False)
 
 
 @takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
-def run(
-    model: str | None = None,
-    **flags: Any,
-) -> int:
+def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
-    Shows what each technique buys on the way, and on request writes the files that run the recipe. On a terminal the
-    chosen recipe is then traced, where memfit[trace] is installed.
+    Shows what each technique saves on the way; with --out it writes the files that run the recipe. On a terminal, where
+    memfit[trace] is installed, a trace of the chosen recipe then confirms the answer.
     """
     from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
@@ -77,7 +74,7 @@ def run(
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
-    """The export target, checked before anything is computed; None without --out."""
+    """Return the export target, checked before anything is computed; None without --out."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
@@ -90,7 +87,7 @@ def _target(flags: dict[str, Any]) -> Target | None:
 
 
 def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
-    from memfit.report.ladder import chosen_index
+    from memfit.report.plan import chosen_index
 
     if flags["json"]:
         from memfit.documents import codec
@@ -103,15 +100,15 @@ def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
 
 
 def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
-    """What could be typed next, ready to be copied."""
+    """Return the commands to type next."""
     model, card = plan.job.architecture.name, list(found.gpu_words)
     same = typed(flags, (*CARD[2:], BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
-    cheat = ["memfit", "techniques", model, *card, *same, *length]
+    techniques = ["memfit", "techniques", model, *card, *same, *length]
     if plan.judgement.verdict == "misfit":
-        return [shlex.join(cheat), shlex.join(why)]
+        return [shlex.join(techniques), shlex.join(why)]
     from memfit.tables.trainers import script_of
 
     folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
@@ -119,7 +116,7 @@ def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
     if flags.get("out"):
         data = [] if plan.job.dataset else ["--data", "train.jsonl"]
         files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
-    return [shlex.join(words) for words in (files, why, cheat)]
+    return [shlex.join(words) for words in (files, why, techniques)]
 
 
 def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:

@@ -1,4 +1,4 @@
-"""memfit replay: a saved tape or snapshot on another card or with another allocator setting, without tracing again."""
+"""memfit replay: run a saved tape or snapshot through the allocator, for another card or another setting."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
-from memfit.cli.verdict import EXIT_OF
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:
+    from memfit.allocator.capacity import Capacity
     from memfit.nouns.alloc_settings import AllocSettings, Torch
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.tape import Tape
@@ -22,12 +23,12 @@ EXAMPLES = (
     "memfit replay run.tape.gz --gpu-memory 16GiB --html timeline.html",
 )
 TAPE = Argument("tape", "a tape written with --save-tape, or a snapshot of torch.cuda.memory", "FILE", required=True)
-GPU = Flag("gpu", str, "A card of 'memfit gpus', or 'local'. Default: one without a limit.", "NAME")
+GPU = Flag("gpu", str, "A card of 'memfit gpus', or 'local'. Default: a card without a limit.", "NAME")
 OWN = (
     Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF to replay with. Default: the recorded one.", "TEXT"),
-    Flag("torch", str, "The PyTorch whose allocator to follow. Default: the recorded one.", "2.13"),
+    Flag("torch", str, "The PyTorch version whose allocator to follow. Default: the recorded one.", "2.13"),
     DEVICE,
-    Flag("save_tape", str, "Write the tape here, for a later replay.", "FILE"),
+    Flag("save_tape", str, "Write the tape to this file, for a later replay.", "FILE"),
     Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE"),
     Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
@@ -39,8 +40,8 @@ FILES = ("save_tape", "snapshot", "html")
 def run(tape: str, **flags: Any) -> int:
     """Replay a saved tape or snapshot on another card.
 
-    Says whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors are.
-    Without a card it is replayed on one without a limit.
+    Shows whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors
+    are. Without --gpu it is replayed on a card without a limit.
     """
     from memfit.allocator.capacity import capacity
     from memfit.documents.snapshot import read
@@ -56,43 +57,43 @@ def run(tape: str, **flags: Any) -> int:
     gpu = card(flags)
     with terminal.progress() as tell:
         answer = capacity(found, settings, torch, gpu, reserve(flags, gpu), tell)
-    said = ".".join(map(str, torch))
+    version = ".".join(map(str, torch))
     usable = answer.judgement.usable if answer.judgement else None
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
     write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
-        from memfit.documents.replay_doc import replay_doc
+        from memfit.documents.codec import replay_doc
 
-        terminal.show_json(replay_doc(found, answer, gpu, said, conf))
+        terminal.show_json(replay_doc(found, answer, gpu, version, conf))
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(Path(tape).name, found, answer, settings, said, conf, gpu, _next(tape, flags)))
+        terminal.show(replay_view(Path(tape).name, found, answer, settings, version, conf, gpu, _next(tape, flags)))
     return EXIT_OF[answer.judgement.verdict] if answer.judgement else 0
 
 
 def check(flags: dict[str, Any]) -> None:
-    """Refuse what could not be written, before anything is computed."""
+    """Refuse files that cannot be written, before anything is computed."""
     from memfit.cli.files import check_free
 
     wanted = [flags[name] for name in FILES if flags[name]]
     if flags["force"] and not wanted:
         raise BadInput("--force needs a file to write", hint="--html timeline.html")
     if len(set(wanted)) < len(wanted):
-        raise BadInput("two files of one name were asked for", hint="give each its own")
+        raise BadInput("two output files have the same name", hint="give each its own")
     check_free([Path(name) for name in wanted], flags["force"])
 
 
 def card(flags: dict[str, Any]) -> Gpu | None:
-    """The card asked about, one of them; None where none was named."""
+    """Return the card that was named, which must be a single one; None where none was."""
     gpu, count = cards_of(flags)
     if count > 1:
-        raise BadInput(f"a tape is of one card, --gpu {flags['gpu']} asks for {count}", hint="name the card alone")
+        raise BadInput(f"a tape is of one card, and --gpu {flags['gpu']} names {count}", hint="leave the count out")
     return gpu
 
 
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
-    """The card asked about, and how many of them."""
+    """Return the card that was named, and how many of it."""
     from memfit.catalogue import cards
     from memfit.units import parse_size
 
@@ -104,7 +105,7 @@ def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
 
 
 def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
-    """Bytes to keep free."""
+    """Return the bytes of --reserve."""
     from memfit.units import parse_size
 
     if not flags["reserve"]:
@@ -121,14 +122,14 @@ def write(
     tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch,
     usable: int | None, gpu: Gpu | None,
 ) -> None:  # fmt: skip
-    """The files that were asked for, of the run on the card that was asked about."""
+    """Write the files that were asked for: tape, snapshot, and timeline on the given card."""
     from memfit.cli.files import write_files
 
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:
         from memfit.documents.tape_file import dumps
 
-        about = {key: said for key, said in tape.about.items() if key != "chosen"}  # a tape holds one card
+        about = {key: value for key, value in tape.about.items() if key != "chosen"}  # a tape holds one card
         made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
         from memfit.documents.snapshot.writing import snapshot_pickle
@@ -148,8 +149,15 @@ def write(
         terminal.note(f"wrote {path}")
 
 
+def with_nccl(answer: Capacity, nccl: int) -> Capacity:
+    """Add NCCL's buffers, which lie outside PyTorch's counters, to what a run on several GPUs needs."""
+    judgement = answer.judgement
+    assert judgement is not None
+    return replace(answer, judgement=replace(judgement, usable=judgement.usable + nccl, need=judgement.need + nccl))
+
+
 def _next(tape: str, flags: dict[str, Any]) -> list[str]:
-    """What could be typed next."""
+    """Return the commands to type next."""
     words = ["memfit", "replay", tape]
     named = [
         part for name in ("gpu", "gpu_memory") if flags[name] for part in ("--" + name.replace("_", "-"), flags[name])

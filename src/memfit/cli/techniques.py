@@ -1,4 +1,4 @@
-"""memfit techniques: the cheat sheet, computed for one run."""
+"""memfit techniques: every technique of the ladder, computed for one run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
 @takes(*CARD, BATCH, *AUTO, *COMMON, argument=MODEL)
-def run(
-    model: str | None = None,
-    **flags: Any,
-) -> int:
-    """Show what each technique buys in this run.
+def run(model: str | None = None, **flags: Any) -> int:
+    """Show what each technique saves in this run.
 
-    Also what it costs, and the switch that turns it on in each framework.
+    Also shows what it costs, and the setting that turns it on in each framework.
     """
     from memfit.cli.asked import asked, job_of
     from memfit.planner import left_out, techniques
@@ -32,7 +29,7 @@ def run(
 
         terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
         return 0
-    from memfit.report.techniques import techniques_view
+    from memfit.report.plan import techniques_view
 
     terminal.show(techniques_view(job, rungs, left_out(job, base)))
     return 0

@@ -1,4 +1,4 @@
-"""Where output goes: renderables and JSON to stdout, notes, progress and errors to stderr, plain wherever it is piped."""
+"""Output: views and JSON to stdout; notes, progress and errors to stderr; plain text in pipes; exit codes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console, RenderableType
 
+    from memfit.nouns.plan import Verdict
     from memfit.nouns.tape import Tape
 
-UNBOUNDED = 10_000  # columns of a pipe: nothing is wrapped there, one fact stays one line
-SOON = 0.4  # seconds before progress is shown at all
-
-
+EXIT_OF: dict[Verdict, int] = {"fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT}
+UNBOUNDED = 10_000  # columns in a pipe: nothing is wrapped there, so one fact stays one line
+SOON = 0.4  # seconds before progress is shown
 PLAINER = {"·": "-", "±": "+-", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}
 
 
 def forgive_encodings() -> None:
-    """Where output cannot hold a character, a plainer one stands for it instead of an error."""
+    """Replace characters that the output's encoding lacks by plainer ones, instead of failing."""
     codecs.register_error("plainer", _plainer)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`)
@@ -43,36 +45,36 @@ def _plainer(error: UnicodeError) -> tuple[str, int]:
 
 
 def interactive() -> bool:
-    """Somebody reads what is shown."""
+    """Tell whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def show(view: RenderableType) -> None:
-    """A view on stdout. Names in it come from files: what a terminal would obey is not passed on."""
+    """Print a view to stdout, without control characters, since its names come from files."""
     from memfit.report.layout import Visible
 
     view, out = Visible(view), console(sys.stdout)
     if out.is_terminal:
-        out.print(view, crop=False)  # commands are left to the terminal's own wrapping
+        out.print(view, crop=False)  # the terminal itself wraps long commands
         return
     with out.capture() as captured:
         out.print(view)
-    # cells are padded to their column; in a pipe the padding of the last one is noise
+    # cells are padded to their column; in a pipe drop the padding at the end of each line
     sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().rstrip("\n").split("\n")))
 
 
 def show_json(document: Any) -> None:
-    """A document, or plain data, as JSON on stdout."""
+    """Print a document, or plain data, as JSON to stdout."""
     from memfit.documents import codec
 
     text = codec.dumps(document)
-    for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # within a string: what a terminal would obey
+    for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # control characters inside strings
         text = text.replace(c, json.dumps(c)[1:-1])
     sys.stdout.write(text + "\n")
 
 
 def drop_output() -> None:
-    """Nothing more can be written (`| head` has left, the disk is full): keep Python from complaining at exit."""
+    """Discard output that cannot be written (`| head` has ended, the disk is full), so that Python exits quietly."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -83,32 +85,32 @@ def drop_output() -> None:
 
 
 def note(text: str) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     _say("note:", "dim", text)
 
 
 def note_card(tape: Tape | None) -> None:
-    """Which card of several is told of."""
+    """Note which GPU of a snapshot of several is shown."""
     if tape and (chosen := tape.about.get("chosen")):
         note(f"{chosen} (--device N shows another)")
 
 
 def error(message: str, hint: str = "") -> None:
-    """What is wrong, and what to type next, on stderr."""
+    """Print an error and its hint to stderr."""
     _say("error:", "bold red", message)
     if hint:
         _say("hint:", "bold", hint)
 
 
 def sentence(message: str) -> str:
-    """A message of click's in our style: no capital, no full stop."""
+    """Return a message of click's in our style: no capital, no full stop."""
     message = " ".join(message.split()).rstrip(".")
     return message[:1].lower() + message[1:]
 
 
 def console(file: TextIO) -> Console:
-    """A rich console that takes text literally. Without a terminal it never wraps."""
-    from memfit.report.output import Output
+    """Make a rich console that takes text literally and, without a terminal, never wraps."""
+    from memfit.report.layout import Output
 
     made = Output(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False, legacy_windows=False)
     return made if made.is_terminal else Output(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)
@@ -120,13 +122,13 @@ def _say(label: str, style: str, message: str) -> None:
     from memfit.report.words import visible
 
     one_line = visible(" ".join(message.split()))
-    with suppress(OSError):  # nobody can be told that nobody can be told
+    with suppress(OSError):  # stderr itself is closed
         console(sys.stderr).print(Text.assemble((label, style), " ", one_line), soft_wrap=True)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """Yields tell(text, share of 1). Drawn on stderr only where that is a terminal, and only when it takes a while."""
+    """Yield tell(text, share of 1), which draws on stderr if that is a terminal and the work takes a while."""
     if not sys.stderr.isatty():
         yield lambda text, share: None
         return
@@ -145,7 +147,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 
 
 class _Live:
-    """A progress bar that is made when it is first needed."""
+    """A progress bar that is created when it is first drawn."""
 
     def __init__(self) -> None:
         self.bar: Any = None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
-from memfit.cli.verdict import EXIT_OF, with_nccl
+from memfit.cli.replay import with_nccl
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 
 if TYPE_CHECKING:

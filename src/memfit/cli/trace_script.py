@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import recipe_values
-from memfit.cli.verdict import EXIT_OF, with_nccl
+from memfit.cli.replay import with_nccl
+from memfit.cli.terminal import EXIT_OF
 from memfit.errors import EXIT_MISFIT, BadInput
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
 from memfit.units import gib
@@ -61,7 +62,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         notes.insert(1, _settled(tape))
     write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
     if flags["json"]:
-        from memfit.documents.replay_doc import replay_doc
+        from memfit.documents.codec import replay_doc
 
         how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))

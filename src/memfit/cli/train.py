@@ -1,8 +1,12 @@
-"""memfit train: a recipe run for real, which falls down a rung and resumes where memory runs out."""
+"""memfit train: run a recipe for real; where memory runs out it falls down a rung and resumes.
+
+What is refused before anything is written stands at the end: unreadable data, missing packages, what a CPU cannot do.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,7 +30,7 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import BadInput, MemfitError, MissingExtra
+from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
 from memfit.nouns.job import TRAINING_RANGES, Training
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from memfit.train.folder import Run
     from memfit.train.outcome import Settings
 
+
 EXAMPLES = (
     "memfit train",
     "memfit train run/recipe.toml --out run-1 --merge",
@@ -42,7 +47,9 @@ EXAMPLES = (
     "memfit train --out run-1 --resume",
 )
 WHAT = Argument(
-    "what", "a recipe.toml or a model as for 'memfit plan'; without one a small embedded model", "RECIPE|MODEL"
+    "what",
+    "a recipe.toml, or a model as for 'memfit plan'; without it a small embedded model is trained",
+    "RECIPE|MODEL",
 )
 RUN: tuple[Flag, ...] = (
     Flag("out", str, "The run's folder. Default: memfit-run.", "DIR"),
@@ -51,24 +58,24 @@ RUN: tuple[Flag, ...] = (
     Flag("cpu", bool, "Train on the CPU.", default=False),
     *TRAINING,
     Flag("save_steps", float, "Steps between checkpoints; below 1 a share of all. Default: 0.1.", "N"),
-    Flag("falls", int, "How often memory may run out before the run stops. Default: 5.", "N"),
-    Flag("memory_limit", str, "Use only so much of the device: to try what happens.", "4GiB"),
-    Flag("merge", bool, "Write the adapters merged into their base as well.", default=False),
-    Flag("no_rehearsal", bool, "Do not try the worst batch before the first step.", default=False),
+    Flag("falls", int, "How often the run may fall down a rung before it stops. Default: 5.", "N"),
+    Flag("memory_limit", str, "Limit the device's memory, to see what happens when it runs out.", "4GiB"),
+    Flag("merge", bool, "Also write the adapters merged into their base.", default=False),
+    Flag("no_rehearsal", bool, "Skip the rehearsal of the largest batch before the first step.", default=False),
 )
-RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest) that makes sense
-SAVE_STEPS = 0.1  # ten checkpoints of a run that says nothing else
-AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # what --resume takes
-OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # what a recipe.toml has settled
-EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells count it
+RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest)
+SAVE_STEPS = 0.1  # ten checkpoints by default
+AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # flags --resume accepts
+OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # flags that a recipe.toml has already decided
+EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells report it
 
 
 @takes(*CARD, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
 def run(what: str | None = None, **flags: Any) -> int:
-    """Fine-tune for real, and survive running out of memory.
+    """Fine-tune a model, and survive running out of memory.
 
-    Runs the train.py that 'memfit export' writes. Where memory runs out the plan is made again with what was missing, the
-    next rung down is taken with the same effective batch and learning rates, and the run resumes from its last good step.
+    Runs the train.py that 'memfit export' writes. When memory runs out, the run falls down to a rung that needs less by
+    what was missing, with the same effective batch and learning rate, and resumes from its last good step.
     """
     need_libraries()
     check_ranges(flags, RANGES)
@@ -79,7 +86,10 @@ def run(what: str | None = None, **flags: Any) -> int:
 
 
 def _run(found: Run, json: bool, merge: bool) -> int:
-    """Supervise it, show it, leave the card and merge, with `merge` even what was merged; returns the exit code."""
+    """Supervise and show the run, write the model card, merge, and return the exit code.
+
+    merge: merge the adapters again even if they were merged before.
+    """
     from memfit.cli.train_shown import Shown
     from memfit.train.children import in_child
     from memfit.train.merge import MERGED
@@ -89,7 +99,7 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 
     shown, finished = Shown(found, json), found.finished()
     if finished:
-        terminal.note("this run is done, and all that it made is there: nothing is trained")
+        terminal.note("this run is finished, and its files are there: nothing is trained")
     try:
         with shown:
             outcome = finished or supervise(found, in_child, shown.tell)
@@ -107,11 +117,11 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
-    """The folder is this process's own; one that stays empty is not left behind."""
+    """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
     from memfit.train import lock
     from memfit.train.folder import ASIDE, RUN_FILE
 
-    if resume and not folder.is_dir():  # `opened` says so
+    if resume and not folder.is_dir():  # `opened` reports it
         yield
         return
     new = not folder.exists()
@@ -124,7 +134,7 @@ def _held(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def need_libraries() -> None:
-    """Raises MissingExtra; imports nothing."""
+    """Raise MissingExtra if a training library is missing; none is imported."""
     from importlib.util import find_spec
 
     needed = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -137,10 +147,9 @@ def need_libraries() -> None:
 
 
 def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
-    """The run in the folder; falls and the limit may be said anew, the rest is as it was."""
+    """Open the run in the folder; only the number of falls, the memory limit and --merge may be new."""
     from dataclasses import replace
 
-    from memfit.cli.train_checks import check_packages
     from memfit.train.folder import opened
     from memfit.units import parse_size
 
@@ -155,15 +164,15 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     found = opened(folder)
     if found.settings.recipe not in ("", found.recipe()):
         raise BadInput(
-            f"{folder}/recipe.toml has been edited since the run wrote it",
-            hint="put it back as it was, or start a new run with it: memfit train "
+            f"{folder}/recipe.toml was edited after the run wrote it",
+            hint="undo the edit, or start a new run with it: memfit train "
             f"{folder}/recipe.toml --out DIR (what was trained is safe)",
         )
     settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
     if not (settings.cpu or found.finished() or has_gpu()):
         raise BadInput(
-            f"the run in {folder} is one for a GPU, and there is none in this machine",
-            hint="resume it where there is one",
+            f"the run in {folder} needs a GPU, and there is none in this machine",
+            hint="resume it on a machine with one",
         )
     if flags["falls"] is not None:  # counted from here on
         settings = replace(settings, falls=len(found.falls) + flags["falls"])
@@ -172,14 +181,13 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     if not found.finished():
         check_packages(found.plan)
     if found.output.is_dir():
-        found.drop_broken()  # first of all, in case that it is half a checkpoint that fills the disk
+        found.drop_broken()  # before anything is written, in case half a checkpoint fills the disk
     found.keep(settings, found.falls)
     return found
 
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
-    """A new run: planned, judged, written."""
-    from memfit.cli.train_checks import check, check_apart, check_cpu, check_data, check_packages
+    """Plan, check and write a new run."""
     from memfit.tables.cautions import cautions
     from memfit.train import embedded
     from memfit.train.folder import create, fresh
@@ -211,7 +219,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 
 def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
-    """The plan with what the flags say of training over `base`."""
+    """Return the plan with `base` as its training, changed by the flags."""
     from dataclasses import replace
 
     training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
@@ -219,28 +227,27 @@ def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
 
 
 def _recipe_in(what: str) -> str:
-    """The folder that a plan was written to stands for the recipe in it."""
+    """Return the recipe.toml in `what` if it is a folder that a plan was written to, else `what`."""
     path = Path(what) / "recipe.toml"
     return str(path) if path.is_file() and not (Path(what) / "config.json").exists() else what
 
 
 def _from_anywhere(plan: Plan) -> Plan:
-    """The same with whole paths: the run may be resumed from another folder."""
+    """Make the plan's paths absolute, because the run may be resumed from another folder."""
     from dataclasses import replace
 
     job, name = plan.job, plan.job.architecture.name
     architecture = replace(job.architecture, name=str(Path(name).resolve()) if Path(name).exists() else name)
-    training = replace(job.training, eval_data=_whole(job.training.eval_data))
-    return replace(plan, job=replace(job, architecture=architecture, dataset=_whole(job.dataset), training=training))
+    training = replace(job.training, eval_data=_absolute(job.training.eval_data))
+    return replace(plan, job=replace(job, architecture=architecture, dataset=_absolute(job.dataset), training=training))
 
 
-def _whole(data: str) -> str:
-    """A file by its whole path; what is no file here may be a dataset on the Hub."""
+def _absolute(data: str) -> str:
+    """Return a file's absolute path; anything else may be a dataset on the Hub and stays as it is."""
     return str(Path(data).resolve()) if data and Path(data).exists() else data
 
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
-    from memfit.cli.train_checks import check_data
     from memfit.train.outcome import FALLS, Settings
     from memfit.units import parse_size
 
@@ -251,7 +258,8 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
                 f"there is no file {what}", hint="memfit plan MODEL --gpu CARD --out run/ writes run/recipe.toml"
             )
         raise BadInput(
-            "there is no GPU in this machine", hint="--cpu trains on the CPU; memfit launch writes a job for others"
+            "there is no GPU in this machine",
+            hint="--cpu trains on the CPU; memfit launch writes a job for a machine with one",
         )
     if flags["eval_data"]:
         check_data(flags["eval_data"])
@@ -263,7 +271,7 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
 
 def has_gpu() -> bool:
-    """This machine has an NVIDIA card that answers."""
+    """Tell whether this machine has an NVIDIA card that responds."""
     from memfit.catalogue.cards import local_gpu
 
     try:
@@ -274,7 +282,7 @@ def has_gpu() -> bool:
 
 
 def _embedded(folder: Path, flags: dict[str, Any]) -> str:
-    """Make the embedded model and its data in the run's folder, in a process of its own; returns the model's folder."""
+    """Make the embedded model and its data in the run's folder, in a child process; return the model's folder."""
     from memfit.train import embedded
 
     assets = folder / "assets"
@@ -291,7 +299,7 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
 
 
 def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan, list[str]]:
-    """The plan of a recipe.toml as it stands, or of a model by the planner; with what was assumed."""
+    """Return the plan of a recipe.toml, unchanged, or the planner's plan of a model, and notes on what was assumed."""
     from memfit.cli.asked import asked, job_of, with_data
     from memfit.planner import make_plan
 
@@ -300,7 +308,7 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
     if settings.cpu:
         if not (flags["gpu"] or flags["gpu_memory"]):
             flags["gpu_memory"] = str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        flags["precision"] = flags["precision"] or "fp32"  # a CPU is slow at everything else
+        flags["precision"] = flags["precision"] or "fp32"  # a CPU is slow in every other precision
     if not flags["data"]:
         raise BadInput("no data to train on", hint="--data train.jsonl")
     found = with_data(asked(what, flags), flags)
@@ -320,7 +328,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     given = typed(flags, OF_A_MODEL)
     if given:
         raise BadInput(
-            f"{given[0]} is settled by {path}", hint="change it there, or give the model: memfit train MODEL"
+            f"{given[0]} is decided by {path}", hint="change it there, or give the model: memfit train MODEL"
         )
     file = recipe_file.read(path)
     name = flags["gpu"]
@@ -343,11 +351,11 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 
 def _merge(run: Run) -> None:
-    """Write the merged model. The adapters are safe whatever happens here. Raises BadInput saying how to do it again."""
+    """Write the merged model; the adapters stay as they are. Raises BadInput with the command to try again."""
     from memfit.train.merge import merged
 
     if run.plan.recipe.method == "full":
-        terminal.note("--merge without effect: full fine-tuning has no adapters")
+        terminal.note("--merge has no effect: full fine-tuning has no adapters")
         return
     terminal.note("merging the adapters into their base")
     try:
@@ -355,3 +363,122 @@ def _merge(run: Run) -> None:
     except MemfitError as error:
         again = shlex.join(["memfit", "train", "--out", str(run.path), "--resume", "--merge"])
         raise BadInput(error.message, hint=f"{error.hint}; try again with: {again}") from None
+
+
+ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+
+
+def check_data(data: str, vocabulary: int | None = None) -> None:
+    """Raise BadInput for data that train.py could not read: no such file, broken lines, or mixed layouts.
+
+    vocabulary: the model's, to refuse larger token ids.
+    """
+    from memfit.data import read_dataset
+    from memfit.data.files import READERS
+    from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
+    from memfit.models.hub import check_there
+
+    if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
+        if not ON_HUB.fullmatch(data):
+            raise BadInput(
+                f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
+            )
+        check_there(data, "dataset")
+        return
+    found = read_dataset(data)
+    if found.empty == found.lengths.count:
+        raise BadInput(
+            f"every sample of {data} is empty", hint=f"there is nothing to learn in it; see: memfit data {data}"
+        )
+    if len(found.layouts) > 1:
+        mixed = ", ".join(f"{count} with {layout.replace('+', ' and ')}" for layout, count in found.layouts)
+        raise BadInput(
+            f"the samples of {data} have different layouts: {mixed}",
+            hint="train.py reads one layout and would leave the others out: split them into one file each",
+        )
+    highest, line = found.highest
+    if vocabulary is not None and highest >= vocabulary:
+        raise BadInput(
+            f"{data}, line {line}: token {highest:,} is outside the model's vocabulary of {vocabulary:,}",
+            hint="tokenise the data with the model's own tokenizer, or give the text",
+        )
+    numbers, line = found.numbers
+    if 0 < numbers < found.lengths.count:
+        raise BadInput(
+            f"{data}, line {line}: a number, true or false stands where other samples have text",
+            hint=f'write it as text in quotes: "..."; {numbers:,} samples are like it',
+        )
+    # broken lines that `memfit data` only counts, and on which datasets or train.py would fail
+    fatal = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, NO_OBJECT, NO_TEXT, UNEVEN, BAD_TOOLS)
+    for broken in found.reasons:
+        if any(words in broken.reason for words in fatal):
+            raise BadInput(
+                f"{data}, line {broken.line}: {broken.reason}", hint=f"correct that line; see: memfit data {data}"
+            )
+
+
+def check(plan: Plan, force: bool) -> None:
+    """Refuse a plan that could not run, before anything is written."""
+    from memfit.models.hub import check_there
+
+    if plan.job.architecture.task not in ("causal-lm", "multimodal"):
+        name = Path(plan.job.architecture.name).name
+        raise BadInput(
+            f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
+            hint="memfit plan, estimate and trace accept it",
+        )
+    check_data(plan.job.dataset, plan.job.architecture.vocabulary)
+    if plan.job.training.eval_data:
+        check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
+    check_packages(plan)
+    if plan.judgement.verdict == "misfit" and not force:
+        raise Refused(
+            f"the closest recipe does not fit the {plan.job.gpu.name}",
+            hint="--force tries it anyway; memfit plan shows what would fit",
+        )
+    if not Path(plan.job.architecture.name).exists():
+        check_there(plan.job.architecture.name, "model")
+
+
+def check_packages(plan: Plan) -> None:
+    """Raise BadInput where train.py could not import what its recipe needs."""
+    from memfit.train.folder import target_of
+    from memfit.train.installed import missing
+
+    names = missing(plan.recipe, target_of(plan))
+    if names:
+        other = ", or --loss full" if "liger-kernel" in names else ""
+        raise BadInput(
+            f"this recipe needs packages that are not installed: {', '.join(names)}",
+            hint=f"pip install {' '.join(names)}{other}",
+        )
+
+
+def check_apart(plan: Plan, folder: Path) -> None:
+    """Raise BadInput if the old run that is replaced holds a model or data that the new one reads."""
+    from memfit.train.folder import writes
+
+    for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
+        inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts
+        if inside and writes(inside[0]):
+            raise BadInput(
+                f"{name} lies in {folder}, which the new run would replace", hint="name another folder: --out DIR"
+            )
+
+
+def check_cpu(plan: Plan, settings: Settings) -> None:
+    """Raise BadInput for what PyTorch supports on GPUs only, and note what a CPU does differently."""
+    recipe = plan.recipe
+    if not settings.cpu:
+        return
+    if recipe.checkpointing == "offload":
+        if "checkpointing" not in {*dict(plan.job.wanted), *plan.job.stated}:  # the planner's last way out
+            raise BadInput(
+                "this run needs more memory than this machine has, and a CPU has nowhere to offload to",
+                hint="a smaller --sequence-length, --micro-batch or model",
+            )
+        raise BadInput("a CPU has no memory to offload activations from", hint="--checkpointing full")
+    if recipe.compile:
+        raise BadInput("memfit does not train compiled on a CPU", hint="--no-compile, or a machine with a GPU")
+    if recipe.precision == "fp16-mixed":
+        terminal.note("on a CPU fp16-mixed trains in fp32, without a loss scaler")

@@ -1,4 +1,4 @@
-"""What memfit train shows: progress on stderr as it happens, a live view of memory on a terminal, the report at the end."""
+"""What memfit train shows: progress on stderr, a live view of memory on a terminal, and a report at the end."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ if TYPE_CHECKING:
 
 
 class Shown:
-    """Use it as a context manager around the run. `interrupted`: Ctrl-C stopped it."""
+    """Shows a run; to be used as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
 
     def __init__(self, run: Run, json: bool) -> None:
         from memfit.frameworks.text import title
 
         self.run, self.json, self.interrupted = run, json, False
-        self.line = ""  # of progress, above the view
-        self.view: Any = None  # of memory
+        self.line = ""  # progress, shown above the view
+        self.view: Any = None  # memory
         self.live: Any = None
         plan = run.plan
         r = plan.recipe
         where = "this CPU" if run.settings.cpu else plan.job.gpu.name
         processes = f" on {r.num_gpus} processes" if r.num_gpus > 1 else ""
-        terminal.note(
-            f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, micro-batch {r.micro_batch} x {r.accumulation}{processes}, in {run.path}"
-        )
+        batch = f"micro-batch {r.micro_batch} x {r.accumulation}{processes}"
+        terminal.note(f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, {batch}, in {run.path}")
 
     def __enter__(self) -> Shown:
         if sys.stderr.isatty():
@@ -47,11 +46,11 @@ class Shown:
             self.live.stop()
 
     def tell(self, event: dict[str, Any]) -> None:
-        """One event of the run."""
-        SAYS.get(event["event"], lambda shown, event: None)(self, event)
+        """Show one event of the run."""
+        SHOWS.get(event["event"], lambda shown, event: None)(self, event)
 
     def _draw(self, line: str = "", view: Any = None) -> None:
-        """The picture: one line of progress, and memory below it."""
+        """Draw one line of progress, and memory below it."""
         if self.live is None:
             return
         from rich.console import Group
@@ -64,7 +63,7 @@ class Shown:
         terminal.note(f"training from step {event['step']} of {event['steps']}")
 
     def _rehearsed(self, event: dict[str, Any]) -> None:
-        terminal.note(f"rehearsed a step on the longest samples ({event['tokens']:,} tokens): there is memory for it")
+        terminal.note(f"rehearsed a step on the longest samples ({event['tokens']:,} tokens): it fits")
 
     def _step(self, event: dict[str, Any]) -> None:
         self._draw(f"step {event['step']:,} of {event['steps']:,}")
@@ -104,12 +103,12 @@ class Shown:
     def _fall(self, event: dict[str, Any]) -> None:
         for line in event["cause"]:
             terminal.note(f"out of memory: {line}")
-        terminal.note(f"one rung down: {', '.join(event['changed'])}; resumed from step {event['step']}")
+        terminal.note(f"falling one rung: {', '.join(event['changed'])}; resuming from step {event['step']}")
 
     def _cause(self, event: dict[str, Any]) -> None:
         for line in event["cause"]:
             terminal.note(f"out of memory: {line}")
-        terminal.note(f"what is known of it is in {event['kept']}")
+        terminal.note(f"what was recorded of it is in {event['kept']}")
 
     def _cut(self, event: dict[str, Any]) -> None:
         terminal.note(event["text"])
@@ -124,16 +123,16 @@ class Shown:
 
     @property
     def resume(self) -> str:
-        """The command that goes on with the run."""
+        """Return the command that continues the run."""
         return shlex.join(["memfit", "train", "--out", str(self.run.path), "--resume"])
 
     def broken_off(self) -> None:
-        """A second Ctrl-C ended it at once."""
+        """Report that a second Ctrl-C ended the run at once."""
         last = self.run.last_good()
         terminal.note(f"ended at once; {_kept(last.step if last else 0)}; continue with: {self.resume}")
 
     def end(self, outcome: Outcome) -> None:
-        """The report, and what to type next."""
+        """Show the report, and what to type next."""
         if self.json:
             terminal.show_json(report(self.run, outcome, self.resume))
         else:
@@ -149,21 +148,22 @@ def _kept(step: int) -> str:
     return f"everything up to step {step} is saved" if step else "no step is saved yet"
 
 
-SAYS = {
-    "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log, "memory": Shown._memory,
+SHOWS = {
+    "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log,
+    "memory": Shown._memory,
     "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "cut": Shown._cut,
     "warning": Shown._warning, "stopping": Shown._stopping,
 }  # fmt: skip
 
 
 def lines(run: Run, outcome: Outcome) -> list[str]:
-    """The report in words."""
+    """Return the report in words."""
     from memfit.units import human
 
     of = f" of {outcome.steps}" if outcome.steps else ""
     reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
     found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
-    if outcome.error and outcome.status != "failed":  # that is an error, on stderr
+    if outcome.error and outcome.status != "failed":  # a failure is shown as an error on stderr
         found.append(f"why: {outcome.error}")
     if outcome.loss is not None:
         found.append(f"loss: {outcome.first_loss:.4f} -> {outcome.loss:.4f}")
@@ -178,7 +178,7 @@ def lines(run: Run, outcome: Outcome) -> list[str]:
 
 
 def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
-    """The report as data."""
+    """Return the report as data."""
     from dataclasses import asdict
 
     return {

@@ -1,4 +1,4 @@
-"""The command tree: which commands there are, in the order people meet them."""
+"""The command tree: all commands, in the order in which people need them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 
 def _examples(*lines: str) -> str:
-    """An epilog that click does not wrap."""
+    """Return the examples as an epilog that click does not wrap."""
     return "\b\nexample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _option(row: Flag) -> click.Option:
     if row.kind is bool:
-        words = row.flag if row.default is False else f"{row.flag}/{row.off}"  # None: off can be said, too
+        words = row.flag if row.default is False else f"{row.flag}/{row.off}"  # default None: it can be switched off
         return click.Option([words, row.parameter], is_flag=True, default=row.default, help=row.help)
     return click.Option(
         [row.flag, row.parameter], type=row.kind, default=row.default, metavar=row.metavar or None, help=row.help
@@ -78,14 +78,14 @@ def _command(module: ModuleType) -> click.Command:
 
 
 class InOrder(click.Group):
-    """Lists its commands in the order of COMMANDS, not of the alphabet."""
+    """Lists its commands in the order of COMMANDS, not alphabetically."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
 def command() -> click.Group:
-    """The tree that parses a command line."""
+    """Return the tree that parses a command line."""
 
     @click.group("memfit", cls=InOrder, invoke_without_command=True, epilog=_examples(EXAMPLE))
     @click.version_option(__version__, message="memfit %(version)s")

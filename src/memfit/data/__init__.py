@@ -1,7 +1,7 @@
-"""Token lengths of a training file: `files` reads records, `samples` finds their text, `tokens` counts; tied here.
+"""Token lengths of a training file: `files` reads records, `samples` finds their text, `tokens` counts them.
 
-Nothing is held but a batch of samples and a table of lengths, so a file of any size is read in bounded memory, and a
-line that cannot be used is counted and reported instead of ending the reading.
+Only a batch of samples and a table of lengths are kept, so a file of any size is read in bounded memory. A line that
+cannot be used is counted and reported; reading goes on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from memfit.data.files import Broken, Record, reader_for
 from memfit.data.lengths import Lengths
-from memfit.data.samples import KNOWN_FIELDS, Sample, UnusableError, sample_of
+from memfit.data.samples import KNOWN_FIELDS, Example, UnusableError, sample_of
 from memfit.data.tokens import Tokens, find_tokenizer
 from memfit.errors import BadInput
 from memfit.units import MIB
 
-BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # what is tokenised at once
-REASONS = 100  # different ones of broken lines, of each of which the first line is kept
-KEPT = 5  # examples of broken lines and longest samples that are kept
+BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # tokenised at once
+REASONS = 100  # distinct reasons of broken lines that are kept, each with its first line
+KEPT = 5  # broken lines and longest samples that are kept as examples
 Progress = Callable[[int, int], None]  # (bytes read, bytes of the file)
 
 __all__ = ["Broken", "Dataset", "read_dataset"]
@@ -31,25 +31,25 @@ __all__ = ["Broken", "Dataset", "read_dataset"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """What a training file holds, in tokens."""
+    """The contents of a training file, in tokens."""
 
     path: str
     lengths: Lengths
     layouts: tuple[tuple[str, int], ...]  # (fields read, samples), most frequent first
     tokenizer: str  # as shown to the user
-    estimate: bool  # the counts are not those of the model's tokenizer
+    estimate: bool  # True: not counted by the model's tokenizer
     longest: tuple[tuple[int, int], ...]  # (tokens, line) of the longest samples, longest first
     broken: int
-    examples: tuple[Broken, ...]  # of the broken lines, the first few
+    examples: tuple[Broken, ...]  # the first few broken lines
     complete: bool  # False when reading stopped at the limit
     notes: tuple[str, ...]
-    highest: tuple[int, int] = (-1, 0)  # (the largest of ready token ids, its line); -1: there are none
-    empty: int = 0  # samples without anything to learn from; they are counted, and training leaves them out
-    reasons: tuple[Broken, ...] = ()  # of the broken lines, the first of each reason
-    numbers: tuple[int, int] = (0, 0)  # (samples whose text is written as a number, the first one's line)
+    highest: tuple[int, int] = (-1, 0)  # (largest token id of a tokenised file, its line); -1: the file holds text
+    empty: int = 0  # samples without anything to learn from; they are counted, but training leaves them out
+    reasons: tuple[Broken, ...] = ()  # the first broken line of each reason
+    numbers: tuple[int, int] = (0, 0)  # (samples whose text is written as a number, line of the first)
 
     def summary(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "path": self.path,
             "tokenizer": self.tokenizer,
@@ -75,7 +75,7 @@ def read_dataset(
     """Count the tokens of every sample of a .jsonl, .json, .txt, .csv, .tsv or .parquet file.
 
     tokenizer: a tokenizer.json or a folder holding one, "bytes", or None for an estimate. text_field: read this field
-    alone instead of the known ones. limit: stop after so many samples. progress is called between batches.
+    instead of the known ones. limit: stop after so many samples. progress is called between batches.
     Raises BadInput when the file or the tokenizer cannot be used at all; single broken lines are only counted.
     """
     source, tally = Path(path), _Tally()
@@ -98,9 +98,9 @@ def read_dataset(
     return tally.dataset(source, tokens)
 
 
-def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Samples in lists that are worth a call of the tokenizer and fit in memory."""
-    batch: list[Sample] = []
+def _batches(samples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Group samples into lists large enough for a call of the tokenizer and small enough for memory."""
+    batch: list[Example] = []
     chars = 0
     for sample in samples:
         batch.append(sample)
@@ -114,7 +114,7 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What is known so far while a file is read."""
+    """The counts so far while a file is read."""
 
     counts: Counter[int] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
@@ -128,8 +128,8 @@ class _Tally:
     numbers: tuple[int, int] = (0, 0)
     highest: tuple[int, int] = (-1, 0)
 
-    def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Sample]:
-        """The samples among the records, at most `limit`; the rest is counted as broken."""
+    def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Example]:
+        """Yield the samples among the records, at most `limit`; count the other records as broken."""
         found = 0
         for record in records:
             if found == limit:
@@ -148,8 +148,8 @@ class _Tally:
                 if len(self.reasons) < REASONS:
                     self.reasons.setdefault(broken.reason, broken)
 
-    def add(self, batch: list[Sample], tokens: Tokens) -> None:
-        """Count one batch."""
+    def add(self, batch: list[Example], tokens: Tokens) -> None:
+        """Count the tokens of one batch."""
         counted = iter(tokens.count([text for sample in batch for text in sample.texts]))
         for sample in batch:
             total = sample.tokens + sum(next(counted) for _ in sample.texts)
@@ -166,7 +166,7 @@ class _Tally:
             self.notes.update(sample.notes)
 
     def dataset(self, source: Path, tokens: Tokens) -> Dataset:
-        """The result; raises BadInput when not one sample could be used."""
+        """Return the result. Raises BadInput when no sample could be used."""
         if not self.counts:
             if not self.broken:
                 raise BadInput(f"{source} holds no samples", hint="give a file with at least one sample")
@@ -174,7 +174,7 @@ class _Tally:
             raise BadInput(
                 f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",
                 hint="a sample has text, messages, prompt and completion, instruction and output, or input_ids: "
-                "rename its fields ('memfit data FILE --text-field NAME' counts any)",
+                "rename its fields ('memfit data FILE --text-field NAME' counts any field)",
             )
         return Dataset(
             path=str(source),

@@ -1,4 +1,4 @@
-"""Readers, one per file type: a file in, numbered records out, broken lines reported and never held in memory whole."""
+"""Readers, one per file type: they yield numbered records, report broken lines, and never hold a whole file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from memfit.units import MIB, human
 
 LINE_LIMIT = 64 * MIB  # a longer line is reported as broken
 CHUNK = 1 * MIB
-ROWS = 256  # of Parquet, at once
+ROWS = 256  # Parquet rows read at once
 
 
 class Record(NamedTuple):
-    """One record as read: the number of its line, row or sample from 1, and its value."""
+    """One record: its value, and the number (from 1) of its line, row or sample."""
 
     line: int
     value: Any
@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A line that could not be used, and why."""
+    """A line that cannot be used, and why."""
 
     line: int
     reason: str
@@ -41,12 +41,12 @@ Reader = Callable[[BinaryIO, Collection[str]], Read]  # (the open file, fields o
 
 
 def reader_for(path: Path) -> Reader:
-    """The reader for a file by the end of its name. Raises BadInput when it is no file that can hold samples."""
+    """Choose the reader by the file's suffix. Raises BadInput for a path that is no readable file of samples."""
     hint = f"give one file: {', '.join(READERS)}"
     if not path.exists():
         raise BadInput(
             f"{path} does not exist",
-            hint="check the path of the training file; a dataset on the Hub must be saved to one first",
+            hint="check the path; a dataset on the Hub must be saved to a file first",
         )
     if not path.is_file():
         raise BadInput(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
@@ -61,7 +61,7 @@ def reader_for(path: Path) -> Reader:
 
 
 def _lines(file: BinaryIO) -> Read:
-    """Decoded lines; too long or undecodable ones as Broken."""
+    """Yield decoded lines, and Broken for those that are too long or not UTF-8."""
     number = 0
     while line := file.readline(LINE_LIMIT):
         number += 1
@@ -77,7 +77,7 @@ def _lines(file: BinaryIO) -> Read:
 
 
 def _text(file: BinaryIO, _: Collection[str] = ()) -> Read:
-    """One sample per line that is not blank, as Hugging Face datasets reads .txt."""
+    """Yield one sample per line that is not blank, as Hugging Face datasets reads .txt."""
     for line in _lines(file):
         if isinstance(line, Broken):
             yield line
@@ -86,7 +86,7 @@ def _text(file: BinaryIO, _: Collection[str] = ()) -> Read:
 
 
 def _json_lines(file: BinaryIO, _: Collection[str] = ()) -> Read:
-    """One JSON value per line that is not blank."""
+    """Yield one JSON value per line that is not blank."""
     for line in _text(file):
         if isinstance(line, Broken):
             yield line
@@ -98,7 +98,7 @@ def _json_lines(file: BinaryIO, _: Collection[str] = ()) -> Read:
 
 
 def _json(file: BinaryIO, _: Collection[str] = ()) -> Read:
-    """A list of samples, or one sample per line; an object written over several lines is neither, and refused."""
+    """Read a list of samples, or one sample per line; refuse a single object that spans several lines."""
     start = file.read(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
     if start.startswith(b"["):
@@ -117,7 +117,7 @@ _GAP = re.compile(r"[\s,]*")
 
 
 def _json_list(file: BinaryIO) -> Read:
-    """The elements of one JSON list, numbered from 1, a chunk at a time; reading ends at the first syntax error."""
+    """Yield the elements of one JSON list, reading in chunks; stop at the first syntax error."""
     with _decoded(file) as text:
         yield from _json_elements(text)
 
@@ -133,7 +133,7 @@ def _json_elements(text: TextIO) -> Read:
             value, at = decoder.raw_decode(buffer, at)
         except (ValueError, RecursionError) as error:
             waiting = len(buffer) - at
-            # as much again, so that a long element is parsed a few times and not thousands
+            # read as much again, so that a long element is parsed a few times and not thousands
             more = text.read(max(CHUNK, waiting)) if waiting < LINE_LIMIT else ""
             if not more:
                 yield Broken(number, f"{_json_reason(error)}; nothing after it was read")
@@ -156,7 +156,7 @@ def _json_reason(error: Exception) -> str:
 
 
 def _table(delimiter: str) -> Reader:
-    """A reader of tables whose first line names the columns; empty cells count as missing."""
+    """Make a reader of tables whose first line names the columns; empty cells count as missing."""
 
     def read(file: BinaryIO, fields: Collection[str]) -> Read:
         before = csv.field_size_limit(LINE_LIMIT)  # global in the csv module; its default refuses cells over 128 KiB
@@ -188,7 +188,7 @@ def _rows(text: TextIO, delimiter: str) -> Read:
 
 @contextmanager
 def _decoded(file: BinaryIO) -> Iterator[TextIO]:
-    """The file as text; bytes that are not UTF-8 become lone surrogates. The caller closes the file."""
+    """Give the file as text; bytes that are not UTF-8 become lone surrogates. The caller closes the file."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
         yield text
@@ -197,7 +197,7 @@ def _decoded(file: BinaryIO) -> Iterator[TextIO]:
 
 
 def _parquet(file: BinaryIO, fields: Collection[str]) -> Read:
-    """Rows of a Parquet file, a few at a time; only the columns of interest, where it has any."""
+    """Yield the rows of a Parquet file, reading only the columns of interest where it has any."""
     try:
         import pyarrow as arrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
         import pyarrow.parquet as parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]

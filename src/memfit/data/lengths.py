@@ -1,10 +1,10 @@
 """Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
 
 A run must fit its *longest* batch: memory follows the tokens of one micro-batch, batches are drawn at random, and
-sooner or later the longest sample comes up; a run that passed its first steps dies on it at step 2000. So
-`longest_batch` is what a plan is made for, and the averages here (`padding_waste`, `packed`) only tell about time.
+sooner or later the longest sample comes up, perhaps at step 2000. So plans are made for `longest_batch`; the averages
+here (`padding_waste`, `packed`) only concern time.
 
-Everything is computed from how many samples have each length, which is exact and stays small however large the data is.
+Everything is computed from the number of samples of each length, which is exact and small for data of any size.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from memfit.nouns.job import Padding
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BINS = 20
-MULTIPLE = 64  # tokens that a sequence length is rounded up to
+MULTIPLE = 64  # sequence lengths are rounded up to a multiple of it
 Order = Literal["random", "sorted"]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the samples are. `counts` holds (tokens, samples of that length), shortest first; never empty."""
+    """The lengths of all samples. `counts` holds (tokens, samples of that length), shortest first; never empty."""
 
     counts: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, samples: Iterable[int]) -> Lengths:
-        """From the token count of each sample."""
+        """Build it from the token count of each sample."""
         return cls.counted(Counter(samples))
 
     @classmethod
     def counted(cls, counts: Mapping[int, int]) -> Lengths:
-        """From {tokens: samples}. Raises BadInput when there is no sample, ValueError on a negative number."""
+        """Build it from {tokens: samples}. Raises BadInput without a sample, ValueError for a negative number."""
         kept = tuple(sorted((t, n) for t, n in counts.items() if n))
         if any(t < 0 or n < 0 for t, n in kept):
             raise ValueError("lengths and counts cannot be negative")
@@ -50,12 +50,12 @@ class Lengths:
 
     @cached_property
     def count(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return sum(n for _, n in self.counts)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of all samples."""
+        """Total tokens of all samples."""
         return sum(t * n for t, n in self.counts)
 
     @property
@@ -65,25 +65,25 @@ class Lengths:
 
     @cached_property
     def _up_to(self) -> tuple[int, ...]:
-        """For each entry of `counts`, how many samples are at most that long."""
+        """Count, for each entry of `counts`, the samples that are at most that long."""
         return tuple(accumulate(n for _, n in self.counts))
 
     def percentile(self, percent: float) -> int:
-        """The smallest length that at least `percent` % of the samples do not exceed (nearest rank)."""
+        """Return the smallest length that at least `percent` % of the samples do not exceed (nearest rank)."""
         if not 0 < percent <= 100:
             raise BadInput(f"a percentile is above 0 and at most 100, not {percent}", hint="99 is usual")
         rank = ceil(self.count * percent / 100)
         return next(t for (t, _), below in zip(self.counts, self._up_to, strict=True) if below >= rank)
 
     def cut(self, length: int) -> Lengths:
-        """The lengths after truncation to `length` tokens."""
+        """Return the lengths after truncation to `length` tokens."""
         counts: Counter[int] = Counter()
         for t, n in self.counts:
             counts[min(t, length)] += n
         return Lengths.counted(counts)
 
     def histogram(self, bins: int = BINS) -> tuple[tuple[int, int, int], ...]:
-        """(from, up to and including, samples) of equally wide bins that cover every sample."""
+        """Return equally wide bins that cover every sample: (first length, last length, samples)."""
         low, width = self.counts[0][0], ceil((self.longest - self.counts[0][0] + 1) / bins)
         found = Counter[int]()
         for t, n in self.counts:
@@ -92,7 +92,7 @@ class Lengths:
         return tuple((low + i * width, low + (i + 1) * width - 1, found[i]) for i in range(last + 1))
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers for JSON: samples, tokens, mean, percentiles by name, histogram."""
+        """Return plain numbers for JSON: samples, tokens, mean, percentiles by name, histogram."""
         return {
             "samples": self.count,
             "tokens": self.tokens,
@@ -104,7 +104,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sequence length and what it costs: shares are of 1."""
+    """A sequence length, and the shares of samples and tokens that it cuts off."""
 
     length: int
     truncated: float  # share of the samples that are longer
@@ -112,21 +112,21 @@ class Cut:
 
 
 def truncation(lengths: Lengths, length: int) -> Cut:
-    """What cutting every sample at `length` tokens loses."""
+    """Return what is lost by cutting every sample at `length` tokens."""
     longer = sum(n for t, n in lengths.counts if t > length)
     lost = sum((t - length) * n for t, n in lengths.counts if t > length)
     return Cut(length, longer / lengths.count, lost / lengths.tokens if lengths.tokens else 0.0)
 
 
 def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: int = MULTIPLE) -> Cut:
-    """The percentile rounded up to a multiple, and what it cuts off. Kernels are fastest on multiples of 64 or 128."""
+    """Return the percentile rounded up to a multiple, since kernels are fastest on multiples of 64 or 128."""
     if multiple < 1:
         raise BadInput(f"the sequence length must be a multiple of at least 1, not {multiple}", hint="64 is usual")
     return truncation(lengths, max(1, ceil(lengths.percentile(percentile) / multiple)) * multiple)
 
 
 def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padding: Padding = "longest") -> int:
-    """Tokens of the worst micro-batch, padding included: what the memory of a run must be planned for.
+    """Return the tokens of the largest micro-batch, padding included, for which memory must be planned.
 
     longest: every sample of a batch is padded to its longest one, so one long sample sets the size of the whole batch;
     a dataset smaller than the micro-batch cannot fill it. packing: sequences are filled up to `sequence_length`.
@@ -138,22 +138,22 @@ def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padd
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Tokens the model computes in one epoch against those of the data."""
+    """Tokens the model computes in one epoch, and those the data has."""
 
     real: int  # tokens of the samples, after truncation
     computed: float  # with padding; an expectation where batches are random
 
     @property
     def share(self) -> float:
-        """Share of the computed tokens that is padding."""
+        """Return the share of the computed tokens that is padding."""
         return 1 - self.real / self.computed if self.computed else 0.0
 
 
 def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, order: Order = "random") -> Waste:
-    """Padding of one epoch when each micro-batch is padded to its longest sample; the last batch may be smaller.
+    """Return the padding of one epoch when each micro-batch is padded to its longest sample.
 
-    random: the exact expectation over all shuffles. sorted: batches of neighbours in order of length, as length-grouped
-    samplers make them, longest first: the least padding there is when all batches are full.
+    The last batch may be smaller. random: the exact expectation over all shuffles. sorted: batches cut from the samples
+    in order of length, longest first, as length-grouped samplers make them: the least padding with full batches.
     """
     kept = lengths.cut(sequence_length)
     full, rest = divmod(kept.count, micro_batch)
@@ -164,7 +164,7 @@ def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, orde
 
 
 def _expected_longest(lengths: Lengths, draws: int) -> float:
-    """Mean of the longest of `draws` samples drawn without replacement: sum of t * (P(all <= t) - P(all < t))."""
+    """Return the expected longest of `draws` samples without replacement: sum of t * (P(all <= t) - P(all < t))."""
     mean, before = 0.0, 0.0
     for (t, _), at_most in zip(lengths.counts, lengths._up_to, strict=True):
         share = _share_of_draws(at_most, lengths.count, draws)
@@ -174,7 +174,7 @@ def _expected_longest(lengths: Lengths, draws: int) -> float:
 
 
 def _share_of_draws(some: int, of: int, draws: int) -> float:
-    """P(all draws fall among `some` of `of`) = C(some, draws) / C(of, draws), through logarithms against overflow."""
+    """Return P(all draws fall among `some` of `of`) = C(some, draws) / C(of, draws), by logarithms against overflow."""
     if some < draws:
         return 0.0
     if some == of:
@@ -183,8 +183,8 @@ def _share_of_draws(some: int, of: int, draws: int) -> float:
 
 
 def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
-    """Tokens with batches cut from the longest down; whole runs of equal samples at once."""
-    computed, room, longest = 0, 0, 0  # room: places left in the batch begun, whose samples are padded to `longest`
+    """Count the tokens of batches cut from the longest down, all samples of one length at once."""
+    computed, room, longest = 0, 0, 0  # room: free places of the current batch, whose samples are padded to `longest`
     for t, n in reversed(lengths.counts):
         joined = min(n, room)
         computed, room, n = computed + joined * longest, room - joined, n - joined
@@ -194,10 +194,10 @@ def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
 
 
 def packed(lengths: Lengths, sequence_length: int) -> int:
-    """Sequences after packing by best fit, longest sample first, as TRL's packing_strategy="bfd".
+    """Count the sequences after packing by best fit, longest sample first, as TRL's packing_strategy="bfd".
 
     Longer samples are truncated, empty ones dropped, and a sample goes where the least room is left over. TRL packs
-    each map batch (1000 samples unless told otherwise) by itself, so it makes slightly more sequences than this.
+    each map batch (1000 samples by default) by itself, so it makes slightly more sequences than this.
     """
     bins: Counter[int] = Counter()  # room left -> sequences with that room
     rooms: list[int] = []  # the keys of `bins`, in order
@@ -205,7 +205,7 @@ def packed(lengths: Lengths, sequence_length: int) -> int:
         while t and n:
             at = bisect_left(rooms, t)
             room = rooms[at] if at < len(rooms) else sequence_length
-            each = room // t  # a sequence that took one sample of t tokens has the least room for the next: fill it up
+            each = room // t  # a sequence that took a sample of t tokens has the least room for the next, so fill it
             filled = min(n // each, bins[room]) if at < len(rooms) else n // each
             if filled == 0:  # fewer samples than one sequence has room for
                 filled, each = 1, n
@@ -217,7 +217,7 @@ def packed(lengths: Lengths, sequence_length: int) -> int:
 
 
 def _move(bins: Counter[int], rooms: list[int], room: int, sequences: int) -> None:
-    """Add (or take away, when negative) sequences with that much room, keeping `rooms` in step."""
+    """Add sequences with that much room (remove them when negative), and keep `rooms` equal to the keys of `bins`."""
     if not bins[room]:
         insort(rooms, room)
     bins[room] += sequences

@@ -1,4 +1,4 @@
-"""Finds the text of a record: which fields hold it in each of the layouts that trainers read."""
+"""Find the text of a record: the fields that hold it in each layout that trainers read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from memfit.data.files import Record
 
-CHAT_TOKENS = 5  # around each message: <|im_start|> role \n ... <|im_end|> \n, and as many in Llama 3's template
-END = 1  # the end of the sequence, which trainers append to plain text
+CHAT_TOKENS = 5  # around each message: <|im_start|> role \n ... <|im_end|> \n; Llama 3's template has as many
+END = 1  # the end-of-sequence token, which trainers append to plain text
 ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
@@ -22,41 +22,41 @@ NOT_TEXT = "images, audio and other parts of messages that are not text were not
 CHAT_NOTE = (
     f"chat markup counted as {CHAT_TOKENS} tokens a message; a system prompt that the template adds is not counted"
 )
-# what a chat template writes around the definitions of tools: Qwen's
+# what Qwen's chat template writes around the definitions of tools
 TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
-    "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with "
-    'function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{"name": <function-name>, '
-    '"arguments": <args-json-object>}}\n</tool_call>'
+    "signatures within <tools></tools> XML tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json "
+    "object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 TOOLS_NOTE = "tools counted as Qwen's chat template writes them"
 ALPACA_NOTE = "instructions counted in the Alpaca template; a chat template takes about 30 tokens less"
 
 
-class Sample(NamedTuple):
-    """What of one record is tokenised, and the tokens that come with it without being text."""
+class Example(NamedTuple):
+    """One training example: its texts to tokenise, and its tokens that are not text."""
 
     line: int
     layout: str
     texts: list[str]
-    tokens: int  # besides the texts: ready token ids, chat markup, the end of the sequence
-    notes: tuple[str, ...] = ()  # what the count takes for granted
-    empty: bool = False  # nothing to learn from: train.py leaves it out
-    highest: int = -1  # of ready token ids; -1: there are none
+    tokens: int  # besides the texts: given token ids, chat markup, the end of the sequence
+    notes: tuple[str, ...] = ()  # assumptions of the count
+    empty: bool = False  # there is nothing to learn from it: train.py leaves it out
+    highest: int = -1  # the largest given token id; -1: none are given
     number: bool = False  # one of its texts is written as a number, or as true or false
 
 
 class UnusableError(Exception):
-    """A record without usable fields; the message says what was found."""
+    """Raised for a record that cannot be used; the message says what it holds."""
 
 
-def sample_of(record: Record, text_field: str = "") -> Sample:
-    """Read a record by its layout, or the one field that was named; raises UnusableError where neither is there."""
+def sample_of(record: Record, text_field: str = "") -> Example:
+    """Read a record by its layout, or only the field `text_field`. Raises UnusableError where neither is there."""
     value = {"text": record.value} if isinstance(record.value, str) else record.value
     if not isinstance(value, dict):
         raise UnusableError(f"{NO_OBJECT}, not {_kind(value)}")
     if text_field and not isinstance(record.value, str):
-        return Sample(record.line, text_field, [_text(value, text_field)], END)
+        return Example(record.line, text_field, [_text(value, text_field)], END)
     if value.get("chosen") is not None and value.get("rejected") is not None:
         raise UnusableError("preferences (chosen, rejected), and memfit trains on examples alone")
     for layout, needed, read in LAYOUTS:
@@ -67,7 +67,7 @@ def sample_of(record: Record, text_field: str = "") -> Sample:
     raise UnusableError(f"no known fields; found {found}")
 
 
-def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Sample:
+def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Example:
     ids = _parsed(value["input_ids"])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise UnusableError("'input_ids' is not a list of whole numbers")
@@ -75,20 +75,20 @@ def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Sample:
         other = _parsed(value.get(name))
         if isinstance(other, list) and len(other) != len(ids):
             raise UnusableError(f"{UNEVEN}: {len(ids)} input_ids, {len(other)} {name}")
-    return Sample(line, layout, [], len(ids), highest=max(ids, default=-1))
+    return Example(line, layout, [], len(ids), highest=max(ids, default=-1))
 
 
-def _plain(line: int, layout: str, value: dict[str, Any]) -> Sample:
-    return Sample(line, layout, [_text(value, "text")], END)
+def _plain(line: int, layout: str, value: dict[str, Any]) -> Example:
+    return Example(line, layout, [_text(value, "text")], END)
 
 
-def _chat(line: int, layout: str, value: dict[str, Any]) -> Sample:
+def _chat(line: int, layout: str, value: dict[str, Any]) -> Example:
     texts, notes = _messages(_parsed(value[layout]))
-    return _beside(value, Sample(line, layout, texts, CHAT_TOKENS * len(texts), notes))
+    return _beside(value, Example(line, layout, texts, CHAT_TOKENS * len(texts), notes))
 
 
-def _beside(value: dict[str, Any], chat: Sample) -> Sample:
-    """The chat with what other columns add to it: a system prompt, turns before it, definitions of tools."""
+def _beside(value: dict[str, Any], chat: Example) -> Example:
+    """Return the chat with what other columns add: a system prompt, earlier turns, definitions of tools."""
     texts, tokens, notes = list(chat.texts), chat.tokens, chat.notes
     system, tools, history = value.get("system"), _parsed(value.get("tools")), value.get("history")
     if isinstance(tools, str) and tools:
@@ -106,28 +106,28 @@ def _beside(value: dict[str, Any], chat: Sample) -> Sample:
     return chat._replace(texts=texts, tokens=tokens, notes=notes)
 
 
-def _pair(line: int, layout: str, value: dict[str, Any]) -> Sample:
-    """Two fields in a row, each a text or a list of messages."""
+def _pair(line: int, layout: str, value: dict[str, Any]) -> Example:
+    """Read two fields, each a text or a list of messages."""
     texts: list[str] = []
     tokens = END
     notes: tuple[str, ...] = ()
     for name in layout.split("+"):
         if isinstance(value[name], list):
-            said, more = _messages(value[name])
-            texts, tokens, notes = texts + said, tokens + CHAT_TOKENS * len(said), notes + more
+            found, more = _messages(value[name])
+            texts, tokens, notes = texts + found, tokens + CHAT_TOKENS * len(found), notes + more
         else:
             texts.append(_text(value, name))
-    found = Sample(line, layout, texts, tokens, notes)
-    return _beside(value, found) if notes else found  # text is no chat, and takes nothing from other columns
+    pair = Example(line, layout, texts, tokens, notes)
+    return _beside(value, pair) if notes else pair  # plain text takes nothing from other columns, only a chat does
 
 
-def _instruction(line: int, layout: str, value: dict[str, Any]) -> Sample:
+def _instruction(line: int, layout: str, value: dict[str, Any]) -> Example:
     given = _text(value, "input") if value.get("input") is not None else ""
     text = ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))
-    return _beside(value, Sample(line, layout, [text], END, (ALPACA_NOTE,)))
+    return _beside(value, Example(line, layout, [text], END, (ALPACA_NOTE,)))
 
 
-LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], Sample]], ...] = (
+LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], Example]], ...] = (
     ("input_ids", ("input_ids",), _input_ids),
     ("messages", ("messages",), _chat),
     ("conversations", ("conversations",), _chat),
@@ -145,7 +145,7 @@ KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | 
 
 def _text(value: dict[str, Any], name: str) -> str:
     found = value.get(name)
-    if isinstance(found, bool | int | float):  # train.py writes it out, too
+    if isinstance(found, bool | int | float):  # train.py converts it to text, too
         return str(found)
     if not isinstance(found, str):
         raise UnusableError(f"'{name}' {'is missing' if found is None else f'{NO_TEXT} {_kind(found)}'}")
@@ -153,7 +153,7 @@ def _text(value: dict[str, Any], name: str) -> str:
 
 
 def _sound(text: str) -> str:
-    """The text, refused when it holds half a character, on which tokenizers fail."""
+    """Return the text. Raises UnusableError for half a surrogate pair, on which tokenizers fail."""
     if not text.isascii():
         try:
             text.encode()
@@ -165,7 +165,7 @@ def _sound(text: str) -> str:
 
 
 def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
-    """The text of each message, and notes about what was not counted; takes role/content and from/value."""
+    """Return the text of each message and notes on what is not counted; reads role/content and from/value."""
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         raise UnusableError("the messages are not a list of objects")
     texts: list[str] = []
@@ -175,16 +175,16 @@ def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
             raise UnusableError(NO_ROLE)
         content = message.get("content", message.get("value"))
         parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
-        said = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
-        if len(said) < len(parts):
+        found = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+        if len(found) < len(parts):
             notes = (CHAT_NOTE, NOT_TEXT)
         calls = json.dumps(message["tool_calls"], default=str) if message.get("tool_calls") else ""
-        texts.append(_sound("".join(said) + calls))
+        texts.append(_sound("".join(found) + calls))
     return texts, notes
 
 
 def _parsed(value: Any) -> Any:
-    """A list that was written as JSON into a CSV cell."""
+    """Parse a list that was written as JSON into a CSV cell; return anything else unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)

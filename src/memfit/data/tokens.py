@@ -10,7 +10,7 @@ from typing import Any
 from memfit.errors import BadInput, MissingExtra
 from memfit.units import GIB, human
 
-BYTES_PER_TOKEN = 4  # of UTF-8: what current tokenizers reach on English text and, with 3 bytes a character, on Chinese
+BYTES_PER_TOKEN = 4  # UTF-8 bytes: what current tokenizers reach on English and, at 3 bytes a character, on Chinese
 PIECE = 1 << 18  # characters; a longer text is tokenised in pieces, which may add one token per piece
 GROUP = 1 << 20  # characters encoded at once
 TOKENIZER_LIMIT = 1 * GIB
@@ -18,16 +18,16 @@ TOKENIZER_LIMIT = 1 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One way to count."""
+    """One way to count tokens."""
 
     label: str  # as shown to the user
-    estimate: bool  # not the counts of the model's tokenizer
-    count: Callable[[list[str]], list[int]]  # texts -> tokens of each, without special ones
-    special: int = 0  # tokens the tokenizer puts around a sequence: <bos>, [CLS] and [SEP]
+    estimate: bool  # True: not counted by the model's tokenizer
+    count: Callable[[list[str]], list[int]]  # texts -> tokens of each, without special tokens
+    special: int = 0  # tokens the tokenizer adds around a sequence: <bos>, [CLS] and [SEP]
 
 
 def find_tokenizer(named: str | Path | None) -> Tokens:
-    """None: an estimate. "bytes": one token per byte of UTF-8. Else a tokenizer.json, or a folder that holds one."""
+    """Choose how to count: None estimates, "bytes" counts UTF-8 bytes, a path is a tokenizer.json or its folder."""
     if named is None:
         label = f"estimate of {BYTES_PER_TOKEN} bytes per token (--tokenizer PATH counts exactly)"
         return Tokens(label, True, lambda texts: [-(-len(t.encode()) // BYTES_PER_TOKEN) for t in texts])
@@ -52,7 +52,7 @@ def _from_file(path: Path) -> Tokens:
         raise MissingExtra("counting with a tokenizer.json", "data") from None
     try:
         tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()  # a tokenizer.json often carries the limits of the day it was saved
+        tokenizer.no_truncation()  # a tokenizer.json often holds the limits that were set when it was saved
         tokenizer.no_padding()
     except Exception as error:  # the library raises nothing narrower
         raise BadInput(f"{file} is not a tokenizer.json: {str(error)[:100]}", hint=hint) from None
@@ -68,7 +68,7 @@ def _from_file(path: Path) -> Tokens:
 
 
 def _count(tokenizer: Any, texts: list[str]) -> list[int]:
-    """Tokens of each text; encoded a group at a time, because the library keeps over 100 bytes per token."""
+    """Count the tokens of each text, a group at a time, because the library keeps over 100 bytes per token."""
     counts = [0] * len(texts)
     for group in _groups(texts):
         encoded = tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
@@ -78,7 +78,7 @@ def _count(tokenizer: Any, texts: list[str]) -> list[int]:
 
 
 def _groups(texts: list[str]) -> Iterator[list[tuple[int, str]]]:
-    """(index of the text, piece of it), in lists of about GROUP characters."""
+    """Yield lists of (index of the text, piece of it) with about GROUP characters."""
     group: list[tuple[int, str]] = []
     chars = 0
     for index, text in enumerate(texts):
@@ -93,7 +93,7 @@ def _groups(texts: list[str]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Parts of at most PIECE characters, cut before a space where there is one."""
+    """Split a text into parts of at most PIECE characters, before a space where there is one."""
     at = 0
     while len(text) - at > PIECE:
         space = text.rfind(" ", at + 1, at + PIECE)

@@ -1,1 +1,1 @@
-"""Every file format memfit reads and writes: JSON documents, tapes, snapshots, recipe.toml, the log of a watch."""
+"""The file formats memfit reads and writes: JSON documents, tapes, snapshots, recipe.toml, the log of a watch."""

@@ -1,8 +1,8 @@
-"""Nouns to JSON and back: versioned documents whose shape is written down once, here, and checked on the way in.
+"""Nouns to JSON and back: versioned documents whose shape is defined once, here, and checked when they are read.
 
-Every size is an integer number of bytes, every time a number of seconds. A document names its kind and version in
-`schema`; the version is raised when a key changes its meaning or goes, not when one is added. docs/json.md explains the
-keys, docs/schema.json is the JSON Schema made from these classes.
+Every size is a whole number of bytes, every time a number of seconds. A document names its kind and version in
+`schema`; the version is raised when a key changes its meaning or is removed, not when one is added. docs/json.md
+explains the keys, docs/schema.json is the JSON Schema made from these classes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from memfit.allocator.capacity import Capacity, Slack
+from memfit.allocator.replay import Timeline
 from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.explain_doc import ExplainDoc
-from memfit.documents.replay_doc import ReplayDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
@@ -24,7 +24,7 @@ from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
 from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
-from memfit.nouns.tape import Phase, Role
+from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ Bytes = Annotated[int, Meta(description="bytes")]
 
 
 class GpuDoc(Struct, frozen=True, kw_only=True):
-    """The card: its name and what it leaves for tensors. `count` cards share the work."""
+    """The card: its name and the bytes it has for tensors. `count` cards share the work."""
 
     name: str
     usable_bytes: Bytes
@@ -44,7 +44,7 @@ class GpuDoc(Struct, frozen=True, kw_only=True):
 
 
 class Body(Struct, frozen=True, kw_only=True):
-    """A recipe's footprint held against a card: what an estimate, a plan and every rung of its ladder have in common."""
+    """A recipe's footprint judged on a card: the part that an estimate, a plan and every rung of a ladder share."""
 
     recipe: Recipe
     source: Source
@@ -56,15 +56,15 @@ class Body(Struct, frozen=True, kw_only=True):
     fits: Annotated[bool, Meta(description="the verdict is 'fits'; 'tight' is not")]
     verdict: Verdict
     usable: Bytes
-    need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, that are held against `usable`")]
-    band: Annotated[int, Meta(description="bytes the prediction may be off")]
+    need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
+    band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
 
 
 class RungDoc(Body, frozen=True, kw_only=True):
-    """One step of the ladder. `saved` bytes against the rung before; `step_time` relative to the first rung."""
+    """One step of the ladder. `saved`: bytes less than the rung before; `step_time`: relative to the first rung."""
 
     key: str
     title: str
@@ -84,7 +84,7 @@ class EstimateDoc(Body, frozen=True, kw_only=True):
     gpu: GpuDoc
     why: tuple[Reason, ...] = ()  # with --why: the terms of each reason add up to it, the reasons to peak.device
     kept: tuple[Kept, ...] = ()  # with --why: the tensors the forward pass keeps for the backward pass
-    working: tuple[Kept, ...] = ()  # with --why: those at work at the worst instant
+    working: tuple[Kept, ...] = ()  # with --why: the other tensors at the worst instant
 
 
 class TraceDoc(Body, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class TraceDoc(Body, frozen=True, kw_only=True):
 
 
 class AskedDoc(Struct, frozen=True, kw_only=True):
-    """What was asked. `wanted` holds the recipe fields that were named and never altered."""
+    """The job as the user asked for it. `wanted` holds the recipe fields that were named; the planner keeps them."""
 
     num_gpus: int
     sequence_length: int
@@ -119,7 +119,7 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
 
 
 class ChosenDoc(Struct, frozen=True, kw_only=True):
-    """The answer in short: the rung it stands on ("" when there is none) and the recipe."""
+    """The answer in short: its rung ("" when there is none) and the recipe."""
 
     rung: str
     title: str
@@ -145,7 +145,7 @@ class PlanDoc(Body, frozen=True, kw_only=True):
 
 
 class GpuRowDoc(Struct, frozen=True, kw_only=True):
-    """One card of the catalogue and, by method, the largest catalogued model it trains."""
+    """One card of the catalogue and, by method, the largest model of the catalogue it trains."""
 
     gpu: Gpu
     usable_bytes: Bytes
@@ -153,7 +153,7 @@ class GpuRowDoc(Struct, frozen=True, kw_only=True):
 
 
 class GpusDoc(Struct, frozen=True, kw_only=True):
-    """`memfit gpus --json`. `setting`: what "good for" was computed under."""
+    """`memfit gpus --json`. `setting`: the batch, length and precision for which "good for" was computed."""
 
     schema: Literal["memfit.gpus/1"] = "memfit.gpus/1"
     setting: str
@@ -168,7 +168,64 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
     gpu: GpuDoc
     job: AskedDoc
     techniques: tuple[RungDoc, ...]
-    left_out: tuple[str, ...] = ()  # what this kind of card cannot do, with the reason
+    left_out: tuple[str, ...] = ()  # techniques this kind of card cannot run, with the reason
+
+
+class SpanDoc(Struct, frozen=True, kw_only=True):
+    """One phase of a replayed tape: its peaks in bytes, and the instant that allocated most."""
+
+    phase: Phase
+    instant: str
+    levels: Levels
+
+
+class OomDoc(Struct, frozen=True, kw_only=True):
+    """Where a replayed tape runs out of memory, in PyTorch's words. `event` counts from 0; sizes in bytes."""
+
+    phase: Phase
+    instant: str
+    event: int
+    requested: int
+    tried: int
+    device_free: int
+    message: str
+
+
+class ReplayDoc(Struct, frozen=True, kw_only=True):
+    """`memfit replay --json`. `gpu`, `verdict`, `fits`, `usable` and `band` are null where no card was named."""
+
+    schema: Literal["memfit.replay/1"] = "memfit.replay/1"
+    source: Source
+    about: dict[str, str]
+    events: int
+    gpu: Gpu | None
+    torch: str
+    alloc_conf: str
+    peak: Levels
+    phases: tuple[SpanDoc, ...]
+    retries: int
+    oom: OomDoc | None
+    verdict: Verdict | None
+    fits: bool | None
+    usable: int | None
+    band: int | None
+    died: Annotated[
+        bool, Meta(description="the run ended out of memory, so what it would have needed afterwards is unknown")
+    ]
+    smallest: Annotated[
+        int, Meta(description="bytes of the smallest capacity it runs on (a lower bound if it died); 0: none")
+    ]
+    smallest_other: Annotated[int, Meta(description="the same with expandable segments switched the other way")]
+    slack: Slack
+    ending: Annotated[
+        Literal["enough", "finished", "oom"] | None,
+        Meta(description="how a traced script ended: stopped after enough steps, finished, or out of memory"),
+    ] = None
+    steps: Annotated[int | None, Meta(description="optimizer steps that a traced script took")] = None
+    notes: Annotated[tuple[str, ...], Meta(description="assumptions of a traced script")] = ()
+    reproduced: Annotated[
+        str | None, Meta(description="'' when the model took and returned every segment as recorded; null: no record")
+    ]
 
 
 DOCUMENTS: dict[str, type[Struct]] = {
@@ -182,7 +239,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.compare/1": CompareDoc,
     "memfit.watched/1": WatchedDoc,
 }
-HEAD = ("schema", "model", "parameters", "gpu")  # what a reader looks for first
+HEAD = ("schema", "model", "parameters", "gpu")  # keys that come first
 
 
 # ---- nouns -> documents --------------------------------------------------------------------------------------------
@@ -192,7 +249,7 @@ def estimate_doc(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
     why: Why | None = None,
 ) -> EstimateDoc:  # fmt: skip
-    """One footprint on one card, explained where `why` is given."""
+    """Make the document of one footprint on one card, with its reasons where `why` is given."""
     body = _body(recipe, footprint, judgement)
     card = gpu_doc(gpu, judgement.usable, recipe.num_gpus)
     reasons, kept, working = (why.reasons, why.kept, why.working) if why else ((), (), ())
@@ -203,7 +260,7 @@ def estimate_doc(
 
 
 def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, answer: Capacity) -> TraceDoc:
-    """A traced recipe on one card."""
+    """Make the document of a traced recipe on one card."""
     judgement = answer.judgement
     assert judgement is not None
     return TraceDoc(
@@ -214,7 +271,7 @@ def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: F
 
 
 def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
-    """A plan; `rung` is the index of the chosen one on its ladder."""
+    """Make the document of a plan; `rung` is the index of the chosen rung."""
     job = plan.job
     stands_on = plan.ladder[rung] if rung is not None else None
     return PlanDoc(
@@ -237,7 +294,7 @@ def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
 
 
 def techniques_doc(job: Job, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
-    """The cheat sheet of one run."""
+    """Make the document of every technique for one run."""
     card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
     return TechniquesDoc(
         model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)),
@@ -246,19 +303,48 @@ def techniques_doc(job: Job, rungs: tuple[Rung, ...], left_out: tuple[str, ...] 
 
 
 def rung_doc(rung: Rung) -> RungDoc:
-    """One rung with its whole footprint."""
+    """Make the document of one rung, with its whole footprint."""
     own = {name: getattr(rung, name) for name in ("key", "title", "saved", "step_time", "caveat", "why", "flags")}
     return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
 
 
 def gpus_doc(rows: tuple[GpuRow, ...], setting: str) -> GpusDoc:
-    """The catalogue of cards."""
+    """Make the document of the catalogue of cards."""
     made = (GpuRowDoc(gpu=r.gpu, usable_bytes=r.gpu.usable_bytes(), good_for=dict(r.good_for)) for r in rows)
     return GpusDoc(setting=setting, gpus=tuple(made))
 
 
+def replay_doc(
+    tape: Tape, found: Capacity, gpu: Gpu | None, torch: str, alloc_conf: str, **of_script: Any
+) -> ReplayDoc:
+    """Make the document of a tape on a card, or on one without a limit; `of_script`: ending, steps and notes."""
+    judgement, timeline = found.judgement, found.timeline
+    phases = (
+        SpanDoc(phase=phase, instant=timeline.worst_of(phase).instant, levels=levels)
+        for phase, levels in timeline.by_phase().items()
+    )
+    return ReplayDoc(
+        source=tape.source, about=tape.about, events=len(tape.events), gpu=gpu, torch=torch, alloc_conf=alloc_conf,
+        peak=timeline.peak, phases=tuple(phases), retries=timeline.retries, oom=_oom(timeline),
+        verdict=judgement.verdict if judgement else None, fits=judgement.verdict == "fits" if judgement else None,
+        usable=judgement.usable if judgement else None, band=judgement.band if judgement else None,
+        died=found.died, smallest=found.smallest, smallest_other=found.other, slack=found.slack,
+        reproduced=found.reproduced, **of_script,
+    )  # fmt: skip
+
+
+def _oom(timeline: Timeline) -> OomDoc | None:
+    oom, span = timeline.oom, timeline.oom_span
+    if oom is None or span is None:
+        return None
+    return OomDoc(
+        phase=span.phase, instant=span.instant, event=timeline.oom_at or 0, requested=oom.requested, tried=oom.tried,
+        device_free=oom.device_free, message=oom.message,
+    )  # fmt: skip
+
+
 def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
-    """A card under a reserve."""
+    """Describe a card of which `usable` bytes are left for tensors."""
     return GpuDoc(
         name=gpu.name, usable_bytes=usable, short=gpu.short, count=count, total_bytes=gpu.total_bytes,
         context_bytes=gpu.context_bytes,
@@ -266,7 +352,7 @@ def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
 
 
 def asked_doc(job: Job) -> AskedDoc:
-    """A job without its model and card, which the document names elsewhere."""
+    """Describe a job without its model and card, which the document names elsewhere."""
     names = [name for name in AskedDoc.__struct_fields__ if name != "wanted"]
     return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
 
@@ -286,19 +372,19 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
 
 
 def plain(document: Struct) -> dict[str, Any]:
-    """A document as dicts, lists, strings and numbers, `schema` first."""
+    """Return a document as dicts, lists, strings and numbers, `schema` first."""
     found: dict[str, Any] = msgspec.to_builtins(document)
     return {**{k: found[k] for k in HEAD if k in found}, **found}
 
 
 def dumps(value: Any) -> str:
-    """Indented JSON of a document, or of plain data."""
+    """Return the indented JSON of a document, or of plain data."""
     data = plain(value) if isinstance(value, Struct) else value
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
 
 
 def loads(text: str | bytes) -> Any:
-    """A document of any known schema. Raises BadInput for broken JSON, an unknown schema or a wrong shape."""
+    """Read a document of any known schema. Raises BadInput for broken JSON, an unknown schema or a wrong shape."""
     try:
         data = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -306,12 +392,12 @@ def loads(text: str | bytes) -> Any:
     schema = data.get("schema") if isinstance(data, dict) else None
     if not isinstance(schema, str) or schema not in DOCUMENTS:
         known = ", ".join(DOCUMENTS)
-        raise BadInput("the file is no memfit document of a known schema", hint=f"this memfit reads {known}")
+        raise BadInput("the file is not a memfit document of a known schema", hint=f"this memfit reads {known}")
     return convert(data, DOCUMENTS[schema])
 
 
 def convert(data: Any, shape: type[T]) -> T:
-    """Plain data as `shape`, strictly typed; recipes are checked as those on the command line are."""
+    """Convert plain data to `shape`, strictly typed; recipes are checked as on the command line."""
     try:
         found = msgspec.convert(data, shape, strict=True)
     except msgspec.ValidationError as error:
@@ -334,17 +420,17 @@ def _recipes(found: Any) -> list[Recipe]:
 
 
 def footprint_of(body: Body) -> Footprint:
-    """The footprint of an estimate, plan or rung."""
+    """Return the footprint of an estimate, plan or rung."""
     return Footprint(body.phases, body.source, body.assumptions, body.unknowns)
 
 
 def judgement_of(body: Body) -> Judgement:
-    """Its judgement."""
+    """Return the judgement of an estimate, plan or rung."""
     return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
-    """The plan a document was made from. Model and card are found by name elsewhere and handed in."""
+    """Rebuild the plan a document was made from; the caller finds model and card by their names."""
     asked = document.job
     job = Job(
         architecture=architecture, gpu=gpu, wanted=tuple((k, _frozen(v)) for k, v in asked.wanted.items()),
@@ -352,12 +438,13 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     )  # fmt: skip
     return Plan(
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
-        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time, document.notes,
+        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
+        document.notes,
     )  # fmt: skip
 
 
 def rung_of(document: RungDoc) -> Rung:
-    """One rung of a plan."""
+    """Rebuild one rung of a plan."""
     return Rung(
         document.key, document.title, document.recipe, footprint_of(document), judgement_of(document), document.saved,
         document.step_time, document.caveat, document.why, document.flags,
@@ -369,7 +456,7 @@ def _frozen(value: Any) -> Any:
 
 
 def json_schema() -> Mapping[str, Any]:
-    """JSON Schema 2020-12 of every document; which one holds is told by its `schema` key."""
+    """Return the JSON Schema (2020-12) of all documents; a document's `schema` key selects its shape."""
     shapes, parts = msgspec.json.schema_components(DOCUMENTS.values(), ref_template="#/$defs/{name}")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -380,5 +467,5 @@ def json_schema() -> Mapping[str, Any]:
 
 
 def schema_text() -> str:
-    """docs/schema.json."""
+    """Return the text of docs/schema.json."""
     return msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n"

@@ -1,4 +1,4 @@
-"""Any file that holds a run, predicted, traced or measured, as its Footprint: what two of them are compared by."""
+"""Read the Footprint of any file that describes a run, predicted, traced or measured."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
-MOST = 1 << 30  # bytes of a file
-NO_CONTEXT = "context of the driver"  # among the unknowns of a tape that names no card
+MOST = 1 << 30  # bytes of the largest file that is read
+NO_CONTEXT = "context of the driver"  # an unknown of tapes that name no card
 WANTED = "a tape, a snapshot, a watch's .jsonl, a recipe.toml, or what memfit estimate, plan or trace --json printed"
 
 
 def read(path: Path, gpu: str = "", device: int | None = None) -> Footprint:
-    """The footprint in a file, told by its content; of a recipe.toml the predicted one, on `gpu` or the card it names.
+    """Read the footprint in a file, whose kind is recognised by its content.
 
-    `gpu` also has the context of a tape that names no card; `device` is the card of a snapshot. Raises BadInput for
-    anything else.
+    A recipe.toml is estimated on `gpu`, or on the card it names. For a tape that names no card, `gpu` gives the size of
+    the CUDA context. `device` chooses a card of a snapshot. Raises BadInput for any other file.
     """
     try:
         with path.open("rb") as stream:
@@ -55,9 +55,9 @@ def read(path: Path, gpu: str = "", device: int | None = None) -> Footprint:
 
 
 def of(predicted: Predicted | None, gpu: Gpu | None = None) -> Footprint | None:
-    """Whatever says what a run should need, as a Footprint of levels alone: its lines are left out.
+    """Return a prediction of any kind as a Footprint without its lines.
 
-    What names no card has the context of `gpu`, the one it shall be held against.
+    Where it names no card, `gpu`, the card to compare it with, gives the size of the CUDA context.
     """
     if predicted is None:
         return None
@@ -70,23 +70,23 @@ def of(predicted: Predicted | None, gpu: Gpu | None = None) -> Footprint | None:
     else:
         found = read(Path(predicted))
     context = gpu.context_bytes if gpu and NO_CONTEXT in found.unknowns else 0
-    return replace(found, phases=tuple(_levels_alone(peak, context) for peak in found.phases))
+    return replace(found, phases=tuple(_without_lines(peak, context) for peak in found.phases))
 
 
-def _levels_alone(peak: PhasePeak, context: int) -> PhasePeak:
+def _without_lines(peak: PhasePeak, context: int) -> PhasePeak:
     return replace(peak, levels=replace(peak.levels, device=peak.levels.device + context), lines=())
 
 
 def of_tape(tape: Tape, gpu: Gpu | None = None) -> Footprint:
-    """A tape replayed as it was recorded; the context, which is not in it, is that of `gpu`, or of the card it names."""
+    """Replay a tape as it was recorded, with the CUDA context of `gpu`, or of the card that the tape names."""
     if not tape.events:
         raise BadInput("the tape is empty", hint="record a run")
     if tape.is_instant:
         raise BadInput(
-            "it holds one instant, and no peak can be told from that",
+            "it holds a single instant, from which no peak can be read",
             hint="torch.cuda.memory._record_memory_history() before the run",
         )
-    with suppress(MemfitError):  # a name that means no card of the catalogue
+    with suppress(MemfitError):  # the card is not in the catalogue
         gpu = gpu or (cards.find_gpu(tape.about["gpu"]) if tape.about.get("gpu") else None)
     context = gpu.context_bytes if gpu else 0
     unknowns = () if context else (NO_CONTEXT,)
@@ -97,7 +97,7 @@ def of_tape(tape: Tape, gpu: Gpu | None = None) -> Footprint:
 
 
 def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
-    """What the formulas say of a recipe.toml."""
+    """Estimate a recipe.toml by formula."""
     card = gpu or cards.planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
@@ -107,14 +107,14 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
 def _watched(content: bytes) -> Footprint:
     found = footprint_of(watch_file.loads(content))
     if not found.phases:
-        raise BadInput("the watch saw nothing", hint="let the run take a step")
+        raise BadInput("the watch recorded nothing", hint="let the run take a step")
     return found
 
 
 def _document(path: Path) -> Footprint:
     found = codec.loads(path.read_bytes())
     if not isinstance(found, codec.Body):
-        raise BadInput("the document is about no single recipe", hint=f"give {WANTED}")
+        raise BadInput("the document does not describe a single recipe", hint=f"give {WANTED}")
     return codec.footprint_of(found)
 
 

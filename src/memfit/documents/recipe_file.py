@@ -1,4 +1,4 @@
-"""recipe.toml, the file a plan leaves behind: the chosen recipe with its model, card and data."""
+"""recipe.toml, the file that `memfit plan --out` writes: the chosen recipe with its model, card and data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_v
 from memfit.nouns.job import RecipeFile as RecipeFile
 
 T = TypeVar("T")
-SCHEMA = 1  # raised when a key changes its meaning; a new key with a default does not
-SIZE_LIMIT = 1 << 20  # bytes of a file that is read; a real recipe.toml has under a thousand
-
-
+SCHEMA = 1  # raised when a key changes its meaning, not for a new key with a default
+SIZE_LIMIT = 1 << 20  # bytes of the largest file that is read; a real recipe.toml has under a thousand
 _JOB = tuple(f.name for f in fields(RecipeFile) if f.name not in ("recipe", "training"))
 
 
 def dumps(file: RecipeFile) -> str:
-    """The file as TOML text; `loads` gives the same RecipeFile back."""
+    """Return the file as TOML text, from which `loads` makes the same RecipeFile."""
     job = {name: getattr(file, name) for name in _JOB}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
     known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0)}
@@ -35,16 +33,16 @@ def dumps(file: RecipeFile) -> str:
 
 
 def loads(text: str) -> RecipeFile:
-    """TOML text -> RecipeFile. Raises BadInput for broken text, unknown keys, wrong types and values out of range."""
+    """Parse TOML text. Raises BadInput for broken text, unknown keys, wrong types and values out of range."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise BadInput(f"not valid TOML: {error}", hint="write a fresh one with: memfit plan MODEL --out DIR") from None
+        raise BadInput(f"not valid TOML: {error}", hint="write a new one with: memfit plan MODEL --out DIR") from None
     return from_dict(data)
 
 
 def from_dict(data: Mapping[str, Any]) -> RecipeFile:
-    """A parsed recipe.toml -> RecipeFile; the same refusals as `loads`."""
+    """Make a RecipeFile of a parsed recipe.toml, with the same refusals as `loads`."""
     schema = data.get("schema")
     if type(schema) is not int:
         raise BadInput("the recipe has no `schema` number", hint=f"add the line: schema = {SCHEMA}")
@@ -73,7 +71,7 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
 
 
 def read(path: Path) -> RecipeFile:
-    """The recipe in a file of at most SIZE_LIMIT bytes."""
+    """Read a recipe.toml of at most SIZE_LIMIT bytes."""
     text = read_text(path)
     try:
         return loads(text)
@@ -82,14 +80,14 @@ def read(path: Path) -> RecipeFile:
 
 
 def in_file(error: BadInput, path: Path) -> BadInput:
-    """The same refusal, its message opened by the file's name."""
+    """Put the file's name in front of the error's message."""
     error.message = f"{path}: {error.message}"
     error.args = (error.message,)
     return error
 
 
 def read_text(path: Path) -> str:
-    """A small UTF-8 file as text. Raises BadInput when it is missing, not a file, too large or not text."""
+    """Read a small UTF-8 file. Raises BadInput when it is missing, not a file, too large or not text."""
     try:
         if not path.is_file():
             raise BadInput(
@@ -121,7 +119,7 @@ def _refuse_unknown(what: str, found: Mapping[str, Any], known: list[str] | tupl
 
 
 def _typed(values: dict[str, Any], shape: type[T], table: str) -> T:
-    """Strictly typed dataclass from plain values; msgspec names the place: '... - at `$.micro_batch`'."""
+    """Convert plain values to a dataclass, strictly; msgspec's errors name the place: '... - at `$.micro_batch`'."""
     try:
         return msgspec.convert(values, shape, strict=True)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
-"""A Tape as bytes and back: gzipped JSON in columns, versioned, checked on the way in; a few MB for a million events.
+"""Tapes as bytes: gzipped JSON in columns, versioned and checked when read; a few MB for a million events.
 
-One letter per event says its kind, and each kind keeps its values in columns of its own, in the order they come.
-Labels are kept once. The version in `schema` is raised when a column changes its meaning or goes, not when one is
-added. Nothing in a file is ever executed.
+One letter per event gives its kind, and each kind has its own columns of values, in the order of its events. Each
+label is stored once. The version in `schema` is raised when a column changes its meaning or is removed, not when one
+is added. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memfit.nouns.tape import (
 SCHEMA: Literal["memfit.tape/1"] = "memfit.tape/1"
 COMPRESSION = 6  # of 9; 9 takes four times as long for 3 % less
 Source = Literal["formula", "traced", "measured"]
-# One letter and the noun it stands for; the noun's fields are the columns, under `allocs`, `frees` ...
+# letter -> (key of its columns, noun); the noun's fields are the columns
 KINDS: dict[str, tuple[str, type[Event]]] = {
     "A": ("allocs", Alloc), "F": ("frees", Free), "M": ("marks", Mark), "S": ("segment_allocs", SegmentAlloc),
     "R": ("segment_frees", SegmentFree), "O": ("ooms", Oom), "E": ("empty_caches", EmptyCache),
@@ -46,7 +46,7 @@ LETTERS = {kind: letter for letter, (_, kind) in KINDS.items()}
 
 
 class AllocColumns(Struct, frozen=True):
-    """Births. Ids are told as the difference to the one before, labels as places in `strings`."""
+    """Allocations. Ids are differences to the id before, labels are indices into `strings`."""
 
     id: list[int] = []
     size: list[int] = []
@@ -56,7 +56,7 @@ class AllocColumns(Struct, frozen=True):
 
 
 class SizeColumns(Struct, frozen=True):
-    """Segments taken from the driver or given back, in bytes."""
+    """Segments taken from the driver or returned to it, in bytes."""
 
     address: list[int] = []
     size: list[int] = []
@@ -67,18 +67,18 @@ class OomColumns(Struct, frozen=True):
 
     size: list[int] = []
     free: list[int] = []
-    label: list[int] | None = None  # places in `strings`; earlier files have none
+    label: list[int] | None = None  # indices into `strings`; earlier files have none
 
 
 class UseColumns(Struct, frozen=True):
-    """Storages that other streams use too."""
+    """Storages that a second stream uses (`record_stream`)."""
 
     id: list[int] = []
     stream: list[int] = []
 
 
 class MarkColumns(Struct, frozen=True):
-    """Instants; their names are places in `strings`."""
+    """Instants; their names are indices into `strings`."""
 
     phase: list[Phase] = []
     instant: list[int] = []
@@ -103,7 +103,7 @@ class TapeDoc(Struct, frozen=True, kw_only=True):
 
 
 def dumps(tape: Tape) -> bytes:
-    """The file of a tape; equal tapes give equal bytes."""
+    """Return the file of a tape; equal tapes give equal bytes."""
     of: dict[str, list[Any]] = {letter: [] for letter in KINDS}
     for event in tape.events:
         of[LETTERS[type(event)]].append(event)
@@ -125,7 +125,9 @@ def dumps(tape: Tape) -> bytes:
         marks=MarkColumns([m.phase for m in marks], [place(m.instant) for m in marks]),
         segment_allocs=SizeColumns(*_columns(of["S"], "address", "size")),
         segment_frees=SizeColumns(*_columns(of["R"], "address", "size")),
-        ooms=OomColumns([oom.size for oom in of["O"]], [oom.free for oom in of["O"]], [place(oom.label) for oom in of["O"]]),
+        ooms=OomColumns(
+            [oom.size for oom in of["O"]], [oom.free for oom in of["O"]], [place(oom.label) for oom in of["O"]]
+        ),
         uses=UseColumns(*_columns(of["U"], "id", "stream")),
         strings=list(strings),
         start=tape.start,
@@ -134,15 +136,15 @@ def dumps(tape: Tape) -> bytes:
 
 
 def loads(content: bytes) -> Tape:
-    """The tape in (unpacked) JSON or in a gzipped file. Raises BadInput for anything else and for columns that do not agree."""
+    """Read a tape from JSON, gzipped or not. Raises BadInput for anything else and for columns that do not agree."""
     try:
         text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
         document = msgspec.json.decode(text, type=TapeDoc)
         return Tape(tuple(_events(document)), document.source, document.about, document.start)
     except msgspec.ValidationError as error:
-        raise BadInput(f"this is no tape of memfit: {error}", hint=f"this memfit reads {SCHEMA}") from None
+        raise BadInput(f"this is not a tape of memfit: {error}", hint=f"this memfit reads {SCHEMA}") from None
     except (msgspec.DecodeError, OSError, EOFError, UnicodeError, RecursionError) as error:
-        raise BadInput(f"this is no tape of memfit: {error}", hint="write one with --save-tape") from None
+        raise BadInput(f"this is not a tape of memfit: {error}", hint="write one with --save-tape") from None
     except (StopIteration, IndexError, KeyError):
         raise BadInput("the tape is damaged: its columns do not agree", hint="record or copy it again") from None
 
@@ -154,14 +156,14 @@ def _events(document: TapeDoc) -> list[Event]:
     if len(lengths) > 1 or len(marks.phase) != len(marks.instant):
         raise IndexError
     labels, ooms = [strings[at] for at in births.label], document.ooms
-    asked = [strings[at] for at in ooms.label] if ooms.label is not None else [""] * len(ooms.size)
+    oom_labels = [strings[at] for at in ooms.label] if ooms.label is not None else [""] * len(ooms.size)
     made: dict[str, Iterator[Event]] = {
         "A": map(Alloc, accumulate(births.id), births.size, births.role, labels, births.stream),
         "F": map(Free, document.frees),
         "M": (Mark(phase, strings[at]) for phase, at in zip(marks.phase, marks.instant, strict=True)),
         "S": map(SegmentAlloc, document.segment_allocs.address, document.segment_allocs.size),
         "R": map(SegmentFree, document.segment_frees.address, document.segment_frees.size),
-        "O": map(Oom, ooms.size, ooms.free, asked),
+        "O": map(Oom, ooms.size, ooms.free, oom_labels),
         "U": map(RecordStream, document.uses.id, document.uses.stream),
         "E": (EmptyCache() for _ in count()),
     }

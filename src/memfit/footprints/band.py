@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memfit.nouns.footprint import Footprint, Levels
+from memfit.nouns.plan import BAND_SHARE
 from memfit.nouns.sample import METERS, Alarm, Header, Sample
 from memfit.nouns.tape import Phase
-from memfit.nouns.verdicts import BAND_SHARE
 from memfit.units import human
 
 CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it the next longer batch may be one too long

@@ -9,9 +9,9 @@ from typing import Literal
 
 from memfit.footprints.footprint_of_watch import REST, cardless
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.plan import BAND_SHARE
 from memfit.nouns.sample import METERS
 from memfit.nouns.tape import ROLES, Phase, Role
-from memfit.nouns.verdicts import BAND_SHARE
 from memfit.units import human
 
 Agreement = Literal["agrees", "more", "less"]

@@ -11,8 +11,7 @@ from memfit.errors import BadInput
 from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job
-from memfit.nouns.plan import Plan
-from memfit.nouns.verdicts import judge
+from memfit.nouns.plan import Plan, judge
 
 
 def plan_of_file(path: Path, gpu: str) -> Plan:

@@ -1,1 +1,1 @@
-"""From the name or config.json of a model to its Architecture: families, the Hub, safetensors headers. Weights are never read."""
+"""A model's name or config.json becomes an Architecture: families, the Hub, safetensors headers. No weight is read."""

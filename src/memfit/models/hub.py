@@ -1,4 +1,4 @@
-"""Model resolution: a path, a catalogued name or a Hugging Face id becomes an Architecture; weights are never read."""
+"""Resolve a path, a name of the catalogue or a Hugging Face id to an Architecture; weights are never read."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from memfit.nouns.architecture import Architecture
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
 MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some MiB
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-REACH_SECONDS = 5.0  # to connect, and again to answer
+REACH_SECONDS = 5.0  # timeout of the connection, and of the answer
 NOT_REACHED = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
-# what lies in the Hub's cache of a repository that was downloaded; of a model a plan may have brought the config.json alone
+# files in the Hub's cache of a downloaded repository; a model's config.json alone may come from a plan
 DOWNLOADED = {"model": ("snapshots/*/*.safetensors", "snapshots/*/*.bin"), "dataset": ("snapshots/*",)}
-MISTYPED = 0.9  # of a name's letters agree with a catalogued one: a slip, not another model
+MISTYPED = 0.9  # similarity to a name of the catalogue from which a name counts as mistyped
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def list_models() -> tuple[Entry, ...]:
-    """The catalogue, by name."""
+    """Return the models of the catalogue, by name."""
     return catalogue.entries()
 
 
 def resolve_model(
     text: str, *, offline: bool | None = None, token: str | None = None, trust_config: bool = False
 ) -> Architecture:
-    """What `text` means: a folder or config.json, else the catalogue by name or unambiguous part, else the Hub.
+    """Resolve `text`: a folder or config.json, else the catalogue by name or unambiguous part, else the Hub.
 
-    `offline`: only the Hub's local cache (HF_HUB_OFFLINE does the same). `trust_config`: accept a config.json whose
-    count is over 2 % away from the checkpoint's; `checkpoint_parameters` then differs from `parameters`.
+    `offline`: use only the Hub's local cache (as HF_HUB_OFFLINE does). `trust_config`: accept a config.json whose
+    parameter count differs by over 2 % from the checkpoint's; `checkpoint_parameters` then differs from `parameters`.
     Raises UnknownName, BadInput (unreadable or wrong values) or Unsupported (a family without a formula).
     """
     name, source = _found(text)
     if isinstance(source, Path):
         return _local(source, name, trust_config)
     if isinstance(source, Entry):
-        # a repository that was named is kept (a variant with the same shape); a short name means the catalogued one
+        # keep a repository that was named (a variant of the same shape); a short name stands for the catalogue's
         return architecture(catalogue.config(source), name if "/" in name else source.id)
     return _from_hub(name, offline, token, trust_config)
 
 
 def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:
-    """The config.json behind a name, as `resolve_model` understands it."""
+    """Return the config.json of the model that `resolve_model` finds for `text`."""
     name, source = _found(text)
     if isinstance(source, Path):
         return read_json(source / "config.json" if source.is_dir() else source, MAX_CONFIG)
@@ -63,7 +63,7 @@ def resolve_config(text: str, *, offline: bool | None = None, token: str | None 
 
 
 def _found(text: str) -> tuple[str, Path | Entry | None]:
-    """(the name without blanks, what it means: a folder or file, an entry of the catalogue, None for the Hub)."""
+    """Return the stripped name and its source: a folder or file, an entry of the catalogue, or None for the Hub."""
     name = text.strip()
     if not name or len(name) > 1024 or "\0" in name:
         raise BadInput("no model given", hint="name one, such as meta-llama/Llama-3.1-8B, or see 'memfit models'")
@@ -81,7 +81,7 @@ def _found(text: str) -> tuple[str, Path | Entry | None]:
 
 
 def _path_of(name: str) -> Path | None:
-    """`name` as a path; None when nothing can bear that name (too long, an unknown user's home)."""
+    """Return `name` as a path; None when no file can have that name (too long, an unknown user's home)."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -97,11 +97,11 @@ def _by_part(name: str) -> Entry:
     if not found:
         raise UnknownName("model", name, names.known(), hint="see 'memfit models', or give org/name or a config.json")
     shown = ", ".join(entry.stem for entry in found[:8]) + (", ..." if len(found) > 8 else "")
-    raise BadInput(f"'{name}' may mean {len(found)} models", hint=f"name one of {shown}")
+    raise BadInput(f"'{name}' could be {len(found)} models", hint=f"choose one of {shown}")
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """A JSON object of at most `limit` bytes. Raises BadInput for anything else."""
+    """Read a JSON object of at most `limit` bytes. Raises BadInput for anything else."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)
@@ -142,7 +142,7 @@ def _checked(model: Architecture, found: int | None, where: str, trust_config: b
 
 
 def _no_config(path: Path) -> BadInput:
-    """The error for a folder without config.json; a PEFT adapter names the model it belongs to."""
+    """Make the error for a folder without config.json; for a PEFT adapter it names the base model."""
     adapter = path / "adapter_config.json"
     base = read_json(adapter, MAX_CONFIG).get("base_model_name_or_path") if adapter.is_file() else None
     if isinstance(base, str):
@@ -151,7 +151,7 @@ def _no_config(path: Path) -> BadInput:
 
 
 def _from_hub(name: str, offline: bool | None, token: str | None, trust_config: bool) -> Architecture:
-    """config.json from the Hub or its cache; the checkpoint's own count, where the Hub tells it, checks the result."""
+    """Read config.json from the Hub or its cache, and check it against the checkpoint's count where the Hub has one."""
     from huggingface_hub import constants
 
     file = _download_config(name, offline, token)
@@ -186,7 +186,7 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
 
 
 def _cached(name: str) -> bool:
-    """The Hub's local cache holds some version of the config."""
+    """Tell whether the Hub's local cache holds any version of the config."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
@@ -198,7 +198,7 @@ def _not_reached(name: str) -> BadInput:
 
 
 def _reach(name: str, token: str | None) -> None:
-    """One short request without retries, because a download would retry for half a minute where there is no network."""
+    """Make one short request without retries; without a network a download would retry for half a minute."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
@@ -207,12 +207,12 @@ def _reach(name: str, token: str | None) -> None:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), token=token, timeout=REACH_SECONDS)
     except (errors.HfHubHTTPError, errors.HFValidationError, errors.EntryNotFoundError):
         raise
-    except Exception as error:  # every HTTP library has its own kind for a host that does not answer
+    except Exception as error:  # every HTTP library has its own error for a host that does not answer
         raise _not_reached(name) from error
 
 
 def check_there(name: str, kind: Literal["model", "dataset"]) -> None:
-    """Raises BadInput where the Hub has no such repository for us, or cannot be reached and its files were never downloaded."""
+    """Raise BadInput if the repository was never downloaded, and the Hub has none of that name or cannot be reached."""
     from huggingface_hub import HfApi, constants, errors
 
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
@@ -226,14 +226,14 @@ def check_there(name: str, kind: Literal["model", "dataset"]) -> None:
     except errors.RepositoryNotFoundError as error:
         hint = f"give a path that is there, or a {kind} on the Hub: owner/name; private ones need 'hf auth login'"
         raise BadInput(f"{name} is neither a path nor a {kind} on the Hub", hint=hint) from error
-    except Exception as error:  # every HTTP library has its own kind for a host that does not answer
+    except Exception as error:  # every HTTP library has its own error for a host that does not answer
         hint = "go online once, or give the path of a downloaded one"
         raise BadInput(f"the {kind} {name} is not downloaded, and the Hub cannot be reached", hint=hint) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of huggingface_hub; its errors become ours."""
+    """Silence huggingface_hub's warnings; its errors are turned into ours."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -244,7 +244,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | None:
-    """The repository's parameter count: its one-number summary, and where that disagrees every header."""
+    """Return the repository's parameter count: its summary, or the sum of all headers where the summary disagrees."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -257,5 +257,5 @@ def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | No
         headers = api.get_safetensors_metadata(name).files_metadata.values()
         shapes = {n: (str(t.dtype), tuple(t.shape)) for file in headers for n, t in file.tensors.items()}
         return checkpoint.count(shapes, model)
-    except Exception:  # no network, no safetensors, a broken header: the config alone is enough
+    except Exception:  # no network, no safetensors, a broken header: use the config alone
         return None

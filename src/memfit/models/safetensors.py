@@ -1,4 +1,4 @@
-"""Counts the parameters of a checkpoint from its safetensors headers; never reads a weight."""
+"""Count the parameters of a checkpoint from its safetensors headers; no weight is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, sha
 
 
 def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors a safetensors file declares. Raises BadInput when the header is damaged or too large."""
+    """Return the tensors a safetensors file declares. Raises BadInput when the header is damaged or too large."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -40,7 +40,7 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """All tensors of a folder's safetensors files; None when there are none, or too many."""
+    """Return all tensors of a folder's safetensors files; None when there are none, or too many files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files or len(files) > MAX_SHARDS:
         return None
@@ -50,7 +50,7 @@ def shapes_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
 
 
 def count(shapes: Shapes, model: Architecture) -> int | None:
-    """Parameters that the model would load; None for packed, quantised checkpoints."""
+    """Count the parameters that the model would load; None for packed, quantised checkpoints."""
     kept = {name: tensor for name, tensor in shapes.items() if not _ignored(name, model)}
     if not kept or any(dtype not in _REAL for dtype, _ in kept.values()):
         return None
@@ -68,15 +68,15 @@ def agrees(found: int, model: Architecture) -> bool:
 
 
 def refuse(found: int, model: Architecture, where: str) -> Unsupported:
-    """The error for a checkpoint that does not hold what its config describes."""
+    """Make the error for a checkpoint that does not hold what its config describes."""
     return Unsupported(
         f"{model.name}: {where} holds {found:,} parameters, its config.json describes {model.parameters:,}",
-        hint="the model has parts memfit does not know, so its count would be a guess",
+        hint="the model has parts that memfit does not model, so its count would be a guess",
     )
 
 
 def total_of_index(values: Mapping[str, object], dtype_bytes: int | None) -> int | None:
-    """Parameters by the metadata of model.safetensors.index.json, which counts bytes in older files."""
+    """Return the parameter count in model.safetensors.index.json; older files give bytes instead."""
     metadata = values.get("metadata")
     if not isinstance(metadata, Mapping):
         return None

@@ -1,1 +1,1 @@
-"""The nouns every room speaks of: frozen dataclasses without I/O and without a heavy library."""
+"""The data types every room uses: frozen dataclasses without I/O and without a heavy library."""

@@ -1,4 +1,4 @@
-"""The noun AllocSettings: what a PYTORCH_ALLOC_CONF string says, refused where PyTorch's own parser refuses it."""
+"""The noun AllocSettings: a parsed PYTORCH_ALLOC_CONF, refused where PyTorch's own parser refuses it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*|\+.*)?")
 _FIRST_TORCH: Torch = (2, 1)
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
 
-# Twins of the constants in AllocatorConfig.h and AllocatorConfig.cpp.
+# The constants of AllocatorConfig.h and AllocatorConfig.cpp.
 K_MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc: large_segment_size must exceed it
 K_LARGE_BUFFER = 20 * MIB  # kLargeBuffer: the default of large_segment_size_
 K_ROUND_UP_POWER_OF_TWO_INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: one per power of two from 1 MiB to 32 GiB
 NO_ROUNDUP: tuple[int, ...] = (0,) * K_ROUND_UP_POWER_OF_TWO_INTERVALS
-_FILLS_AFTER_LAST: Torch = (2, 9)  # from here `>` fills from the interval after the last key, before from that key on
+_FILLS_AFTER_LAST: Torch = (2, 9)  # since then `>` fills from the interval after the last key; before, from that key
 
 
 def torch_version(text: str) -> Torch:
-    """'2.11' or '2.11.1+cu130' -> (2, 11). Raises BadInput for anything else and for versions before 2.1."""
+    """Parse '2.11' or '2.11.1+cu130' into (2, 11). Raises BadInput for anything else and for versions before 2.1."""
     found = _VERSION.fullmatch(text.strip())
     if found is None or (number := (int(found[1]), int(found[2]))) < _FIRST_TORCH:
-        raise BadInput(f"'{text}' is no PyTorch version memfit knows", hint="from 2.1 on, for example --torch 2.11")
+        raise BadInput(f"'{text}' is not a PyTorch version from 2.1 on", hint="for example --torch 2.11")
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class AllocSettings:
-    """Settings of the caching allocator that move device memory; sizes in bytes, defaults are PyTorch's own.
+    """Settings of the caching allocator that change device memory; sizes in bytes, defaults are PyTorch's own.
 
     `roundup_power2_divisions` has one entry per power of two from 1 MiB up; 0 or 1 means no extra rounding.
     `per_process_memory_fraction` also stands for a call of `torch.cuda.set_per_process_memory_fraction`.
@@ -52,12 +52,12 @@ class AllocSettings:
 
 
 def _bad(key: str, value: str, want: str, example: str) -> BadInput:
-    return BadInput(f"{key}:{value} is not valid, {want}", hint=f"for example {key}:{example}")
+    return BadInput(f"{key}:{value} is not valid: {want}", hint=f"for example {key}:{example}")
 
 
 def _whole(key: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 16):
-        raise _bad(key, value, "a whole number is wanted", "128")
+        raise _bad(key, value, "it must be a whole number", "128")
     return int(value)
 
 
@@ -67,7 +67,7 @@ def _mebibytes(key: str, value: str, torch: Torch) -> int:
 
 def _boolean(key: str, value: str, torch: Torch) -> bool:
     if value not in ("True", "False"):
-        raise _bad(key, value, "True or False is wanted, with a capital", "True")
+        raise _bad(key, value, "it must be True or False, with a capital", "True")
     return value == "True"
 
 
@@ -75,24 +75,24 @@ def _ratio(key: str, value: str, torch: Torch) -> float:
     try:
         return float(value)
     except ValueError:
-        raise _bad(key, value, "a number between 0 and 1 is wanted", "0.8") from None
+        raise _bad(key, value, "it must be a number between 0 and 1", "0.8") from None
 
 
 def _threshold(key: str, value: str, torch: Torch) -> float:
     if not 0.0 < (ratio := _ratio(key, value, torch)) < 1.0:
-        raise _bad(key, value, "it must lie between 0 and 1, both excluded", "0.8")
+        raise _bad(key, value, "it must be above 0 and below 1", "0.8")
     return ratio
 
 
 def _fraction(key: str, value: str, torch: Torch) -> float:
     if not 0.0 <= (ratio := _ratio(key, value, torch)) <= 1.0:
-        raise _bad(key, value, "it must lie from 0 to 1", "0.9")
+        raise _bad(key, value, "it must be from 0 to 1", "0.9")
     return ratio
 
 
 def _backend(key: str, value: str, torch: Torch) -> str:
     if value not in ("native", "cudaMallocAsync"):
-        raise _bad(key, value, "native or cudaMallocAsync is wanted", "native")
+        raise _bad(key, value, "it must be native or cudaMallocAsync", "native")
     return value
 
 
@@ -108,7 +108,7 @@ def _power_of_two(key: str, text: str, *, or_zero: bool = False) -> int:
 
 
 def _divisions(key: str, value: str, torch: Torch) -> tuple[int, ...]:
-    """`4`, or `[256:1,512:2,>:4]`: sizes below the first key take its value, gaps stay 0 (as in torch)."""
+    """Parse `4`, or `[256:1,512:2,>:4]`: sizes below the first key take its value, gaps stay 0 (as in torch)."""
     if not value.startswith("["):
         return (_power_of_two(key, value),) * K_ROUND_UP_POWER_OF_TWO_INTERVALS
     table = list(NO_ROUNDUP)
@@ -130,7 +130,7 @@ def _divisions(key: str, value: str, torch: Torch) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key: how its value is read, the field it sets (none: no device memory), the torch that brought it."""
+    """One key: its parser, the field it sets ("" if it changes no device memory), the first torch that has it."""
 
     read: Callable[[str, str, Torch], Any]
     field: str = ""
@@ -161,13 +161,13 @@ _ITEM = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
 
 
 def _items(text: str) -> list[tuple[str, str]]:
-    """`a:1,b:[2:3,>:4]` -> its (key, value) pairs; blanks do not matter, one comma at the end is allowed."""
+    """Split `a:1,b:[2:3,>:4]` into (key, value) pairs; blanks do not matter, one comma at the end is allowed."""
     bare, pairs, position = re.sub(r"\s", "", text), [], 0
     while position < len(bare):
         found = _ITEM.match(bare, position)
         if found is None:
             raise BadInput(
-                f"'{text[:80]}' is not an allocator setting: stuck at '{bare[position:][:40]}'",
+                f"'{text[:80]}' is not an allocator setting: cannot parse '{bare[position:][:40]}'",
                 hint="write key:value,key:value, for example expandable_segments:True,max_split_size_mb:512",
             )
         pairs.append((found[1], found[2]))
@@ -176,7 +176,10 @@ def _items(text: str) -> list[tuple[str, str]]:
 
 
 def _check_sizes(given: dict[str, Any]) -> None:
-    """The limits that hold between sizes (parseLargeSegmentSize, parseMaxSplitSize, parseMaxNonSplitRoundingSize)."""
+    """Check sizes against each other, as torch does.
+
+    Sources: parseLargeSegmentSize, parseMaxSplitSize, parseMaxNonSplitRoundingSize in AllocatorConfig.cpp.
+    """
     large = given.get("large_segment_size", K_LARGE_BUFFER)
     if large <= K_MIN_LARGE_ALLOC:
         least = K_MIN_LARGE_ALLOC // MIB
@@ -191,7 +194,7 @@ def _check_sizes(given: dict[str, Any]) -> None:
 
 
 def parse_alloc_conf(text: str, torch: Torch = LATEST_TORCH) -> AllocSettings:
-    """The value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) -> settings; the last of equal keys wins.
+    """Parse the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF); the last of equal keys wins.
 
     Keys that only concern pinned host memory or locks are checked and dropped. Raises UnknownName for a key no torch
     knows, BadInput for a key newer than `torch` and for values torch would refuse.
@@ -200,10 +203,10 @@ def parse_alloc_conf(text: str, torch: Torch = LATEST_TORCH) -> AllocSettings:
     for name, value in _items(text):
         key = _KEYS.get(name)
         if key is None:
-            raise UnknownName("allocator setting", name, _KEYS, hint="torch itself would stop with 'Unrecognized key'")
+            raise UnknownName("allocator setting", name, _KEYS, hint="torch would raise 'Unrecognized key'")
         if torch < key.since:
             raise BadInput(
-                f"torch {torch[0]}.{torch[1]} does not know the allocator setting '{name}'",
+                f"torch {torch[0]}.{torch[1]} has no allocator setting '{name}'",
                 hint=f"remove it or use torch {key.since[0]}.{key.since[1]} or newer",
             )
         read = key.read(name, value, torch)

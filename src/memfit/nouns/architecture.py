@@ -28,7 +28,7 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """The last module name, which is what LoRA targets match: 'q_proj'."""
+        """Return the last module name, which LoRA targets match: 'q_proj'."""
         parts = self.name.split(".")
         return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
@@ -38,9 +38,11 @@ class Norm:
     """A normalisation layer as the model's code computes it."""
 
     kind: Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
-    # rms: fp32 inside, weight multiplied after the cast back; rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2,
-    # gpt-oss); layer: nn.LayerNorm; layer_fp32: LayerNorm written out in fp32 (Cohere); layer_bare: one of
-    # an fp32 copy, without weight (OLMo)
+    # rms: computed in fp32, weight multiplied after the cast back
+    # rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2, gpt-oss)
+    # layer: nn.LayerNorm
+    # layer_fp32: LayerNorm written out in fp32 (Cohere)
+    # layer_bare: LayerNorm of an fp32 copy of the input, without weight (OLMo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class Attention:
     heads: int  # N
     kv_heads: int  # K
     head_dim: int  # H
-    value_dim: int  # width of one value head (= head_dim but for MLA and linear attention)
+    value_dim: int  # width of one value head (= head_dim except for MLA and linear attention)
     rotary_dim: int = 0  # part of each head that is rotated; 0: no rotary embedding
-    rotary: str = "half"  # how: a row of formula/rotary.py
+    rotary: str = "half"  # how rotation is coded: a row of closed_form/layers/rotary.py
     qk_norm: Literal["none", "head", "full"] = "none"  # head: over H; full: over N*H
     fused_qkv: bool = False
     bias: bool = False  # on the q, k, v projections
@@ -66,9 +68,9 @@ class Attention:
     q_lora_rank: int = 0  # MLA
     kv_lora_rank: int = 0  # MLA
     sinks: bool = False
-    sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
-    upcast: bool = True  # written-out attention takes its softmax in fp32
-    code: str = ""  # a row of formula/mixers.py, for model classes with an attention of their own
+    sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on eager attention
+    upcast: bool = True  # eager attention computes its softmax in fp32
+    code: str = ""  # a row of closed_form/layers/mixers.py, for model classes with their own attention code
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)
@@ -76,19 +78,19 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The feed-forward part of one layer, dense or of experts."""
+    """The feed-forward part of one layer: dense, or a mixture of experts."""
 
     kind: Literal["gated", "plain", "moe", "none"]
-    width: int  # F (of one expert, when moe)
+    width: int  # F; of one expert, when moe
     activation: str = "silu"
     fused_gate_up: bool = False
     bias: bool = False
     dropout: float = 0.0
     experts: int = 0  # E
     experts_per_token: int = 0
-    shared_width: int = 0  # F of the experts, or of the dense part, that every token passes
-    every_token: bool = False  # each expert computes every token, whatever the router says (Llama 4)
-    router: str = "softmax"  # a row of formula/moe.py
+    shared_width: int = 0  # F of the shared experts, or of the dense part, which process every token
+    every_token: bool = False  # each expert computes every token, whatever the router chooses (Llama 4)
+    router: str = "softmax"  # a row of closed_form/layers/moe.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class Layer:
     mlp: Mlp
     norm: Norm
     placement: Literal["pre", "post", "sandwich", "parallel", "post_inner"]
-    # pre: Llama; post: BERT; sandwich: Gemma-2/3; parallel: NeoX, Falcon, Phi; post_inner: OLMo-2 (norm after each sub-block)
+    # pre: Llama; post: BERT; sandwich: Gemma-2/3; parallel: NeoX, Falcon, Phi; post_inner: OLMo-2, norm after each part
     weights: tuple[Weight, ...]
     dropout: float = 0.0  # on the residual branches
     norms: int = 2  # norms on the residual stream of this layer
@@ -111,55 +113,54 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Architecture:
-    """A model, compared by identity (it is the key of many caches). `layers` has one entry per block; equal blocks share one Layer object."""
+    """A model: its dimensions and stored weights. Compared by identity, as it is the key of many caches.
+
+    `layers` has one entry per block; equal blocks share one Layer object.
+    """
 
     name: str  # Hugging Face id or path, as shown to the user
-    model_type: str  # of its config.json
-    family: str  # row of the family table that read the config
+    model_type: str  # as in config.json
+    family: str  # row of the family table that was used
     task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder"]
     width: int  # D
     vocabulary: int  # V
     layers: tuple[Layer, ...]
     embedding: tuple[Weight, ...]  # token, position, type embeddings and their norm
-    final: tuple[Weight, ...]  # final norm and what stands between the last block and the head
+    final: tuple[Weight, ...]  # final norm, and other weights between the last block and the head
     head: tuple[Weight, ...]  # empty when tied to the embedding
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
-    embedding_scale: Literal["none", "module", "model"] = (
-        "none"  # who multiplies the embedding output: its module, or the model
-    )
+    embedding_scale: Literal["none", "module", "model"] = "none"  # what scales the embedding's output
     logits_softcap: bool = False
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown
     final_norm: Norm | None = None
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
-    checkpoint_parameters: int | None = None  # the checkpoint's own total, when known
+    checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"
     embedding_dropout: float = 0.0
-    logits_upcast: bool = True  # the model's own loss takes the logits in fp32
-    buffers: tuple[
-        int, ...
-    ] = ()  # bytes of the large tensors that modules hold beside their weights: causal masks, tables
+    logits_upcast: bool = True  # the model's own loss converts the logits to fp32
+    buffers: tuple[int, ...] = ()  # bytes of each large buffer of its modules: causal masks, tables
     rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """Every stored weight, in the order of the model; tied ones once."""
+        """Return every stored weight, in the model's order; tied ones once."""
         blocks = tuple(w for layer in self.layers for w in layer.weights)
         return (*self.embedding, *blocks, *self.final, *self.head, *self.tower)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The distinct layers, in the order they first appear."""
+        """Return the distinct layers, in the order in which they first appear."""
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
     def parameters(self) -> int:
-        """Number of stored parameters, tied ones once."""
+        """Count the stored parameters, tied ones once."""
         return sum(w.numel for w in self.weights)
 
     def parameters_by_module(self) -> dict[str, int]:
-        """Counts by part: embedding, attention, mlp, experts, norms, head, tower."""
+        """Count parameters by part: embedding, attention, mlp, experts, norms, head, tower."""
         counts: dict[str, int] = {}
         for part, weights in (
             ("embedding", self.embedding),
@@ -180,8 +181,5 @@ def _part_of(weight: Weight) -> str:
         return "experts"
     if weight.kind == "norm":
         return "norms"
-    return (
-        "mlp"
-        if any(word in weight.name for word in ("mlp", "ffn", "fc", "dense_h", "intermediate", "router"))
-        else "attention"
-    )
+    words = ("mlp", "ffn", "fc", "dense_h", "intermediate", "router")
+    return "mlp" if any(word in weight.name for word in words) else "attention"

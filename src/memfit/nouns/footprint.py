@@ -1,4 +1,4 @@
-"""The noun Footprint: bytes by role at the worst instant of each phase, predicted, traced or measured alike."""
+"""The noun Footprint: bytes by role at the worst instant of each phase, whether predicted, traced or measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from memfit.nouns.tape import Phase, Role
 
-OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases a run need not go through: shown, but no part of the verdict
+OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases a run may leave out: shown, but not part of the verdict
 Source = Literal["formula", "traced", "measured"]
 
 
@@ -23,7 +23,7 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One named share of a peak, with the formula that gave it and the numbers in it."""
+    """One named share of a peak, with the formula it comes from."""
 
     role: Role
     label: str
@@ -42,7 +42,7 @@ class PhasePeak:
 
     @property
     def by_role(self) -> dict[Role, int]:
-        """Bytes by role; the sum is `levels.device`."""
+        """Return bytes by role; the sum is `levels.device`."""
         total: dict[Role, int] = {}
         for line in self.lines:
             total[line.role] = total.get(line.role, 0) + line.bytes
@@ -51,20 +51,20 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """All phases of a run; the peak is the maximum over those every run goes through, never a sum. `refused` in bytes."""
+    """All phases of a run. Its peak is the highest phase among those every run has, never a sum."""
 
     phases: tuple[PhasePeak, ...]
     source: Source
     assumptions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
-    refused: int = 0  # bytes of the request at which the run ended: it needs more than its phases show
+    refused: int = 0  # bytes of the request that failed and ended the run, which so needs more than its phases show
 
     @property
     def peak(self) -> PhasePeak:
-        """The phase that reserves most (the first one on ties)."""
+        """Return the phase that reserves most (the first one on ties)."""
         return max(self.needed, key=lambda p: p.levels.reserved)
 
     @property
     def needed(self) -> tuple[PhasePeak, ...]:
-        """The phases every run goes through."""
+        """Return the phases that every run has."""
         return tuple(p for p in self.phases if p.phase not in OPTIONAL) or self.phases

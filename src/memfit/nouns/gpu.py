@@ -14,7 +14,7 @@ class Gpu:
     """One row of gpus.toml. Sizes are bytes; rates are per second; prices in USD."""
 
     name: str
-    short: str  # what is typed: "rtx-4090"
+    short: str  # the name to type: "rtx-4090"
     aliases: tuple[str, ...] = ()
     vendor: str = "NVIDIA"
     arch: str = ""
@@ -38,7 +38,7 @@ class Gpu:
 
     @property
     def platform(self) -> Platform:
-        """What PyTorch runs on here; a card of which only the memory is known is taken as NVIDIA's."""
+        """Return PyTorch's device type for the card; a card of which only the memory is known counts as NVIDIA's."""
         if self.vendor == "Intel":
             return "hpu" if self.arch == "Gaudi" else "xpu"
         found: dict[str, Platform] = {"AMD": "rocm", "Apple": "mps"}
@@ -46,19 +46,19 @@ class Gpu:
 
     @property
     def bf16(self) -> bool:
-        """It has bf16 units; other vendors' cards of the table all do."""
+        """Tell whether the card has bf16 units; all cards of other vendors in the table do."""
         return self.compute_capability is None or self.compute_capability >= FIRST_BF16
 
     @property
     def unified(self) -> bool:
-        """Its memory is the host's; AMD's firmware sets a part apart, which is as good as a card's own."""
+        """Tell whether the card shares the host's memory. AMD's firmware sets a part aside, which counts as its own."""
         return self.pcie == "unified" and self.vendor != "AMD"
 
     @property
     def half_flops(self) -> float:
-        """16-bit products per second, in the format the card has units for; 0: unknown."""
+        """Return 16-bit operations per second, in the format the card has units for; 0: unknown."""
         return self.bf16_flops or self.fp16_flops
 
     def usable_bytes(self, reserve: int = 0) -> int:
-        """What tensors and the allocator's slack may take: CUDA total - context - the stated reserve."""
+        """Return what tensors and the allocator's slack may take: CUDA total - context - reserve."""
         return self.total_bytes - self.context_bytes - reserve

@@ -1,4 +1,4 @@
-"""The nouns Job (what the user asked, never altered), Recipe (what the planner may choose) and Training (what changes no memory)."""
+"""The nouns Job (what the user asked), Recipe (what the planner may choose) and Training (what changes no memory)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Recipe:
       fp16-mixed   as bf16-mixed with fp16 and a loss scaler
       fp32         everything in fp32                                       4+4+8 = 16 B
     With LoRA or QLoRA it names the dtype of the frozen base (fp16-mixed: an fp16 base under fp16 autocast); adapters
-    follow the trainer (see trainers.py).
+    follow the trainer (see tables/trainers.py).
     """
 
     method: Method = "full"
@@ -44,53 +44,53 @@ class Recipe:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)  # module names, or "all-linear", or "attention"
-    optimizer: str = "adamw"  # a row of optimizers.py
+    optimizer: str = "adamw"  # a row of tables/optimizers.py
     micro_batch: int = 1
     accumulation: int = 1
     sequence_length: int = 2048
     padding: Padding = "longest"
     checkpointing: Checkpointing = "none"
     attention: AttentionKernel = "sdpa"
-    compile: bool = False  # torch.compile, by Inductor in its default mode
+    compile: bool = False  # torch.compile with Inductor in its default mode
     loss: Loss = "full"
     offload: Offload = "none"
     shard: Shard = "none"
     num_gpus: int = 1
-    trainer: str = "trl"  # a row of trainers.py, with a version if it matters: "trl==1.3"
+    trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
     alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
 
     @property
     def tokens(self) -> int:
-        """T: tokens in one micro-batch of one GPU."""
+        """Return T, the tokens in one micro-batch of one GPU."""
         return self.micro_batch * self.sequence_length
 
     @property
     def effective_batch(self) -> int:
-        """Sequences per optimizer step over all GPUs."""
+        """Return the sequences per optimizer step over all GPUs."""
         return self.micro_batch * self.accumulation * self.num_gpus
 
     @property
     def zero(self) -> bool:
-        """DeepSpeed runs it: what is offloaded, ZeRO-1 and -2, and master copies. FSDP2 shards parameters otherwise."""
+        """Tell whether DeepSpeed runs it: offloading, ZeRO-1, ZeRO-2 and master copies. Otherwise FSDP2 shards."""
         master = self.precision == "bf16-master" and self.method == "full"
         return master or self.offload != "none" or self.shard in ("optimizer", "gradients")
 
     def but(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed."""
+        """Return the same recipe with some fields changed."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How long and how fast a job learns. None of it changes the memory of training; the planner only hands it on.
+    """Learning rate, epochs, steps and evaluation data. None of it changes memory; the planner only passes it on.
 
     Field names are the flag names (with '-') and the keys of [training] in recipe.toml.
     """
 
-    learning_rate: float = 0.0  # 0: the default of the method, 2e-5, with adapters 2e-4
+    learning_rate: float = 0.0  # 0: the method's default, 2e-5, and 2e-4 for adapters
     epochs: float = 1.0
-    max_steps: int = -1  # optimizer steps, whatever `epochs` says; -1: as `epochs` says
-    save_steps: float = 0.0  # between checkpoints, below 1 a share of all; 0: 500 in train.py, 0.1 by `memfit train`
+    max_steps: int = -1  # optimizer steps, which override `epochs`; -1: not set
+    save_steps: float = 0.0  # between checkpoints; below 1: a share; 0: 500 in train.py, 0.1 in memfit train
     eval_data: str = ""  # evaluated at every checkpoint
 
 
@@ -109,7 +109,7 @@ class Job:
     method: Literal["auto", "full", "lora", "qlora"] = "auto"
     trainer: str = "trl"
     wanted: tuple[tuple[str, Any], ...] = ()
-    stated: tuple[str, ...] = ()  # recipe fields that a file of the user's decides: where the ladder starts
+    stated: tuple[str, ...] = ()  # recipe fields set by a file of the user's: the ladder starts from their values
     reserve: int = 0  # bytes of the card kept free on purpose
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
@@ -126,15 +126,15 @@ _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
     "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
 }  # fmt: skip
-MEANT = {  # what other tools call a choice -> the choice
-    "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters", "fsdp2": "parameters",
-    "flash_attention_2": "flash", "flash2": "flash", "fa2": "flash", "bfloat16": "bf16", "float32": "fp32", "4bit": "nf4", "8bit": "int8",
-    "cpu": "optimizer", "liger": "fused",
+MEANT = {  # another tool's name of a choice -> memfit's
+    "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters",
+    "fsdp2": "parameters", "flash_attention_2": "flash", "flash2": "flash", "fa2": "flash", "bfloat16": "bf16",
+    "float32": "fp32", "4bit": "nf4", "8bit": "int8", "cpu": "optimizer", "liger": "fused",
 }  # fmt: skip
 
 
 def check_values(recipe: Recipe) -> Recipe:
-    """Refuse values outside their domain (types, choices, ranges); combinations are checked in combinations.py."""
+    """Refuse values of a wrong type, choice or range; combinations are checked in tables/combinations.py."""
     for name in _POSITIVE:
         value = getattr(recipe, name)
         flag = "--" + name.replace("_", "-")
@@ -156,7 +156,7 @@ def check_values(recipe: Recipe) -> Recipe:
 
 
 def check_training(training: Training) -> Training:
-    """Refuse numbers that make no sense; a default always does."""
+    """Refuse numbers outside TRAINING_RANGES, unless they are the default."""
     for name, (low, high) in TRAINING_RANGES.items():
         value = getattr(training, name)
         if value != getattr(AS_USUAL, name):
@@ -165,13 +165,14 @@ def check_training(training: Training) -> Training:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Refuse the value of a flag that is not from `low` to `high`; nan is in no range."""
+    """Refuse a flag's value outside `low` to `high`; nan is always refused."""
     if not low <= value <= high:
         flag = "--" + name.replace("_", "-")
         raise BadInput(f"{flag} must be from {low:g} to {high:g}, not {value:g}", hint="see: memfit train --help")
     if name == "save_steps" and value > 1 and value % 1:
         raise BadInput(
-            f"--save-steps is a number of steps or, below 1, a share of all, not {value:g}", hint="--save-steps 0.1"
+            f"--save-steps must be a whole number of steps, or a share of all below 1, not {value:g}",
+            hint="--save-steps 0.1",
         )
 
 
@@ -180,9 +181,10 @@ RECIPE_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Recipe))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFile:
-    """What recipe.toml holds. `gpu` and `data` are as the user typed them; "" is unknown. `longest_sample` is in tokens.
+    """The contents of recipe.toml. `gpu` and `data` are as the user typed them; "" is unknown.
 
-    `gpu_memory`: bytes of a card that has others than the table says, or that is known by them alone; 0: as in the table.
+    `gpu_memory`: bytes of a card whose memory differs from the table, or of which only the memory is known; 0: as in
+    the table.
     """
 
     model: str
@@ -190,6 +192,6 @@ class RecipeFile:
     gpu: str = ""
     gpu_memory: int = 0
     data: str = ""
-    effective_batch: int = 0  # sequences per optimizer step that were asked for; 0: what the recipe gives
+    effective_batch: int = 0  # sequences per optimizer step that the user asked for; 0: as the recipe multiplies
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
     training: Training = AS_USUAL

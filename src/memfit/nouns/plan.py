@@ -1,4 +1,4 @@
-"""The noun Plan: the verdict, the chosen recipe, the ladder that led to it, and what was refused and why."""
+"""The noun Plan: the verdict, the chosen recipe, the ladder to it, what was refused and why; and the verdict's rule."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 
 Verdict = Literal["fits", "tight", "misfit"]
@@ -18,20 +19,20 @@ class Judgement:
     verdict: Verdict
     usable: int  # what the card leaves for one process: CUDA total - context - reserve
     need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
-    band: int  # how far the prediction may be off, see accuracy.md
+    band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One step of the ladder: the recipe up to here, and what this step buys and costs for this run."""
+    """One step of the ladder: the recipe up to here, and what this step saves and costs in this run."""
 
-    key: str  # row of the rung table: "checkpointing"
+    key: str  # row of planner/rungs.py: "checkpointing"
     title: str  # "+ activation checkpointing"
     recipe: Recipe
     footprint: Footprint
     judgement: Judgement
-    saved: int  # bytes of reserved peak against the rung before
+    saved: int  # bytes of reserved peak less than the rung before
     step_time: float  # relative to the first rung
     caveat: str = ""  # what it costs in quality
     why: str = ""  # "fits", "95.1 GiB over", "not needed"
@@ -44,7 +45,7 @@ class Refusal:
 
     title: str
     recipe: Recipe
-    over: int  # bytes over the card; 0 or less: it fits but loses
+    over: int  # bytes over the card; 0 or less: it fits, but another recipe is better
     why: str
 
 
@@ -61,7 +62,7 @@ class Alternative:
 
     @property
     def price_per_step(self) -> float | None:
-        """USD of one optimizer step on all its cards; None where the price is not known."""
+        """Return USD of one optimizer step on all its cards; None where the price is not known."""
         if self.price_per_hour is None:
             return None
         return self.price_per_hour * self.num_gpus * self.seconds_per_step / 3600
@@ -82,3 +83,35 @@ class Plan:
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
     step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()
+
+
+# How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
+BAND_SHARE = 0.05
+# The share of reserved memory that the allocator can free by returning cached blocks before it fails. Source: a
+# recorded job that reserved 5.03 GiB ran on 4.875 GiB, not on 4.75, and with expandable segments on 4.5.
+RECLAIM_SHARE = 0.10
+
+
+def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
+    """Judge a footprint by its reserved peak and what the card leaves; `verdict_of` holds the rule."""
+    levels = footprint.peak.levels
+    nccl = levels.device - levels.reserved - gpu.context_bytes
+    tensors = max(p.levels.allocated for p in footprint.needed)
+    return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
+
+
+def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
+    """Return the verdict on a peak of `need` reserved bytes, `tensors` of them allocated, on `usable` bytes.
+
+    fits: even a peak BAND_SHARE higher stays on the card.
+    misfit: returning cached blocks cannot help, as either the tensors alone, taken BAND_SHARE lower, or the reserved
+    bytes, taken RECLAIM_SHARE lower, are more than the card has.
+    tight: anything between.
+    """
+    band = int(need * BAND_SHARE)
+    verdict: Verdict = "tight"
+    if need + band <= usable:
+        verdict = "fits"
+    elif max(tensors - int(tensors * BAND_SHARE), need - int(need * RECLAIM_SHARE)) > usable:
+        verdict = "misfit"
+    return Judgement(verdict, usable, need, band, usable - need)

@@ -16,7 +16,7 @@ from memfit.planner.search import SAME_SPEED, largest, ranked
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import rough, said_share
+from memfit.units import rough, share_of_samples
 
 Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
@@ -80,7 +80,7 @@ def _said(job: Job, footprint: Footprint) -> Footprint:
     """The footprint with what the user's data made of the sequence length."""
     if job.truncated is None:
         return footprint
-    cut = f"sequence {job.sequence_length:,} cuts {said_share(job.truncated)} of the samples"
+    cut = f"sequence {job.sequence_length:,} cuts {share_of_samples(job.truncated)} of the samples"
     return replace(footprint, assumptions=(*footprint.assumptions, cut))
 
 

@@ -9,8 +9,7 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
-from memfit.nouns.plan import Judgement
-from memfit.nouns.verdicts import judge, verdict_of
+from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
 from memfit.tables import combinations
 

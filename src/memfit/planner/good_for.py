@@ -12,7 +12,7 @@ from memfit.errors import Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.nouns.verdicts import verdict_of
+from memfit.nouns.plan import verdict_of
 from memfit.tables import combinations
 
 SETTING = (

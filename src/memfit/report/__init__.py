@@ -1,4 +1,4 @@
-"""Views: nouns in, rich renderables out, one file per view. Pure: nothing here reads, prints or asks the clock.
+"""Views turn nouns into rich renderables and HTML. They are pure: nothing here reads, prints or asks the clock.
 
-Every view reads the same in a terminal, without colour, and in a pipe, where it is plain lines made for grep.
+Every view has the same content in a terminal, without colour, and in a pipe, where it is plain lines made for grep.
 """

@@ -1,4 +1,4 @@
-"""The stacked bar: bytes by role on one line, held against the card's line; plain rows where there is no terminal."""
+"""The stacked bar: bytes by role on one line against the card's limit; plain rows where there is no terminal."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ NCCL = Word("NCCL buffers", "nccl", "grey50")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BarPart:
     """One part of the bar, in bytes."""
 
     word: Word
     bytes: int
 
 
-def shares(peak: PhasePeak, judgement: Judgement) -> tuple[Share, ...]:
-    """The parts that add up to `judgement.need`: the roles but the CUDA context, which the card's line leaves out."""
-    found = [Share(ROLE_WORDS[role], size) for role, size in peak.by_role.items() if role != "context"]
+def shares(peak: PhasePeak, judgement: Judgement) -> tuple[BarPart, ...]:
+    """Return the parts that add up to `judgement.need`: all roles except the CUDA context, which `usable` excludes."""
+    found = [BarPart(ROLE_WORDS[role], size) for role, size in peak.by_role.items() if role != "context"]
     nccl = judgement.need - peak.levels.reserved
     found.sort(key=lambda s: list(ROLE_WORDS.values()).index(s.word))
-    return tuple(s for s in (*found, Share(NCCL, nccl)) if s.bytes > 0)
+    return tuple(s for s in (*found, BarPart(NCCL, nccl)) if s.bytes > 0)
 
 
 def cells(sizes: Sequence[int], width: int) -> list[int]:
-    """Columns of each part: in proportion, whole, together exactly `width`; what is too thin to see gets none."""
+    """Divide `width` columns among the sizes in proportion, as whole columns; the smallest parts may get none."""
     total = sum(sizes)
     if not total or width <= 0:
         return [0] * len(sizes)
@@ -47,11 +47,11 @@ def cells(sizes: Sequence[int], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """The peak's parts against the card's usable bytes, and an empty line where anything is shown."""
+    """The peak's parts against the card's usable bytes, followed by an empty line."""
 
-    parts: tuple[Share, ...]
+    parts: tuple[BarPart, ...]
     usable: int
-    rows_in_pipes: bool = True  # without a terminal: one row per role, unless a table follows anyway
+    rows_in_pipes: bool = True  # without a terminal, show one row per role; False where a table follows anyway
 
     @property
     def need(self) -> int:
@@ -77,7 +77,7 @@ class StackedBar:
             yield ""
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
-        """'│params 12.6 │activ 1.1│      ╎ 23.2'; past the card's line, the line stands inside the bar."""
+        """Draw '│params 12.6 │activ 1.1│      ╎ 23.2'; where the peak is over the limit, the limit cuts the bar."""
         wall, line = ("|", "!") if ascii_only else ("│", "╎")
         label = f" {gib(self.usable)}{'' if self.unit == 'GiB' else ' GiB'}"
         inner = max(width - 2 - len(label), 8)
@@ -98,7 +98,7 @@ class StackedBar:
         )
 
     def _legend(self, width: int, ascii_only: bool) -> Text:
-        """Every part that rounds to something; a name and its number stay on one line."""
+        """List every part that does not round to 0; a name and its number stay on one line."""
         mark, lines = "#" if ascii_only else "■", [Text()]
         for part in self.parts:
             size = cell(part.bytes, self.unit)
@@ -113,8 +113,8 @@ class StackedBar:
         return Text("\n").join(lines)
 
 
-def _inside(part: Share, unit: str, width: int) -> str:
-    """The longest of name and number, number, nothing that fits inside."""
+def _inside(part: BarPart, unit: str, width: int) -> str:
+    """Return the longest label that fits: title and number, short name and number, number, or nothing."""
     number = cell(part.bytes, unit)
     for label in (f"{part.word.title} {number}", f"{part.word.short} {number}", number):
         if len(label) <= width:

@@ -1,4 +1,4 @@
-"""Two runs side by side: the answer in a line, phases, roles, and the terms that explain the difference."""
+"""The screen of `memfit compare`: the answer in a line, phases, roles, and the terms that explain the difference."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ WORDS: dict[Agreement, tuple[str, str]] = {
 }
 OUTSIDE: dict[Agreement | None, str] = {"more": "above", "less": "below"}
 
-SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and how bytes of it are called
-    "reserved": ("reserved", "reserved"), "device": ("device", "device"), "tensors": ("reserved", "of tensors"), "resident": ("device", "resident"),
+SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and the word after its bytes
+    "reserved": ("reserved", "reserved"), "device": ("device", "device"), "tensors": ("reserved", "of tensors"),
+    "resident": ("device", "resident"),
 }  # fmt: skip
 
 
 def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str] = ()) -> Group:
-    """The whole answer of `memfit compare`."""
+    """Show the answer of `memfit compare`."""
     unit = shared_unit(max(found.left_need, found.right_need))
     words, style = WORDS[found.agreement]
-    if found.agreement == "less" and found.refused[1]:  # it shows less because it ended
+    if found.agreement == "less" and found.refused[1]:  # it shows less because it ended early
         words = "LESS UNTIL IT RAN OUT"
     parts: list[RenderableType] = [text(f"{right} (right) against {left} (left)", "bold"), ""]
-    parts += [hanging(Text(words, style), list(filter(None, (_said(found), _where(found), _outside(found))))), ""]
+    parts += [
+        hanging(Text(words, style), list(filter(None, (_difference_line(found), _where(found), _outside(found))))),
+        "",
+    ]
     parts += [_phases(found, unit), "", _roles(found, unit)]
     if found.terms:
         parts += ["", _terms(found, unit)]
@@ -43,7 +47,7 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     return Group(*parts)
 
 
-def _said(found: Comparison) -> str:
+def _difference_line(found: Comparison) -> str:
     return f"{_against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
 
 
@@ -53,7 +57,7 @@ def _against(found: Comparison, left: int, right: int) -> str:
 
 
 def _where(found: Comparison) -> str:
-    """Where the sizes are from; where they are not what the whole runs need, what they are."""
+    """Return the phases that were compared, with their sizes where these are not the whole runs' needs."""
     same = (found.left, found.right) == (found.left_need, found.right_need)
     sizes = "" if same else f": {_against(found, found.left, found.right)}"
     if found.left_phase == found.right_phase:
@@ -62,7 +66,7 @@ def _where(found: Comparison) -> str:
 
 
 def _outside(found: Comparison) -> str:
-    """The phases that leave the band of their own."""
+    """Return the phases outside their own band."""
     rows = [f"{phase_title(row.phase)} {OUTSIDE[row.agreement]}" for row in found.phases if row.agreement in OUTSIDE]
     return f"out of their own band: {', '.join(rows)}" if rows else ""
 

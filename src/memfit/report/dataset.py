@@ -1,4 +1,4 @@
-"""A training file in tokens: how long its samples are, where to cut them, and what padding would waste."""
+"""The screen of `memfit data`: lengths of samples, sequence lengths to choose from, and what padding would waste."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.text import Text
 from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
 from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, tokens
-from memfit.units import said_share
+from memfit.units import share_of_samples
 
 BAR = 30  # columns of the longest bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """What the view needs of a file that was read."""
+    """The facts about a training file that the view shows."""
 
     path: str
     lengths: Lengths
@@ -32,7 +32,7 @@ class DatasetFacts:
 
 
 def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
-    """Summary, histogram, sequence lengths to choose from, and problems."""
+    """Show the summary, the histogram, sequence lengths to choose from, and problems."""
     found = data.lengths
     about = [
         f"{tokens(found.count)} sample{'s' if found.count > 1 else ''}",
@@ -43,7 +43,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
-        text(f"--sequence-length {cut.length} cuts {said_share(cut.truncated)} of the samples"),
+        text(f"--sequence-length {cut.length} cuts {share_of_samples(cut.truncated)} of the samples"),
         text(DOT.join(about)),
         "",
         Histogram(found),
@@ -81,7 +81,7 @@ class Histogram:
 
 
 def _choices(lengths: Lengths, micro_batch: int) -> RenderableType:
-    """What each sequence length would cut, pad and save."""
+    """Show what each sequence length would cut and pad, and the sequences after packing."""
     columns = (
         Column("sequence\nlength"), Column("samples\ncut", right=True), Column("tokens\nlost", right=True),
         Column(f"padding at\nmicro-batch {micro_batch}", right=True), Column("packed\nsequences", right=True, spare=1),
@@ -90,5 +90,6 @@ def _choices(lengths: Lengths, micro_batch: int) -> RenderableType:
     rows = []
     for cut in cuts.values():
         waste = padding_waste(lengths, micro_batch, cut.length)
-        rows.append((tokens(cut.length), f"{cut.truncated:.1%}", f"{cut.lost:.1%}", f"{waste.share:.0%}", tokens(packed(lengths, cut.length))))  # fmt: skip
+        shares = (f"{cut.truncated:.1%}", f"{cut.lost:.1%}", f"{waste.share:.0%}")
+        rows.append((tokens(cut.length), *shares, tokens(packed(lengths, cut.length))))
     return Grid(columns, rows)

@@ -1,4 +1,4 @@
-"""Small renderables that views are built from: a line with two ends, labelled paragraphs, boxless tables."""
+"""The console, and the small renderables that views are built from: two-ended lines, paragraphs, boxless tables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GAP = 2  # columns between cells
 
 
 def text(value: str, style: str = "") -> Text:
-    """Text that is never read as markup and never steers the terminal."""
+    """Make text that is never parsed as markup and holds no control characters."""
     return Text(visible(value), style)
 
 
 @dataclass(frozen=True)
 class Visible:
-    """A view as it may reach a terminal: whatever it was built from, nothing in it is obeyed there but its own styles."""
+    """A view without control characters, so that names from files cannot steer the terminal; styles stay."""
 
     view: RenderableType
 
@@ -35,7 +35,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Ends:
-    """One line: `left` at its start and `right` at its end; below each other where the width is short."""
+    """One line with `left` at its start and `right` at its end; two lines where the terminal is narrow."""
 
     left: Text
     right: Text
@@ -53,12 +53,12 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a Grid. `title` may hold a line break, which is a space in pipes."""
+    """One column of a Grid. A line break in `title` becomes a space in pipes."""
 
     title: str
     right: bool = False
-    wraps: int = 0  # columns below which it is not squeezed; 0: it never wraps
-    spare: int = 0  # left out where the width is short, highest first; 0: never
+    wraps: int = 0  # least width to which it may be wrapped; 0: it never wraps
+    spare: int = 0  # left out where the terminal is narrow, highest first; 0: never
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,21 @@ class Grid:
         yield made
 
     def _shown(self, width: int) -> list[int]:
-        """Indices of the columns there is room for."""
+        """Return the indices of the columns that fit."""
         kept = list(range(len(self.columns)))
         while sum(map(self._width, kept)) + GAP * len(kept) > width and any(self.columns[i].spare for i in kept):
             kept.remove(max(kept, key=lambda i: self.columns[i].spare))
         return kept
 
     def _width(self, i: int) -> int:
-        """Columns it cannot do without."""
+        """Return the least width of a column."""
         column = self.columns[i]
         lines = [*column.title.split("\n"), *([] if column.wraps else [str(row[i]) for row in self.rows])]
         return max(column.wraps, *map(cell_len, lines))
 
 
 def paragraphs(rows: Iterable[tuple[str, str]], style: str = "") -> Table:
-    """Labels with text that wraps under itself: (label, text); rows without text are left out."""
+    """Make rows of (label, text) whose text wraps under itself; rows without text are left out."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
@@ -111,14 +111,14 @@ def paragraphs(rows: Iterable[tuple[str, str]], style: str = "") -> Table:
 
 
 def commands(lines: Iterable[str]) -> Group:
-    """What to type next, never wrapped by us: a terminal's own wrapping survives being copied."""
+    """List commands to type next. They are not wrapped here, because a terminal's own wrapping survives copying."""
     starts = ("next: ", *(" " * len("next: ") for _ in range(99)))
     made = (Text.assemble((start, "dim"), visible(line)) for start, line in zip(starts, lines, strict=False))
     return Group(*(Text.assemble(line, no_wrap=True, overflow="ignore") for line in made))
 
 
 def hanging(first: Text, rest: Iterable[str]) -> Table:
-    """A word, and lines that stand beside it."""
+    """Put lines beside a word."""
     grid = Table.grid(padding=(0, GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -128,7 +128,7 @@ def hanging(first: Text, rest: Iterable[str]) -> Table:
 
 
 def table(*columns: str, **options: Any) -> Table:
-    """A table without lines; a column whose name starts with '>' is right-aligned and never wrapped."""
+    """Make a table without lines; a column whose name starts with '>' is right-aligned and never wrapped."""
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim", show_edge=False, **options)
     for name in columns:
         right = name.startswith(">")
@@ -136,3 +136,11 @@ def table(*columns: str, **options: Any) -> Table:
             name.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold", vertical="top"
         )
     return made
+
+
+class Output(Console):
+    """A rich Console that raises BrokenPipeError, as print does, where rich would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError."""
+        raise BrokenPipeError("the output was closed")

@@ -1,4 +1,4 @@
-"""A replayed tape: the verdict, where it runs out, the peak of every phase, and what the bytes above the tensors are."""
+"""The screen of a replayed tape: verdict, where it runs out, every phase's peak, and the bytes above the tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ SOURCES = {
     "traced": "traced on a virtual card",
     "measured": "recorded on a card",
 }
-ENDS_IN_OOM = (
-    "the run ended where memory ran out: what it would have needed afterwards is not known, and no card promised"
-)
-MODEL_AGREES = "every recorded segment was taken and given back alike"
+ENDS_IN_OOM = "the run ended where memory ran out, so what it would have needed afterwards is not known"
+MODEL_AGREES = "took and returned every segment as recorded"
 
 
 def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
     gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1,
 ) -> Group:  # fmt: skip
-    """The whole answer of `memfit replay`; of several cards the tape is the first one's."""
+    """Show the answer of `memfit replay`; with several cards the tape is the first one's."""
     judgement = found.judgement
     card = card_title(gpu, count) if gpu else "a card without a limit"
     head = text(f"{name}{f', rank 0 of {count},' if count > 1 else ''} on {card}", "bold")
@@ -43,21 +41,21 @@ def replay_view(
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
-        parts += [hanging(Text(words, style), _said(found)), ""]
+        parts += [hanging(Text(words, style), _grounds(found)), ""]
     parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(facts(found, settings))]
     if next_up:
         parts += ["", commands(next_up)]
     return Group(*parts)
 
 
-def _said(found: Capacity) -> list[str]:
-    """What the verdict rests on."""
+def _grounds(found: Capacity) -> list[str]:
+    """Return the lines the verdict rests on: the peak, or where memory runs out."""
     timeline, judgement = found.timeline, found.judgement
     assert judgement is not None
     retried = f"{DOT}{_retries(timeline)}" if timeline.retries else ""
     if timeline.oom is None or timeline.oom_span is None:
         peak = f"peak {gib(timeline.peak.reserved, 2)} GiB reserved{DOT}"
-        return [f"{peak}{room(judgement)} without giving anything back{retried}"]
+        return [f"{peak}{room(judgement)} without returning cached blocks{retried}"]
     span = timeline.oom_span
     where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
     return [where, timeline.oom.message]
@@ -65,7 +63,7 @@ def _said(found: Capacity) -> list[str]:
 
 def _retries(timeline: Timeline) -> str:
     times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
-    return f"gave cached blocks back {times} to go on, which takes time"
+    return f"returned cached blocks {times} to go on, which takes time"
 
 
 def _phases(timeline: Timeline) -> RenderableType:
@@ -77,14 +75,14 @@ def _phases(timeline: Timeline) -> RenderableType:
 
 
 def _slack(found: Capacity) -> RenderableType:
-    """The peak reserved on a card without a limit, in parts that add up to it."""
+    """Show the peak reserved on a card without a limit, in parts that add up to it."""
     slack, peak = found.slack, found.free.peak.reserved
     made = table("without a limit it reserves", ">GiB", ">share")
     rows = (
         ("tensors", slack.tensors),
         ("rounding to blocks", slack.rounding),
-        ("fragmentation: needed, but no tensor has it", slack.fragmentation),
-        ("cache: given back when memory runs short", slack.cache),
+        ("fragmentation: needed, but not occupied by tensors", slack.fragmentation),
+        ("cache: returned when memory runs short", slack.cache),
     )
     for title, size in rows:
         made.add_row(title, gib(size, 2), f"{size / peak:.1%}" if peak else "")
@@ -93,7 +91,7 @@ def _slack(found: Capacity) -> RenderableType:
 
 
 def facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
-    """The smallest card it runs on, and whether the model did as the recording did."""
+    """List the smallest capacity it runs on, and whether the allocator's model agrees with the recording."""
     as_is, other = ("with", "without") if settings.expandable_segments else ("without", "with")
     bound = "at least " if found.died else ""
     smallest = DOT.join(
@@ -102,7 +100,7 @@ def facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
     )
     checked = MODEL_AGREES if found.reproduced == "" else f"differs from the recording: {found.reproduced}"
     return [
-        ("smallest:", f"{smallest} (room for tensors; a card needs its CUDA context besides)"),
+        ("smallest:", f"{smallest} (for tensors; a card needs its CUDA context on top)"),
         ("note:", ENDS_IN_OOM if found.died else ""),
         ("model:", "" if found.reproduced is None else checked),
     ]

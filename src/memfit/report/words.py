@@ -1,4 +1,4 @@
-"""The words views share: what roles, recipes, cards and verdicts are called, and the colour that goes with each."""
+"""The words that views share: names and colours of roles, recipes, cards and verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOT = " · "
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a role is shown: in tables, inside a narrow bar, and its colour (told apart without red against green)."""
+    """How a role is shown: in tables, in a narrow bar, and its colour (none differ only as red from green)."""
 
     title: str
     short: str
@@ -45,32 +45,32 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
 
 
 def part_word(part: Part) -> Word:
-    """The word of a role, or of what nothing tells."""
+    """Return the word of a role, or of what was not recorded."""
     return UNKNOWN if part == "unknown" else ROLE_WORDS[part]
 
 
 def visible(text: str) -> str:
-    """`text` without characters a terminal would obey: names come from files and from the Hub."""
+    """Replace control characters in `text`, because names come from files and from the Hub."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def method_title(recipe: Recipe) -> str:
-    """'full fine-tuning', 'LoRA r16' or 'QLoRA r16'."""
+    """Return 'full fine-tuning', 'LoRA r16' or 'QLoRA r16'."""
     return {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}[
         recipe.method
     ]
 
 
 def batch_title(recipe: Recipe) -> str:
-    """'micro-batch 4 x 4', with the cards where there are several."""
+    """Return 'micro-batch 4 x 4', with the number of GPUs if there are several."""
     cards = f" on {tokens(recipe.num_gpus)} GPUs" if recipe.num_gpus > 1 else ""
     return f"micro-batch {tokens(recipe.micro_batch)} x {tokens(recipe.accumulation)}{cards}"
 
 
 def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
-    """Everything about a recipe that moves memory, in the order people say it."""
+    """List everything in a recipe that changes memory, the most important first."""
     facts = [method_title(recipe), batch_title(recipe), f"sequence {tokens(recipe.sequence_length)}"]
     if recipe.quantization != "none":
         facts.append(f"base in {recipe.quantization}")
@@ -86,7 +86,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     return (*facts, f"trainer {recipe.trainer}")
 
 
-# fields that are told together, and how
+# the words of a changed field; fields with the same words are shown once
 _CHANGED: dict[str, Callable[[Recipe], str]] = {
     "method": method_title, "micro_batch": batch_title, "accumulation": batch_title,
     "optimizer": lambda r: optimizer(r.optimizer).title,
@@ -99,32 +99,32 @@ _CHANGED: dict[str, Callable[[Recipe], str]] = {
 
 
 def changes(before: Recipe, after: Recipe) -> tuple[str, ...]:
-    """What `after` does differently, in words; () when the two are equal."""
+    """List in words what `after` changes of `before`; () when the two are equal."""
     names = [f for f in before.__dataclass_fields__ if getattr(before, f) != getattr(after, f)]
-    told = (_CHANGED[f](after) if f in _CHANGED else f"{f.replace('_', ' ')} {getattr(after, f)}" for f in names)
-    return tuple(dict.fromkeys(told))
+    words = (_CHANGED[f](after) if f in _CHANGED else f"{f.replace('_', ' ')} {getattr(after, f)}" for f in names)
+    return tuple(dict.fromkeys(words))
 
 
 def card_title(gpu: Gpu, count: int) -> str:
-    """'one GeForce RTX 4090' or '8 x H100 SXM'."""
+    """Return 'one GeForce RTX 4090' or '8 x H100 SXM'."""
     return f"one {gpu.name}" if count == 1 else f"{tokens(count)} x {gpu.name}"
 
 
 def card_room(gpu: Gpu, usable: int, count: int) -> str:
-    """'23.2 GiB usable of 24 GB', of each card when there are several; of '24.0 GiB' where these were given."""
+    """Return '23.2 GiB usable of 24 GB' (of '24.0 GiB' for --gpu-memory), with 'each' if there are several cards."""
     sold = rough(gpu.total_bytes) if gpu.sold_bytes == gpu.total_bytes else f"{gpu.sold_bytes / GB:.0f} GB"
     return f"{gib(usable)} GiB usable of {sold}{' each' if count > 1 else ''}"
 
 
 def room(judgement: Judgement) -> str:
-    """'8.5 GiB headroom' or '3.2 GiB over'."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over'."""
     return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
-    """'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'.
+    """Return 'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'.
 
-    Where less would do than what is reserved on a card without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
+    Where the run fits in less than it reserves without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
     """
     unit = shared_unit(judgement.need)
     reserved, nccl = peak.levels.reserved, judgement.need - peak.levels.reserved
@@ -135,7 +135,7 @@ def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
 
 
 def short_recipe(recipe: Recipe) -> str:
-    """Everything a recipe does that a plain one does not, in a line: 'LoRA r16, micro-batch 4 x 4, checkpointing full'."""
+    """Return a recipe in one line, without its defaults: 'LoRA r16, micro-batch 4 x 4, checkpointing full'."""
     plain = Recipe(method=recipe.method, quantization=recipe.quantization, lora_rank=recipe.lora_rank,
                    micro_batch=recipe.micro_batch, accumulation=recipe.accumulation, num_gpus=recipe.num_gpus,
                    sequence_length=recipe.sequence_length, trainer=recipe.trainer)  # fmt: skip
@@ -143,22 +143,22 @@ def short_recipe(recipe: Recipe) -> str:
 
 
 def instant(peak: PhasePeak) -> str:
-    """'backward of block 32 (step)', the worst instant of a run."""
+    """Return the worst instant of a run: 'backward of block 32 (step)'."""
     return f"{peak.instant} ({phase_title(peak.phase)})"
 
 
 def phase_title(phase: str) -> str:
-    """'first step' for first_step."""
+    """Return 'first step' for first_step."""
     return phase.replace("_", " ")
 
 
 def tokens(count: int) -> str:
-    """A count with thousands separators."""
+    """Return a count with thousands separators."""
     return f"{count:,}"
 
 
 def clock(seconds: float) -> str:
-    """Two figures of a time: '0.35 s', '19 s', '4.2 min', '3.1 h'."""
+    """Return a time with about two figures: '0.35 s', '19 s', '4.2 min', '3.1 h'."""
     for limit, divisor, unit in ((1, 1, "s"), (90, 1, "s"), (5400, 60, "min")):
         if seconds < limit:
             value = seconds / divisor

@@ -244,7 +244,7 @@ def screen_for(live: bool, quiet: bool = False) -> Screen:
 
 
 def _console(file: TextIO | None) -> Any:
-    from memfit.report.output import Output
+    from memfit.report.layout import Output
 
     made = Output(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:

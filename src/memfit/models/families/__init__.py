@@ -1,4 +1,4 @@
-"""Model families: `architecture(config, name)` turns the text of a config.json into an Architecture."""
+"""Model families: `architecture(config, name)` turns a parsed config.json into an Architecture."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from functools import partial
 
 from memfit.errors import BadInput, Unsupported
 from memfit.models.families.classic import CLASSICS
-from memfit.models.families.decoder import decoder
-from memfit.models.families.encoders import ENCODERS
+from memfit.models.families.dialect import decoder
+from memfit.models.families.encoders import ENCODERS, t5, whisper
 from memfit.models.families.fields import TRACE_HINT
 from memfit.models.families.gemma import GEMMAS
-from memfit.models.families.hybrid import HYBRIDS
-from memfit.models.families.latent import LATENTS
+from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS
-from memfit.models.families.multimodal import MULTIMODALS, multimodal
-from memfit.models.families.seq2seq import t5, whisper
-from memfit.models.families.vision import clip, vit
+from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
 from memfit.nouns.architecture import Architecture
 
 Builder = Callable[[Mapping[str, object], str], Architecture]
@@ -32,7 +29,7 @@ FAMILIES: dict[str, Builder] = {
     "clip": clip,
 }
 
-REFUSED: dict[str, str] = {  # known, but counted wrong or not at all by any row above
+REFUSED: dict[str, str] = {  # known families that no row above counts rightly
     "gemma3n": "its vision and audio towers are not modelled; 'gemma3n_text' is",
     "gemma4": "its vision and audio towers are not modelled; 'gemma4_text' is",
     "llama4": "its vision tower is not modelled; 'llama4_text' is",
@@ -40,16 +37,19 @@ REFUSED: dict[str, str] = {  # known, but counted wrong or not at all by any row
 
 
 def architecture(config: Mapping[str, object], name: str) -> Architecture:
-    """A config.json, parsed, as an Architecture. Raises Unsupported for an unknown family, BadInput for bad values."""
+    """Turn a parsed config.json into an Architecture.
+
+    Raises Unsupported for an unknown family, BadInput for bad values.
+    """
     model_type = config.get("model_type")
     if "_class_name" in config:
-        reason = f"'{config['_class_name']}' is a diffusers model: its training memory is not modelled"
+        reason = f"'{config['_class_name']}' is a diffusers model, whose training memory is not modelled"
         raise Unsupported(f"{name}: {reason}", hint=TRACE_HINT)
     if model_type is None:
         raise BadInput(
             f"{name}: its config.json has no 'model_type'", hint="use the config.json of a transformers model"
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        reason = REFUSED.get(str(model_type), "not a family memfit knows")
+        reason = REFUSED.get(str(model_type), "no formula exists for it")
         raise Unsupported(f"{name}: model family '{model_type}': {reason}", hint=TRACE_HINT)
     return FAMILIES[model_type](config, name)

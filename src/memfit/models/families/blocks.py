@@ -1,18 +1,29 @@
-"""The common token mixers and feed-forward parts of decoder blocks, each a maker of (trait, weights)."""
+"""The common attention and feed-forward parts of decoder blocks; each function returns (trait, weights)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.models.families.dialect import Dialect, Flag, MlpMaker, flag, head_dim
+from memfit.models.families.dialect import (
+    Dialect,
+    Flag,
+    MlpMaker,
+    Weights,
+    experts,
+    flag,
+    head_dim,
+    linear,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp, Weight
 
 
 def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Query, key, value and output projections, apart or fused, with their norms."""
+    """Build query, key, value and output projections, separate or fused, with their norms."""
     width, heads, head = f.size("hidden_size"), f.size("num_attention_heads"), head_dim(f)
     kv_heads = d.kv_heads(f)
     bias, out_bias, t = flag(f, d.qkv_bias), flag(f, d.out_bias), d.transposed
@@ -47,7 +58,7 @@ def _norm_of_heads(d: Dialect, name: str, heads: int, head: int) -> Weights:
 
 
 def gated_weights(d: Dialect, width: int, inner: int, bias: bool = False) -> Weights:
-    """down(act(gate(x)) * up(x)), gate and up apart or fused."""
+    """Return the weights of down(act(gate(x)) * up(x)), gate and up separate or fused."""
     if d.gate_up:
         entry = linear(d.gate_up, 2 * inner, width, bias)
     else:
@@ -56,14 +67,14 @@ def gated_weights(d: Dialect, width: int, inner: int, bias: bool = False) -> Wei
 
 
 def gated_mlp(f: Fields, d: Dialect, index: int, key: str = "intermediate_size") -> tuple[Mlp, Weights]:
-    """The dense gated feed-forward part, as wide as the config's `key` says."""
+    """Build the dense gated feed-forward part, whose width is the config's `key`."""
     width, inner, bias = f.size("hidden_size"), f.size(key), flag(f, d.mlp_bias)
     trait = Mlp("gated", inner, d.activation_of(f), fused_gate_up=bool(d.gate_up), bias=bias)
     return trait, prefixed(d.mlp_module, gated_weights(d, width, inner, bias))
 
 
 def plain_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """down(act(up(x))), `mlp_ratio` times as wide as the model where the config may leave the width out."""
+    """Build down(act(up(x))), `mlp_ratio` times as wide as the model where the config leaves the width out."""
     width, bias = f.size("hidden_size"), flag(f, d.mlp_bias)
     inner = f.size("intermediate_size", d.mlp_ratio * width) if d.mlp_ratio else f.size("intermediate_size")
     weights = linear(d.up, inner, width, bias, d.transposed) + linear(d.down, width, inner, bias, d.transposed)
@@ -71,7 +82,7 @@ def plain_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def xielu_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """Apertus: its activation learns two numbers."""
+    """Build Apertus' feed-forward part, whose activation has two parameters."""
     trait, weights = plain_mlp(f, d, index)
     learned = f.text(d.activation) == "xielu"
     numbers = other("act_fn.alpha_p", 1) + other("act_fn.alpha_n", 1) if learned else ()
@@ -79,7 +90,7 @@ def xielu_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def from_first_dense(f: Fields, index: int) -> bool:
-    """DeepSeek: the first `first_k_dense_replace` layers stay dense, or `mlp_layer_types` names each."""
+    """Tell for DeepSeek: the first `first_k_dense_replace` layers are dense, or `mlp_layer_types` names each."""
     types = f.per_layer("mlp_layer_types", f.layers())
     return types[index] == "sparse" if types else index >= f.size("first_k_dense_replace", least=0)
 
@@ -89,7 +100,7 @@ def every_layer(f: Fields, index: int) -> bool:
 
 
 def by_sparse_step(f: Fields, index: int) -> bool:
-    """Qwen: every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+    """Tell for Qwen: every `decoder_sparse_step`-th layer is sparse, except those in `mlp_only_layers`."""
     dense = f.items("mlp_only_layers", int) or ()
     return index not in dense and (index + 1) % f.size("decoder_sparse_step") == 0
 
@@ -99,24 +110,24 @@ def no_shared(f: Fields) -> int:
 
 
 def shared_experts(f: Fields) -> int:
-    """DeepSeek: the experts all tokens pass, as one of their joint width."""
+    """Return for DeepSeek the joint width of the experts that process every token."""
     return f.size("moe_intermediate_size") * f.size("n_shared_experts", 0, least=0)
 
 
 def shared_expert(f: Fields) -> int:
-    """Qwen: one expert all tokens pass, of its own width."""
+    """Return for Qwen the width of the one expert that processes every token."""
     return f.size("shared_expert_intermediate_size", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moe:
-    """How a family lays out its experts; calling it makes the feed-forward part of one layer."""
+    """A family's layout of experts; calling it builds the feed-forward part of one layer."""
 
     count: str = "num_experts"  # config keys
     per_token: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     sparse: Callable[[Fields, int], bool] = every_layer
-    dense: MlpMaker = gated_mlp  # of the layers that are not sparse
+    dense: MlpMaker = gated_mlp  # for layers that are not sparse
     order: tuple[str, ...] = ("experts", "router", "shared")
     router: str = "gate"
     routing: str = "softmax"  # Mlp.router

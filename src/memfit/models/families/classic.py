@@ -1,14 +1,22 @@
-"""The table of decoder families older than Llama, or of a layout of their own: GPT, Falcon, OPT, Phi, MPT, Qwen 1."""
+"""The table of decoder families older than Llama or with their own layout: GPT, Falcon, OPT, Phi, MPT, Qwen 1."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from memfit.models.families.blocks import gated_mlp, gated_weights, plain_mlp, softmax_attention
-from memfit.models.families.decoder import frame
-from memfit.models.families.dialect import Dialect, flag, head_dim, no_rotary
+from memfit.models.families.dialect import (
+    Dialect,
+    Weights,
+    embedding,
+    flag,
+    frame,
+    head_dim,
+    linear,
+    no_rotary,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, embedding, linear, prefixed
 from memfit.nouns.architecture import Mlp
 
 _GPT_KEYS = {
@@ -27,12 +35,12 @@ _NORM_FIRST = ("input_layernorm", "@attention", "post_attention_layernorm", "@ml
 
 
 def _rotary_dim(f: Fields, index: int) -> int:
-    """GPT-J writes the rotated width itself; null rotates the whole head."""
+    """Return the rotated width, which GPT-J's config gives directly; null rotates the whole head."""
     return f.size("rotary_dim", head_dim(f))
 
 
 def _neo_window(f: Fields, index: int) -> int | None:
-    """GPT-Neo: `attention_layers` alternates full layers and layers that look back over `window_size` tokens."""
+    """Return GPT-Neo's window: `attention_layers` alternates full layers and windows of `window_size` tokens."""
     listed = f.per_layer("attention_layers", f.layers())
     local = listed[index] == "local" if listed else index % 2 == 1
     return f.size("window_size") if local else None
@@ -59,13 +67,13 @@ def _phi(f: Fields, d: Dialect) -> Dialect:
 
 
 def _stablelm(f: Fields, d: Dialect) -> Dialect:
-    """StableLM 2: with a parallel residual attention and feed-forward share one norm."""
+    """Adapt to StableLM 2, where with a parallel residual attention and feed-forward share one norm."""
     d = _phi(f, _by_residual(f, d))
     return replace(d, body=d.body[:3]) if d.placement == "parallel" else d
 
 
 def _falcon(f: Fields, d: Dialect) -> Dialect:
-    """Falcon's three layouts: one shared norm (7B), one for each part (40B), or both parts in sequence (RW)."""
+    """Choose among Falcon's layouts: one shared norm (7B), one for each part (40B), or both parts in sequence (RW)."""
     parallel, new = f.flag("parallel_attn"), f.flag("new_decoder_architecture")
     norms: tuple[str, ...] = ("input_layernorm",)
     if not parallel:
@@ -85,7 +93,7 @@ def _falcon_kv_heads(f: Fields) -> int:
 
 
 def _opt(f: Fields, d: Dialect) -> Dialect:
-    """OPT-350m puts its norms after each part, ends without one and embeds narrower than it computes."""
+    """Adapt to OPT-350m, which has its norms after each part, no final norm, and a narrower embedding."""
     if not f.flag("layer_norm_elementwise_affine"):
         raise f.unsupported("norms without weights are not modelled for OPT")
     before = f.flag("do_layer_norm_before")
@@ -104,7 +112,7 @@ def _opt_frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
 
 
 def _mpt(f: Fields, d: Dialect) -> Dialect:
-    """MPT as transformers builds it: ALiBi, no biases; what it cannot build is refused."""
+    """Adapt to MPT as transformers builds it, with ALiBi and without biases; refuse what it cannot build."""
     inner = Fields(f.section("attn_config") if f.raw("attn_config") is not None else {}, f.name, {}, _MPT_ATTENTION)
     if not inner.flag("alibi") or not f.flag("no_bias") or inner.text("attn_type") != "multihead_attention":
         raise f.unsupported("only MPT with ALiBi, without biases and with multi-head attention is modelled")
@@ -119,19 +127,19 @@ def _qwen(f: Fields, d: Dialect) -> Dialect:
 
 
 def _qwen_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """Qwen 1 writes twice the width of each of w1 and w2 in its config."""
+    """Build Qwen 1's feed-forward part; its config holds the joint width of w1 and w2."""
     width, inner, bias = f.size("hidden_size"), f.size("intermediate_size") // 2, flag(f, d.mlp_bias)
     return Mlp("gated", inner, "silu", bias=bias), prefixed(d.mlp_module, gated_weights(d, width, inner, bias))
 
 
 def _baichuan(f: Fields, d: Dialect) -> Dialect:
-    """Baichuan 13B has ALiBi and no `max_position_embeddings`; 7B has rotary embeddings."""
+    """Tell Baichuan 13B, with ALiBi and without `max_position_embeddings`, from 7B with rotary embeddings."""
     alibi = not f.has("max_position_embeddings")
     return replace(d, alibi=alibi, rotary=no_rotary if alibi else d.rotary)
 
 
 def _causal_mask(f: Fields) -> tuple[int, ...]:
-    """A bool for every pair of positions."""
+    """Return the bytes of a mask with one bool for every pair of positions."""
     return (f.size("max_position_embeddings") ** 2,)
 
 
@@ -140,7 +148,7 @@ def _causal_masks(f: Fields) -> tuple[int, ...]:
 
 
 def _sinusoids(f: Fields) -> tuple[int, ...]:
-    """In every layer, for every position, the fp32 sine and cosine of what is rotated of a head."""
+    """Return the bytes of fp32 sines and cosines that every layer holds for every position."""
     rotated = f.size("rotary_dim", f.size("hidden_size"), least=0)
     return (4 * f.size("max_position_embeddings") * rotated,) * f.layers()
 
@@ -180,8 +188,9 @@ CLASSICS: dict[str, Dialect] = {
     "gpt_neo": replace(
         GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
-        buffers=_causal_masks, positions="wpe", attention_module="attn.attention", attention_order=("k", "v", "q", "o"), o="out_proj",
-        out_bias=True, window=_neo_window, sdpa=False, up="c_fc", down="c_proj",
+        buffers=_causal_masks, positions="wpe", attention_module="attn.attention",
+        attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, window=_neo_window, sdpa=False, up="c_fc",
+        down="c_proj",
         attention_dropout="attention_dropout", residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
     ),
     "gpt_neox": replace(

@@ -1,24 +1,39 @@
-"""Encoders: BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3 and ModernBERT, with masked-language and classification heads."""
+"""Encoders (BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3, ModernBERT) and encoder-decoders (T5, Whisper).
+
+Encoders have masked-language and classification heads. Of encoder-decoders only the weights are modelled, not their
+training memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memfit.models.families.blocks import gated_mlp, plain_mlp, softmax_attention
-from memfit.models.families.dialect import Dialect, Head, no_rotary
+from memfit.models.families.dialect import (
+    Dialect,
+    Head,
+    Weights,
+    blocks,
+    conv,
+    embedding,
+    linear,
+    no_rotary,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
-from memfit.nouns.architecture import Attention, Mlp
+from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What an encoder family puts above its blocks for each task; calling it reads `architectures`."""
+    """The weights an encoder family puts above its blocks for each task; calling it reads `architectures`."""
 
-    masked: Callable[[Fields], Weights]  # the masked-language head, its tied output matrix left out
-    pooler: str = ""  # of the bare model
-    dense: str = ""  # the D x D layer in front of the classifier; {stem} stands for the model's attribute
+    masked: Callable[[Fields], Weights]  # the masked-language head without its tied output matrix
+    pooler: str = ""  # pooler of the bare model
+    dense: str = ""  # the D x D layer before the classifier; {stem} stands for the model's attribute
     classifier: str = "classifier"
 
     def __call__(self, f: Fields, d: Dialect) -> Head:
@@ -76,13 +91,13 @@ def _modernbert_head(f: Fields, d: Dialect) -> Head:
 
 
 def both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Softmax attention without a causal mask."""
+    """Build softmax attention without a causal mask."""
     trait, weights = softmax_attention(f, d, index)
     return replace(trait, causal=False), weights
 
 
 def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """DeBERTa: content and position attend to each other; positions have projections of their own unless shared."""
+    """Build DeBERTa's attention between content and position; positions have their own projections unless shared."""
     trait, weights = both_ways(f, d, index)
     kinds = str(f.raw("pos_att_type") or "")
     if f.flag("relative_attention") and not f.flag("share_att_key"):
@@ -94,7 +109,7 @@ def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights
 
 
 def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """Word, position and segment embeddings under one norm; nothing above the blocks."""
+    """Return word, position and segment embeddings with one norm; nothing stands above the blocks."""
     width, segments = f.size("hidden_size"), f.size("type_vocab_size", 0, least=0)
     below = embedding("word_embeddings", f.size("vocab_size"), width)
     if f.flag("position_biased_input", True):
@@ -104,7 +119,7 @@ def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
 
 
 def _deberta_frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """As BERT's, with the table of relative positions, its norm and a convolution beside the blocks."""
+    """Return BERT's, and the table of relative positions, its norm and a convolution beside the blocks."""
     below, above = _frame(f, d)
     width, kernel = f.size("hidden_size"), f.size("conv_kernel_size", 0, least=0)
     if f.flag("relative_attention"):
@@ -132,7 +147,7 @@ def _deberta(f: Fields, d: Dialect) -> Dialect:
 
 
 def _local_window(f: Fields, index: int) -> int | None:
-    """ModernBERT: two of three layers look `local_attention` tokens around them."""
+    """Return ModernBERT's window: two of three layers attend to `local_attention` tokens around them."""
     types = f.per_layer("layer_types", f.layers())
     local = types[index] == "sliding_attention" if types else index % f.size("global_attn_every_n_layers") != 0
     return f.size("local_attention") if local else None
@@ -148,7 +163,7 @@ def _modernbert_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _modernbert_body(f: Fields, d: Dialect, index: int) -> tuple[str, ...]:
-    """The first block has no norm before its attention: the embedding's own norm stands there."""
+    """Return a block's order; the first has no norm before its attention, as the embedding ends in one."""
     return ("@attention", "mlp_norm", "@mlp") if index == 0 else ("attn_norm", "@attention", "mlp_norm", "@mlp")
 
 
@@ -206,3 +221,113 @@ ENCODERS: dict[str, Dialect] = {
         activation="hidden_activation", embedding_dropout="embedding_dropout", rotary_how="half_fp32", rotary_tables=2,
     ),
 }  # fmt: skip
+
+
+UNMODELLED = "training memory of encoder-decoder models is not modelled"
+
+_T5_KEYS = {
+    "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv", "intermediate_size": "d_ff",
+}  # fmt: skip
+
+
+def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
+    """Build self-attention, in decoders attention over the encoder, and the feed-forward part, each after a norm."""
+    width, heads, head, inner = (
+        f.size(k) for k in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size")
+    )
+    shapes = {
+        "q": (heads * head, width),
+        "k": (heads * head, width),
+        "v": (heads * head, width),
+        "o": (width, heads * head),
+    }
+    projections = tuple(w for part, shape in shapes.items() for w in linear(part, *shape))
+    bias = embedding("relative_attention_bias", f.size("relative_attention_num_buckets"), heads) if first else ()
+    parts = [prefixed("SelfAttention", projections + bias)]
+    parts += [prefixed("EncDecAttention", projections)] if decodes else []
+    gated, activation = _t5_activation(f)
+    names = ("wi_0", "wi_1") if gated else ("wi",)
+    mlp = tuple(w for part in names for w in linear(part, inner, width)) + linear("wo", width, inner)
+    parts.append(prefixed("DenseReluDense", mlp))
+    weights = tuple(w for i, part in enumerate(parts) for w in prefixed(f"layer.{i}", part + norm("layer_norm", width)))
+    return Layer(
+        Attention("softmax", heads, heads, head, head, causal=decodes, dropout=f.number("dropout_rate")),
+        Mlp("gated" if gated else "plain", inner, activation, dropout=f.number("dropout_rate")),
+        Norm("rms"), "pre", weights, dropout=f.number("dropout_rate"), norms=len(parts),
+    )  # fmt: skip
+
+
+def _t5_activation(f: Fields) -> tuple[bool, str]:
+    """Parse 'relu' or 'gated-gelu' into (gated, activation)."""
+    words = f.text("feed_forward_proj").split("-")
+    return words[0] == "gated", "gelu_new" if f.text("feed_forward_proj") == "gated-gelu" else words[-1]
+
+
+def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> Architecture:
+    """Build T5 and mT5; transformers 5 ties the head to the embedding whatever the file says."""
+    defaults = {"relative_attention_num_buckets": 32, "feed_forward_proj": feed_forward, "dropout_rate": 0.1}
+    f = Fields(config, name, _T5_KEYS, defaults)
+    if f.head_class() != "lm":
+        raise f.unsupported("only the ForConditionalGeneration class is modelled")
+    width, depth = f.size("hidden_size"), f.layers()
+    counts = {"encoder": depth, "decoder": f.size("num_decoder_layers", depth, most=4096)}
+    layers, names = [], []
+    for part, count in counts.items():
+        first, rest = (_t5_layer(f, first, part == "decoder") for first in (True, False))
+        layers += [first, *[rest] * (count - 1)]
+        names += [f"{part}.block.{i}" for i in range(count)]
+    return Architecture(
+        name=name, model_type=f.text("model_type", "t5"), family="t5", task="seq2seq-lm", width=width,
+        vocabulary=f.size("vocab_size"), layers=tuple(layers), layer_names=tuple(names),
+        embedding=embedding("shared", f.size("vocab_size"), width),
+        final=norm("encoder.final_layer_norm", width) + norm("decoder.final_layer_norm", width), head=(), tied=True,
+        final_norm=Norm("rms"), trainable_memory=UNMODELLED,
+    )  # fmt: skip
+
+
+def _key_without_bias(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    trait, weights = softmax_attention(f, d, index)
+    return replace(trait, causal=d.layers == "decoder"), tuple(w for w in weights if not w.name.endswith("k_proj.bias"))
+
+
+def _cross_attention(f: Fields, d: Dialect, index: int) -> Weights:
+    """Return the decoder's second attention, which has the shapes of its first."""
+    _, weights = _key_without_bias(f, replace(d, attention_module="encoder_attn"), index)
+    return weights + norm("encoder_attn_layer_norm", f.size("hidden_size"), bias=True)
+
+
+_WHISPER = Dialect(
+    attention=_key_without_bias, mlp=plain_mlp, norm="layer", norm_bias=True, rotary=no_rotary,
+    attention_order=("k", "v", "q", "o"), o="out_proj", qkv_bias=True, out_bias=True, mlp_module="", up="fc1",
+    down="fc2", mlp_bias=True, activation="activation_function", residual_dropout="dropout",
+    body=("@attention", "self_attn_layer_norm", "@extras", "@mlp", "final_layer_norm"),
+)  # fmt: skip
+
+
+def whisper(config: Mapping[str, object], name: str) -> Architecture:
+    """Build Whisper: two convolutions and an encoder of sound, and a decoder of text with a tied head."""
+    layers: tuple[Layer, ...] = ()
+    names: tuple[str, ...] = ()
+    f = Fields(config, name, {"hidden_size": "d_model"}, {"tie_word_embeddings": True})
+    for part in ("encoder", "decoder"):
+        keys = {"hidden_size": "d_model", "num_hidden_layers": f"{part}_layers", "intermediate_size": f"{part}_ffn_dim",
+                "num_attention_heads": f"{part}_attention_heads"}  # fmt: skip
+        g = Fields({k: v for k, v in config.items() if k not in keys}, name, keys, {"activation_function": "gelu"})
+        extras = _cross_attention if part == "decoder" else None
+        made = blocks(g, replace(_WHISPER, layers=part, extras=extras))
+        layers, names = layers + made, names + tuple(f"model.{part}.layers.{i}" for i in range(len(made)))
+    width, mels = f.size("hidden_size"), f.size("num_mel_bins")
+    sound = conv("conv1", width, mels, 3, bias=True) + conv("conv2", width, width, 3, bias=True)
+    sound += embedding("embed_positions", f.size("max_source_positions"), width)
+    text = embedding("embed_tokens", f.size("vocab_size"), width)
+    text += embedding("embed_positions", f.size("max_target_positions"), width)
+    final = norm("model.encoder.layer_norm", width, True) + norm("model.decoder.layer_norm", width, True)
+    if f.head_class() != "lm" or not f.flag("tie_word_embeddings"):
+        raise f.unsupported("only WhisperForConditionalGeneration with a tied head is modelled")
+    return Architecture(
+        name=name, model_type="whisper", family="whisper", task="seq2seq-lm", width=width, layers=layers,
+        vocabulary=f.size("vocab_size"), embedding=prefixed("model.encoder", sound) + prefixed("model.decoder", text),
+        final=final, head=(), tied=True, layer_names=names, learned_positions=True, final_norm=Norm("layer"),
+        max_positions=f.size("max_target_positions"), trainable_memory=UNMODELLED,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fields: a config.json as a checked reader; every wrong or missing value becomes one error that names the key."""
+"""Fields reads a config.json with checks; every wrong or missing value becomes an error that names the key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from memfit.errors import BadInput, Unsupported
 
-MAX_SIZE = 1 << 26  # no dimension of a published model comes near; larger numbers are typing errors or attacks
+MAX_SIZE = 1 << 26  # far above any dimension of a published model; larger numbers are typing errors or attacks
 MAX_LAYERS = 4096  # the list of layers is built one by one
 _ABSENT = object()
 _HEADS = (
@@ -21,15 +21,15 @@ _HEADS = (
     ("Model", "model"),
 )
 
-# canonical key -> what transformers 5 writes instead where it saves a model whose published config has the first
+# key of published configs -> key that transformers 5 writes instead when it saves the model
 SAVED_AS = {"num_experts": "num_local_experts"}
 
 
 class Fields:
-    """Reads dimensions by their canonical name; a family's `aliases` say where its config keeps them instead.
+    """Reads dimensions by their canonical names; `aliases` map these to the keys of the family's config.
 
-    `defaults` are the values that the family's own config class uses for keys published files leave out;
-    a key that is neither in the file nor among them is an error, never a guess.
+    `defaults` are the values that the family's own config class uses for keys that published files leave out.
+    A key that is neither in the file nor among them is an error, never a guess.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Fields:
         self.aliases, self.defaults = aliases or {}, defaults or {}
 
     def raw(self, key: str) -> object:
-        """The value as written; null stays None, for null in a file means "none", not "the default"."""
+        """Return the value as written; null stays None, because null in a file means "none", not "the default"."""
         for written in (self.aliases.get(key, key), key, SAVED_AS.get(key, key)):
             if written in self.values:
                 return self.values[written]
         return self.defaults.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the file itself writes the key, null included."""
+        """Tell whether the file itself has the key, null included."""
         return key in self.values or self.aliases.get(key, key) in self.values
 
     def size(self, key: str, default: int | object = _ABSENT, least: int = 1, most: int = MAX_SIZE) -> int:
-        """A whole number from `least` to `most`; `default` stands in for an absent or null key."""
+        """Return a whole number from `least` to `most`; `default` replaces an absent or null key."""
         value = self.raw(key)
         if value is None:
             if default is _ABSENT:
@@ -70,7 +70,7 @@ class Fields:
         return self.size(key, most=MAX_LAYERS)
 
     def number(self, key: str, default: float = 0.0) -> float:
-        """A finite number: a dropout probability, a fraction."""
+        """Return a finite number: a dropout probability, a fraction."""
         value = self.raw(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
@@ -94,7 +94,7 @@ class Fields:
         return value
 
     def items(self, key: str, kind: type = str) -> tuple[object, ...] | None:
-        """A list whose members are all of `kind`, or None when absent."""
+        """Return a list whose members are all of `kind`, or None when absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -105,14 +105,14 @@ class Fields:
         return tuple(value)
 
     def per_layer(self, key: str, layers: int, kind: type = str) -> tuple[object, ...] | None:
-        """A list with exactly one entry per layer, or None when absent."""
+        """Return a list with exactly one entry per layer, or None when absent."""
         value = self.items(key, kind)
         if value is not None and len(value) != layers:
             raise self._wrong(key, f"{len(value)} entries", f"one entry for each of the {layers} layers")
         return value
 
     def section(self, key: str) -> Mapping[str, object]:
-        """A nested config, such as text_config."""
+        """Return a nested config, such as text_config."""
         value = self.raw(key)
         if value is None:
             raise self._missing(key)
@@ -121,7 +121,7 @@ class Fields:
         return value
 
     def head_class(self) -> str:
-        """What `architectures` puts above the stack: 'lm', 'classification', ... or 'model' for nothing."""
+        """Return the kind of head that `architectures` names: 'lm', 'classification', ... or 'model' for none."""
         names = self.items("architectures") or ("ForCausalLM",)
         for suffix, kind in _HEADS:
             if str(names[0]).endswith(suffix):
@@ -129,7 +129,7 @@ class Fields:
         raise self.unsupported(f"the head of class '{names[0]}' is not modelled")
 
     def labels(self) -> int:
-        """Number of classes of a classification head; 2 unless the file says otherwise, as in transformers."""
+        """Return the classes of a classification head; 2 unless the file says otherwise, as in transformers."""
         names = self.raw("id2label")
         return len(names) if isinstance(names, Mapping) and names else self.size("num_labels", 2)
 

@@ -7,11 +7,20 @@ from dataclasses import replace
 
 import memfit.models.families.windows as windows
 from memfit.models.families.blocks import gated_weights
-from memfit.models.families.decoder import frame
-from memfit.models.families.dialect import Dialect, flag
+from memfit.models.families.dialect import (
+    Dialect,
+    Weights,
+    embedding,
+    experts,
+    flag,
+    frame,
+    linear,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.fields import Fields
 from memfit.models.families.llama_like import GEMMA3, SANDWICH, TIED
-from memfit.models.families.parts import Weights, embedding, experts, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention, Mlp
 
 
@@ -20,13 +29,13 @@ def _slides(f: Fields, d: Dialect, index: int) -> bool:
 
 
 def _reuses(f: Fields, index: int) -> bool:
-    """The last `num_kv_shared_layers` layers take keys and values from earlier ones."""
+    """Tell whether a layer takes keys and values from an earlier one: the last `num_kv_shared_layers` do."""
     shared = f.size("num_kv_shared_layers", 0, least=0)
     return shared > 0 and index >= f.layers() - shared
 
 
 def _of_layer(f: Fields, index: int) -> Fields:
-    """What transformers writes of a layer by its number ("05") when it saves the model: the sizes of full attention."""
+    """Read a layer's own sizes of full attention, which transformers saves under the layer's number ("05")."""
     layers = f.raw("per_layer_config")
     named = {str(key).lstrip("0") or "0": value for key, value in layers.items()} if isinstance(layers, Mapping) else {}
     found = named.get(str(index))
@@ -38,7 +47,7 @@ def _of_layer(f: Fields, index: int) -> Fields:
 
 
 def _attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Full layers may have wider heads and fewer of them for keys (Gemma 4), and may use their keys as values."""
+    """Build attention; Gemma 4's full layers may have wider heads, fewer key heads, and use their keys as values."""
     width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
     head, kv = f.size("head_dim"), f.size("num_key_value_heads")
     keys_are_values, order = False, ("q", "qn", "k", "v", "kn", "o")
@@ -64,7 +73,7 @@ def _attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
 
 
 def _inner(f: Fields, index: int) -> int:
-    """F: one number, or one for each layer."""
+    """Return F: one number, or one for each layer."""
     if isinstance(f.raw("intermediate_size"), list | tuple):
         listed = f.per_layer("intermediate_size", f.layers(), int) or ()
         return Fields({"intermediate_size": listed[index]}, f.name).size("intermediate_size")
@@ -73,7 +82,7 @@ def _inner(f: Fields, index: int) -> int:
 
 
 def _mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """A dense gated part; in the 26B beside experts that read the same residual."""
+    """Build a dense gated part; the 26B has experts beside it that read the same residual."""
     width, inner = f.size("hidden_size"), _inner(f, index)
     weights = prefixed(d.mlp_module, gated_weights(d, width, inner))
     if not f.flag("enable_moe_block"):
@@ -87,7 +96,7 @@ def _mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _layer_extras(f: Fields, d: Dialect, index: int) -> Weights:
-    """What a block holds besides: AltUp and LAuReL (3n), the gate of its own embedding, router and experts (4)."""
+    """Return a block's other weights: AltUp and LAuReL (3n); its embedding's gate, router and experts (4)."""
     width, own = f.size("hidden_size"), f.size("hidden_size_per_layer_input", least=0)
     weights: Weights = ()
     if f.text("model_type", "").startswith("gemma3n"):
@@ -111,7 +120,7 @@ def _layer_extras(f: Fields, d: Dialect, index: int) -> Weights:
 
 
 def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """The token embedding, one more for each layer, and AltUp's projections into and out of its streams."""
+    """Return the token embedding, the one for all layers, and AltUp's projections into and out of its streams."""
     below, above = frame(f, d)
     width, own = f.size("hidden_size"), f.size("hidden_size_per_layer_input", least=0)
     if own:

@@ -1,19 +1,28 @@
-"""Families with latent attention (MLA): DeepSeek, Kimi, GLM 4.7 Flash and 5; and the delta attention of Kimi Linear."""
+"""Families with latent or linear attention.
+
+Latent attention (MLA): DeepSeek, Kimi, GLM 4.7 Flash and 5. The gated delta rule: Kimi Linear, Qwen3-Next, Qwen3.5.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.models.families.blocks import Moe, from_first_dense, shared_experts
-from memfit.models.families.dialect import Dialect, flag
+from memfit.models.families.blocks import (
+    Moe,
+    by_sparse_step,
+    from_first_dense,
+    shared_expert,
+    shared_experts,
+    softmax_attention,
+)
+from memfit.models.families.dialect import AttentionMaker, Dialect, Weights, conv, flag, linear, norm, other, prefixed
 from memfit.models.families.fields import Fields
 from memfit.models.families.llama_like import LLAMA, UNTIED
-from memfit.models.families.parts import Weights, conv, linear, norm, other, prefixed
 from memfit.nouns.architecture import Attention
 
 
 def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Queries, and keys with values, squeezed through a low rank; only `qk_rope_head_dim` of each head rotates."""
+    """Build MLA: queries, and keys with values, go through a low rank; only `qk_rope_head_dim` of each head rotates."""
     width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
     rope, head_v, rank = f.size("qk_rope_head_dim"), f.size("v_head_dim"), f.size("kv_lora_rank")
     head = f.size("qk_nope_head_dim") + rope
@@ -39,12 +48,12 @@ def _rope_part(f: Fields, index: int) -> int:
 
 
 def _none_rotated(f: Fields, index: int) -> int:
-    """Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
+    """Return 0: Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
     return 0
 
 
 def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Latent attention whose keys an indexer picks; some layers reuse the choice of an earlier one."""
+    """Build latent attention whose keys an indexer selects; some layers reuse the selection of an earlier one."""
     trait, weights = latent_attention(f, d, index)
     modes = f.per_layer("indexer_types", f.layers())
     if modes and modes[index] != "full":
@@ -58,7 +67,7 @@ def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, We
 
 
 def _kimi_linear_config(f: Fields) -> Fields:
-    """The published file keeps the linear layers' dimensions in `linear_attn_config`."""
+    """Return the config with the linear layers' dimensions, which published files keep in `linear_attn_config`."""
     nested = f.section("linear_attn_config") if f.raw("linear_attn_config") is not None else {}
     keys = {
         "linear_head_dim": "head_dim",
@@ -70,7 +79,7 @@ def _kimi_linear_config(f: Fields) -> Fields:
 
 
 def _kimi_full(f: Fields, index: int) -> bool:
-    """Whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
+    """Tell whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
     if f.raw("linear_attn_config") is not None:
         nested = Fields(f.section("linear_attn_config"), f.name)
         return index + 1 in (nested.items("full_attn_layers", int) or ())
@@ -79,7 +88,7 @@ def _kimi_full(f: Fields, index: int) -> bool:
 
 
 def _kimi_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Every fourth layer latent attention, the others Kimi's gated delta rule."""
+    """Build latent attention in every fourth layer, Kimi's gated delta rule in the others."""
     if _kimi_full(f, index):
         return latent_attention(f, d, index)
     g = _kimi_linear_config(f)
@@ -120,3 +129,55 @@ LATENTS: dict[str, Dialect] = {
         defaults={**UNTIED, "first_k_dense_replace": 1},
     ),
 }  # fmt: skip
+
+
+def _is_full(f: Fields, index: int) -> bool:
+    types = f.per_layer("layer_types", f.layers())
+    return types[index] == "full_attention" if types else (index + 1) % f.size("full_attention_interval") == 0
+
+
+def _gated_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+    """Build softmax attention with a gate on its output; the query projection is twice as wide and holds the gate."""
+    trait, weights = softmax_attention(f, d, index)
+    doubled = f"{d.attention_module}.{d.q}."
+    wide = (replace(w, shape=(2 * w.shape[0], *w.shape[1:])) if w.name.startswith(doubled) else w for w in weights)
+    return replace(trait, gated=True), tuple(wide)
+
+
+def _mixer(fused: bool) -> AttentionMaker:
+    """Make the builder of full or linear attention; Qwen3-Next fuses the linear layers' inputs, Qwen3.5 does not."""
+
+    def attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
+        if _is_full(f, index):
+            return _gated_attention(f, d, index)
+        width, keys, values = f.size("hidden_size"), f.size("linear_num_key_heads"), f.size("linear_num_value_heads")
+        head_k, head_v = f.size("linear_key_head_dim"), f.size("linear_value_head_dim")
+        key, value, kernel = keys * head_k, values * head_v, f.size("linear_conv_kernel_dim")
+        weights = other("dt_bias", values) + other("A_log", values) + conv("conv1d", 2 * key + value, 1, kernel)
+        if fused:
+            weights += linear("in_proj_qkvz", 2 * (key + value), width) + linear("in_proj_ba", 2 * values, width)
+        weights += norm("norm", head_v) + linear("out_proj", width, value)
+        if not fused:
+            weights += linear("in_proj_qkv", 2 * key + value, width) + linear("in_proj_z", value, width)
+            weights += linear("in_proj_b", values, width) + linear("in_proj_a", values, width)
+        trait = Attention("linear", values, keys, head_k, head_v, fused_qkv=True, conv=kernel)
+        return trait, prefixed("linear_attn", weights)
+
+    return attention
+
+
+_DEFAULTS = {
+    **UNTIED, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "decoder_sparse_step": 1,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+QWEN3_5 = replace(
+    LLAMA, attention=_mixer(fused=False), defaults=_DEFAULTS, mlp_bias=False, qk_norm="head", norm="rms_gemma"
+)
+_EXPERTS = Moe(order=("router", "experts", "shared", "shared_gate"), shared="shared_expert", shared_width=shared_expert)
+
+HYBRIDS: dict[str, Dialect] = {
+    "qwen3_next": replace(QWEN3_5, attention=_mixer(fused=True), mlp=replace(_EXPERTS, sparse=by_sparse_step)),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, mlp=_EXPERTS),
+}

@@ -1,4 +1,4 @@
-"""The table of decoder families built like Llama: one Dialect each, after transformers' modeling code."""
+"""The table of decoder families built like Llama: one Dialect each, following transformers' modeling code."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ DECODERS: dict[str, Dialect] = {
         LLAMA, defaults={**UNTIED, **_NO_ROPE, "head_dim": 128, "interleave_moe_layer_step": 1, "use_qk_norm": True,
                          "attention_chunk_size": 8192},
         mlp_bias=False, qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_weights=False,
-        rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked, mlp_module="feed_forward", mlp=Moe(
+        rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked,
+        mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
             shared_width=_llama4_experts, sparse=_llama4_sparse, transposed=True, every_token=True,
             dense=partial(gated_mlp, key="intermediate_size_mlp"),

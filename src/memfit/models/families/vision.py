@@ -1,16 +1,31 @@
-"""Vision towers (SigLIP, CLIP, Pixtral, Qwen-VL) as weights, and the models made of them alone: ViT and CLIP."""
+"""Models that read images: vision towers (SigLIP, CLIP, Pixtral, Qwen-VL), ViT, CLIP, and decoders with a tower."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memfit.models.families.blocks import gated_mlp, plain_mlp
-from memfit.models.families.decoder import blocks
-from memfit.models.families.dialect import Dialect, no_rotary
+from memfit.models.families.classic import CLASSICS
+from memfit.models.families.dialect import (
+    Dialect,
+    Weights,
+    blocks,
+    conv,
+    decoder,
+    embedding,
+    linear,
+    no_rotary,
+    norm,
+    other,
+    prefixed,
+)
 from memfit.models.families.encoders import both_ways
 from memfit.models.families.fields import Fields
-from memfit.models.families.parts import Weights, conv, embedding, linear, norm, other, prefixed
+from memfit.models.families.gemma import GEMMAS
+from memfit.models.families.latent import HYBRIDS
+from memfit.models.families.llama_like import DECODERS, QWEN2, QWEN3
 from memfit.nouns.architecture import Architecture, Norm
 
 UNMODELLED = "training memory of vision models is not modelled"
@@ -66,7 +81,7 @@ QWEN2_VISION = replace(
 
 
 def stack(f: Fields, d: Dialect, prefix: str) -> Weights:
-    """The weights of all blocks of a tower, under their module names."""
+    """Return the weights of all blocks of a tower, under their module names."""
     return tuple(w for i, layer in enumerate(blocks(f, d)) for w in prefixed(f"{prefix}.{i}", layer.weights))
 
 
@@ -75,7 +90,7 @@ def _patches(f: Fields) -> int:
 
 
 def siglip(config: Mapping[str, object], name: str) -> Weights:
-    """SigLIP without its pooling head."""
+    """Return the weights of SigLIP without its pooling head."""
     f = Fields(config, name, SIGLIP.aliases, SIGLIP.defaults)
     width, patch = f.size("hidden_size"), f.size("patch_size")
     if f.flag("vision_use_head") and f.has("vision_use_head"):
@@ -86,7 +101,7 @@ def siglip(config: Mapping[str, object], name: str) -> Weights:
 
 
 def clip_vision(config: Mapping[str, object], name: str) -> Weights:
-    """CLIP's image encoder without its projection."""
+    """Return the weights of CLIP's image encoder without its projection."""
     f = Fields(config, name, CLIP_VISION.aliases, CLIP_VISION.defaults)
     return _clip_vision_outer(f) + stack(f, CLIP_VISION, "encoder.layers")
 
@@ -112,7 +127,7 @@ def _qwen_patches(f: Fields, bias: bool) -> Weights:
 
 
 def qwen2_vision(config: Mapping[str, object], name: str) -> Weights:
-    """Qwen2-VL's tower; it projects to `hidden_size` of its config."""
+    """Return the weights of Qwen2-VL's tower, which projects to `hidden_size` of its config."""
     f = Fields(config, name, QWEN2_VISION.aliases, QWEN2_VISION.defaults)
     merged = Fields(config, name, {}, _PATCHES).size("hidden_size")
     return _qwen_patches(f, bias=False) + stack(f, QWEN2_VISION, "blocks") + _merger(f, merged, bias=True)
@@ -132,7 +147,7 @@ def _merger(f: Fields, out: int, bias: bool) -> Weights:
 
 
 def qwen3_vision(config: Mapping[str, object], name: str, deepstack: bool) -> Weights:
-    """The tower of Qwen3-VL and Qwen3.5; the former also feeds three inner layers to the decoder."""
+    """Return the tower of Qwen3-VL and Qwen3.5; Qwen3-VL also feeds three inner layers to the decoder."""
     f = Fields(config, name, QWEN3_VISION.aliases, {**QWEN3_VISION.defaults, "deepstack_visual_indexes": (8, 16, 24)})
     width, out = f.size("hidden_size"), f.size("out_hidden_size")
     joint = width * f.size("spatial_merge_size") ** 2
@@ -145,7 +160,7 @@ def qwen3_vision(config: Mapping[str, object], name: str, deepstack: bool) -> We
 
 
 def vit(config: Mapping[str, object], name: str) -> Architecture:
-    """ViT as a bare model or with an image classifier."""
+    """Build ViT as a bare model or with an image classifier."""
     f = Fields(config, name, VIT.aliases, VIT.defaults)
     width, patch, kind = f.size("hidden_size"), f.size("patch_size"), f.head_class()
     stem = "" if kind == "model" else "vit"
@@ -164,7 +179,7 @@ def vit(config: Mapping[str, object], name: str) -> Architecture:
 
 
 def clip(config: Mapping[str, object], name: str) -> Architecture:
-    """CLIP: a text and an image encoder with a projection each."""
+    """Build CLIP: a text and an image encoder with a projection each."""
     top = Fields(config, name, {}, {"projection_dim": 512})
     text = Fields(top.section("text_config"), name, {}, CLIP_TEXT.defaults)
     image = Fields(top.section("vision_config"), name, {}, CLIP_VISION.defaults)
@@ -181,3 +196,113 @@ def clip(config: Mapping[str, object], name: str) -> Architecture:
         tied=False, tower=tower, learned_positions=True, final_norm=Norm("layer"), trainable_memory=UNMODELLED,
         layer_names=tuple(f"text_model.encoder.layers.{i}" for i in range(len(layers))),
     )  # fmt: skip
+
+
+# decoders by model_type, with the names that exist only inside a multimodal config
+_TEXT: dict[str, Dialect] = {
+    **DECODERS, **CLASSICS, **HYBRIDS, **GEMMAS,
+    "qwen2_vl_text": QWEN2, "qwen2_5_vl_text": QWEN2, "qwen3_vl_text": QWEN3,
+    "qwen3_vl_moe_text": DECODERS["qwen3_moe"],
+}  # fmt: skip
+
+Outside = Callable[[Fields, int], Weights]  # (top-level config, width of the decoder) -> tower and projector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multimodal:
+    """One row: the decoder, the weights outside it, and the class defaults its nested config may leave out."""
+
+    text: str  # model_type of the decoder, where the config does not name it
+    outside: Outside
+    tied: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+def multimodal(config: Mapping[str, object], name: str, row: Multimodal) -> Architecture:
+    """Build the decoder as a language model; the tower only counts as weights."""
+    top = Fields(config, name)
+    flat = top.raw("text_config") is None  # Qwen2-VL files keep the decoder's keys at the top level
+    text = {**config} if flat else {**top.section("text_config")}
+    kind = row.text if flat else text.get("model_type", row.text)
+    if kind not in _TEXT:
+        raise top.unsupported(f"its decoder '{kind}' is not modelled")
+    tied = top.raw("tie_word_embeddings")
+    text |= {
+        "model_type": kind,
+        "architectures": config.get("architectures"),
+        "tie_word_embeddings": text.get("tie_word_embeddings", row.tied) if tied is None else tied,
+    }
+    if not str((top.items("architectures") or ("ForConditionalGeneration",))[0]).endswith("ForConditionalGeneration"):
+        raise top.unsupported("only the ForConditionalGeneration class of this family is modelled")
+    dialect = replace(_TEXT[kind], stem="model.language_model")
+    dialect = replace(dialect, defaults={**dialect.defaults, **row.defaults})
+    inner = decoder(text, name, dialect)
+    model_type = top.text("model_type")
+    tower = prefixed("model", row.outside(top, inner.width))
+    return replace(inner, model_type=model_type, family=model_type, task="multimodal", tower=tower)
+
+
+def _gemma3(top: Fields, width: int) -> Weights:
+    image = top.section("vision_config")
+    inner = Fields(image, top.name, {}, SIGLIP.defaults).size("hidden_size")
+    projector = other("mm_input_projection_weight", inner, width) + norm("mm_soft_emb_norm", inner)
+    return prefixed("vision_tower", siglip(image, top.name)) + prefixed("multi_modal_projector", projector)
+
+
+def _paligemma(top: Fields, width: int) -> Weights:
+    image = top.section("vision_config")
+    inner = Fields(image, top.name, {}, SIGLIP.defaults).size("hidden_size")
+    projector = linear("linear", top.size("projection_dim", width), inner, bias=True)
+    return prefixed("vision_tower", siglip(image, top.name)) + prefixed("multi_modal_projector", projector)
+
+
+def _mistral3(top: Fields, width: int) -> Weights:
+    image, bias = top.section("vision_config"), top.flag("multimodal_projector_bias")
+    inner = Fields(image, top.name, {}, PIXTRAL.defaults).size("hidden_size")
+    merged = inner * top.size("spatial_merge_size", 2) ** 2
+    projector = norm("norm", inner) + linear("patch_merger.merging_layer", inner, merged)
+    projector += linear("linear_1", width, inner * _feature_layers(top), bias) + linear("linear_2", width, width, bias)
+    return prefixed("vision_tower", pixtral(image, top.name)) + prefixed("multi_modal_projector", projector)
+
+
+def _llava(top: Fields, width: int) -> Weights:
+    image, bias = top.section("vision_config"), top.flag("multimodal_projector_bias", True)
+    f = Fields(image, top.name, {}, CLIP_VISION.defaults)
+    if f.text("model_type", "clip_vision_model") != "clip_vision_model":
+        raise top.unsupported(f"its vision tower '{f.raw('model_type')}' is not modelled")
+    inner = f.size("hidden_size") * _feature_layers(top)
+    projector = linear("linear_1", width, inner, bias) + linear("linear_2", width, width, bias)
+    return prefixed("vision_tower", clip_vision(image, top.name)) + prefixed("multi_modal_projector", projector)
+
+
+def _feature_layers(top: Fields) -> int:
+    chosen = top.raw("vision_feature_layer")
+    return len(chosen) if isinstance(chosen, list | tuple) else 1
+
+
+def _qwen_visual(make: Callable[[Mapping[str, object], str], Weights], top: Fields, width: int) -> Weights:
+    return prefixed("visual", make(top.section("vision_config"), top.name))
+
+
+_GEMMA3_4B: dict[str, object] = {  # the published 4B file leaves out the class's defaults
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_DEEPSTACK = partial(_qwen_visual, partial(qwen3_vision, deepstack=True))
+_PLAIN = partial(_qwen_visual, partial(qwen3_vision, deepstack=False))
+
+MULTIMODALS: dict[str, Multimodal] = {
+    "gemma3": Multimodal(text="gemma3_text", outside=_gemma3, tied=True, defaults=_GEMMA3_4B),
+    "paligemma": Multimodal(text="gemma", outside=_paligemma, tied=True),
+    "mistral3": Multimodal(text="mistral", outside=_mistral3, tied=True, defaults={"vocab_size": 32000}),
+    "llava": Multimodal(text="llama", outside=_llava, defaults={
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }),
+    "qwen2_vl": Multimodal(text="qwen2_vl_text", outside=partial(_qwen_visual, qwen2_vision)),
+    "qwen2_5_vl": Multimodal(text="qwen2_5_vl_text", outside=partial(_qwen_visual, qwen2_5_vision)),
+    "qwen3_vl": Multimodal(text="qwen3_vl_text", outside=_DEEPSTACK),
+    "qwen3_vl_moe": Multimodal(text="qwen3_vl_moe_text", outside=_DEEPSTACK),
+    "qwen3_5": Multimodal(text="qwen3_5_text", outside=_PLAIN),
+    "qwen3_5_moe": Multimodal(text="qwen3_5_moe_text", outside=_PLAIN),
+}  # fmt: skip

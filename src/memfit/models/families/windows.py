@@ -1,4 +1,8 @@
-"""Which layers of a family look back only over a window of tokens, and which rotate their queries and keys."""
+"""Which layers of a family use a sliding window, and which rotate their queries and keys.
+
+Each function takes a config and a layer's index and returns the window in tokens (None: full attention), or the
+rotated width.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ Window = Callable[[Fields, int], int | None]
 
 
 def uniform(f: Fields, index: int) -> int | None:
-    """Every layer looks back over `sliding_window` tokens, when that is set."""
+    """Every layer has a window of `sliding_window` tokens, when that is set."""
     return f.size("sliding_window") if f.raw("sliding_window") is not None else None
 
 
 def optional(f: Fields, index: int) -> int | None:
-    """Qwen: a window only when `use_sliding_window`, and then from layer `max_window_layers` on."""
+    """Qwen: layers have a window if `use_sliding_window`, and then from layer `max_window_layers` on."""
     if not f.flag("use_sliding_window") or f.raw("sliding_window") is None:
         return None
     types = f.per_layer("layer_types", f.layers())
@@ -25,12 +29,12 @@ def optional(f: Fields, index: int) -> int | None:
 
 
 def switched(f: Fields, index: int) -> int | None:
-    """Every layer has the window, but only when `use_sliding_window`."""
+    """Every layer has the window, if `use_sliding_window`."""
     return uniform(f, index) if f.flag("use_sliding_window") else None
 
 
 def every(period: int, key: str = "sliding_window_pattern") -> Window:
-    """All but each `period`-th layer slide; `layer_types`, or the number under `key`, overrides the pattern."""
+    """All but each `period`-th layer have a window; `layer_types`, or the number under `key`, overrides the pattern."""
 
     def window(f: Fields, index: int) -> int | None:
         types = f.per_layer("layer_types", f.layers())
@@ -41,7 +45,7 @@ def every(period: int, key: str = "sliding_window_pattern") -> Window:
 
 
 def alternating_until(f: Fields, index: int) -> int | None:
-    """Qwen2-MoE: every other layer below `max_window_layers`, when `use_sliding_window`."""
+    """Qwen2-MoE: every other layer below `max_window_layers` has a window, if `use_sliding_window`."""
     types = f.per_layer("layer_types", f.layers())
     listed = types is not None and types[index] == "sliding_attention"
     slides = listed if types else index % 2 == 0 and index < f.size("max_window_layers", least=0)
@@ -49,7 +53,7 @@ def alternating_until(f: Fields, index: int) -> int | None:
 
 
 def rotary_where_sliding(f: Fields, index: int) -> int:
-    """Cohere 2, EXAONE 4: full layers do not rotate, unless no layer slides."""
+    """Cohere 2, EXAONE 4: layers with full attention do not rotate, unless no layer has a window."""
     slides = every(4)(f, index) is not None
     return rotary(f, index) if slides or f.raw("sliding_window") is None else 0
 
@@ -60,12 +64,12 @@ def chunked(f: Fields, index: int) -> int | None:
 
 
 def without_rotary(f: Fields, index: int) -> int | None:
-    """SmolLM3: only layers that do not rotate slide, and only when `use_sliding_window`."""
+    """SmolLM3: only layers that do not rotate have a window, and only if `use_sliding_window`."""
     return None if has_rotary(f, index) else switched(f, index)
 
 
 def has_rotary(f: Fields, index: int) -> bool:
-    """SmolLM3, Llama 4: `no_rope_layers` holds a 1 for layers that do rotate; else every n-th does not."""
+    """SmolLM3, Llama 4: `no_rope_layers` holds a 1 for layers that rotate; without it every n-th does not."""
     listed = f.items("no_rope_layers", int)
     if listed:
         return bool((f.per_layer("no_rope_layers", f.layers(), int) or listed)[index])

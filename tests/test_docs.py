@@ -1,0 +1,41 @@
+"""The architecture page names rooms and functions that exist, and every room."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "memfit"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+NAMES = sorted(set(re.findall(rf"`((?:{'|'.join(ROOMS)})(?:\.\w+)+)`", PAGE)))
+
+
+def _defined(name: str) -> bool:
+    """Whether `room.module.name` is a module, or a class or function that its module defines; nothing is imported."""
+    *module, last = name.split(".")
+    if PACKAGE.joinpath(*module, last).is_dir() or PACKAGE.joinpath(*module, f"{last}.py").is_file():
+        return True
+    folder = PACKAGE.joinpath(*module)
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not source.is_file():
+        return False
+    body = ast.parse(source.read_text()).body
+    return any(getattr(statement, "name", "") == last for statement in body)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_functions_exist(name: str) -> None:
+    assert _defined(name)
+
+
+def test_every_room_has_its_line_and_its_place_in_the_picture() -> None:
+    assert NAMES
+    picture = PAGE.partition("```mermaid")[2].partition("```")[0]
+    for room in ROOMS:
+        assert f"| `{room}/` |" in PAGE
+        assert re.search(rf"\b{room}\b", picture)
