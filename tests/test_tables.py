@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +15,7 @@ from memfit.closed_form.layers.losses import LOSSES
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import check_values
 from memfit.tables import combinations
+from memfit.tables.cuda_kernels import SdpaCall, sdpa_kernel
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
 from memfit.tables.quantization import QUANTIZATIONS, Quantization
 from memfit.tables.trainers import TRAINERS, Trainer, taken_as, trainer
@@ -162,3 +167,44 @@ def test_values_outside_their_domain_are_refused(changes: dict[str, object]) -> 
     with pytest.raises(errors.BadInput) as caught:
         check_values(Recipe(**changes))  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+ANY_WIDTH = (64, 80, 96, 128, 192, 256)
+# What the real PyTorch 2.13 chose: cards, dtypes, head widths -> without a mask, with a bool mask, grouped heads, grouped
+# heads with a mask, dropout of 0.1
+MEASURED_KERNELS = [
+    (((7, 5),), ("fp16",), ANY_WIDTH, "efficient efficient math math efficient"),
+    (((7, 5),), ("bf16",), (36, *ANY_WIDTH), "math math math math math"),
+    (((7, 5),), ("fp16",), (36,), "math math math math math"),
+    (((8, 0), (8, 6), (8, 9), (12, 0)), ("fp16", "bf16"), ANY_WIDTH[:-1], "flash efficient flash math flash"),
+    (((8, 0),), ("fp16", "bf16"), (256,), "flash efficient flash math flash"),
+    (((8, 6), (8, 9), (12, 0)), ("fp16", "bf16"), (256,), "flash efficient flash math efficient"),
+    (((9, 0),), ("fp16", "bf16"), ANY_WIDTH, "cudnn cudnn cudnn cudnn flash"),
+    (((10, 0),), ("fp16", "bf16"), ANY_WIDTH[:-2], "cudnn cudnn cudnn cudnn flash"),
+    (((10, 0),), ("fp16", "bf16"), (192, 256), "flash efficient flash math flash"),
+    (((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ("fp16", "bf16"), (36,), "flash math flash math flash"),
+    (((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ("fp32",), (36, *ANY_WIDTH),
+     "efficient efficient math math efficient"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cards", "dtypes", "widths", "kernels"), MEASURED_KERNELS)
+def test_attention_kernels_are_the_measured_ones(
+    cards: tuple[tuple[int, int], ...],
+    dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...],
+    widths: tuple[int, ...],
+    kernels: str,
+) -> None:
+    for capability, dtype, width in product(cards, dtypes, widths):
+        plain = SdpaCall(capability=capability, dtype=dtype, head_dim=width, value_dim=width)
+        masked, grouped = replace(plain, masked=True), replace(plain, grouped=True)
+        calls = plain, masked, grouped, replace(grouped, masked=True), replace(plain, dropout=0.1)
+        assert " ".join(map(sdpa_kernel, calls)) == kernels, (capability, dtype, width)
+
+
+def test_a_kernel_that_is_switched_off_is_passed_over() -> None:
+    call = SdpaCall(capability=(9, 0), dtype="bf16", head_dim=128, value_dim=128)
+    assert sdpa_kernel(call, ("flash", "efficient")) == "flash"
+    assert sdpa_kernel(call, ("efficient",)) == "efficient"
+    assert sdpa_kernel(call, ()) == "math"
+    assert sdpa_kernel(replace(call, broadcast=True)) == "math"

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from memfit.closed_form.style import Kernel
 from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import Capability, SdpaCall, sdpa_kernel
 from memfit.tables.trainers import Trainer
-
-Capability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +68,22 @@ def kernel_width(r: Recipe, n: Numerics) -> int:
     return n.autocast or (n.residual if r.method == "qlora" else n.weight)
 
 
-def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:
-    """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
-
-    Source: sdp_utils.cpp's order of preference, recorded on cc 7.5 to 12.0. `width`: itemsize of q, k and v.
-    """
+def attention_kernel(
+    a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool, train: bool = True
+) -> Kernel:
+    """The kernel that an attention layer runs. `width`: itemsize of queries, keys and values."""
     if recipe.attention == "eager" or not a.sdpa:
         return "eager"
     if recipe.attention == "flash":
         return "flash2"
-    cc = capability or (8, 0)
-    grouped = a.heads != a.kv_heads and not masked  # with a mask transformers repeats keys and values itself
-    if a.code == "falcon" and a.kv_heads == 1:  # one key head is broadcast, which only the math path takes
-        return "math"
-    if width == 4:
-        return "math" if grouped else "efficient"
-    if a.head_dim % 8:
-        return "math" if masked else "flash"
-    if cc < (8, 0):
-        return "math" if grouped or recipe.precision.startswith("bf16") else "efficient"
-    if cc[0] in (9, 10) and a.head_dim <= (256 if cc[0] == 9 else 128) and not a.dropout:
-        return "cudnn"
-    return "efficient" if masked or a.head_dim > 256 or a.value_dim != a.head_dim else "flash"
+    one_key_head = a.code == "falcon" and a.kv_heads == 1  # FalconAttention leaves it to be broadcast
+    # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
+    grouped = a.heads != a.kv_heads and not masked and a.head_dim <= 256 and a.code != "falcon"
+    return sdpa_kernel(SdpaCall(
+        capability=capability or (8, 0), dtype="fp32" if width == 4 else "fp16" if recipe.precision == "fp16-mixed" else "bf16",
+        head_dim=a.head_dim, value_dim=a.value_dim, masked=masked, grouped=grouped, broadcast=one_key_head,
+        dropout=a.dropout if train else 0.0, needs_grad=train,
+    ))  # fmt: skip
 
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.tables.cuda_kernels import SdpaKernel
 from memfit.tables.liger_kernels import Liger
 
-Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
+Kernel = SdpaKernel | Literal["eager", "flash2"]  # flash2: the flash-attn package
 Mask = Literal["none", "shared", "rows"]
 # a mask the kernel is given: none (causal by itself), shared [S, S] by all rows of the batch, or rows [B, 1, S, S]
 

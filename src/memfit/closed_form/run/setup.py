@@ -10,11 +10,12 @@ from memfit.closed_form.layers.logits import HeadStyle
 from memfit.closed_form.layers.masks import MaskStyle
 from memfit.closed_form.layers.per_layer import per_layer_of
 from memfit.closed_form.layers.rotary import ROTARY
-from memfit.closed_form.numerics import Capability, Numerics, adapted, attention_kernel, kernel_width
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import Kernel, Mask, Style
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER, Liger
 from memfit.tables.optimizers import Optimizer
 from memfit.tables.trainers import Trainer
@@ -58,7 +59,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         if style is None:
             mask = _mask(layer.attention, r, s)
             style = made[id(layer)] = replace(
-                common, kernel=_kernel(layer, r, n, capability, mask != "none"), mask=mask
+                common, kernel=_kernel(layer, r, n, capability, mask != "none", s.train), mask=mask
             )
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
@@ -83,8 +84,8 @@ def _embedding_norm(a: Architecture) -> Norm | None:
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
 
 
-def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
-    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked)
+def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool, train: bool) -> Kernel:
+    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked, train)
 
 
 def _written_out(a: Attention, r: Recipe) -> bool:
