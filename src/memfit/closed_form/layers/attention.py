@@ -91,7 +91,7 @@ def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Te
     rec, style = block.rec, block.style
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
-    if style.kernel == "flash2" and style.mask == "rows" and style.code == "transformers":
+    if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
         return _unpadded(block, q, k, v, a)
     if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: else the kernel takes grouped heads as they are
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
@@ -133,7 +133,7 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
     if rec.autocast and not a.upcast:
         weights = ops.cast(rec, weights, 4, "autocast copy")
     wide = 4 if a.upcast else weights.itemsize
-    weights = ops.softmax(rec, weights, wide, keeps_input=style.softmax_keeps_input)
+    weights = (style.code.softmax or ops.softmax)(rec, weights, wide)
     weights = ops.cast(rec, weights, q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")

@@ -12,7 +12,6 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Attention
 
 Grads = list[Tensor | None]
-MASK_ALIGNMENT = 16  # keys, of the efficient kernel's mask in PyTorch 2.0 and 2.1 (attention.cpp, preprocess_mask)
 
 
 def scaled_dot_product_attention(
@@ -31,8 +30,8 @@ def scaled_dot_product_attention(
         rec.autocast = compute
         return out
     bias = None if mask is None else _bias(rec, mask, q.itemsize)
-    if bias is not None and style.kernel == "efficient" and style.mask_per_head:
-        bias = rec.new({("mask", a.heads, MASK_ALIGNMENT): 1}, q.itemsize, "mask of every head")
+    if bias is not None and style.kernel == "efficient" and style.code.mask:
+        bias = style.code.mask(rec, bias, a.heads)
     return {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}[style.kernel](
         rec, q, k, v, a, bias
     )

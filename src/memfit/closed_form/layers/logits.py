@@ -28,8 +28,6 @@ class HeadStyle:
     upcast: bool = True  # logits are cast to fp32 for the loss
     returns_fp32: bool = False  # accelerate makes an fp32 copy of the logits that the loss has left in 16 bits
     causal: bool = True  # labels are shifted
-    cached: tuple[int, ...] = ()  # elements per token of every key and value that the model returns in 16 bits
-    batched: bool = False  # several sequences: dropping the last token of each leaves no view
     pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
 
 

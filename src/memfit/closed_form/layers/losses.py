@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers import legacy_loss as shifted
-from memfit.closed_form.layers import litgpt, torchtune
 from memfit.closed_form.layers.logits import HeadStyle, logits_of
 from memfit.closed_form.size import TILE_TOKENS
 from memfit.closed_form.style import Style
@@ -40,12 +38,6 @@ def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
         copied = rec.like(logits, "fp32 copy of the returned logits", 4)
         del copied
     return loss, held
-
-
-def _shifted(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """The loss of older model classes."""
-    logits = [logits_of(rec, h, x)]
-    return shifted.head(rec, h, logits.pop()), []
 
 
 TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
@@ -185,40 +177,6 @@ def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [x, w], [], backward), []
 
 
-OUTPUT_CHUNKS = 8  # of torchtune's CEWithChunkedOutputLoss
-
-
-def _torchtune(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """torchtune's CEWithChunkedOutputLoss: eight pieces of logits, of which one at a time is widened to fp32."""
-    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
-    part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
-    piece: Elements = {("part", OUTPUT_CHUNKS, 0): h.width}
-    logits = [
-        ops.linear(rec, ops.slice(rec, x, piece), w, part, None, "logits of a chunk") for _ in range(OUTPUT_CHUNKS)
-    ]
-    total: Tensor | None = None
-    for chunk in logits:
-        loss = ops.cross_entropy(rec, ops.cast(rec, chunk, 4, "fp32 logits of a chunk"), None)
-        total = loss if total is None else ops.add(rec, total, loss)
-    assert total is not None
-    return total, []
-
-
-def _cut(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """Cut cross entropy: no logits at all; one fp32 number per token and per vocabulary entry."""
-    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
-    kept = [rec.new({"T": 1}, 4, "log-sum-exp"), rec.new({"1": h.vocabulary}, 4, "average logits")]
-    need, like, weight_like = w.requires_grad, x.blueprint(), w.blueprint()
-
-    def backward(g: Tensor) -> list[Tensor | None]:
-        head = rec.like(weight_like, "head gradient", like.itemsize) if need else None
-        result = rec.like(like, "gradient of hidden states")
-        return [result, None if head is None else ops.cast(rec, head, weight_like.itemsize, "cast gradient")]
-
-    loss = rec.new({"1": 1}, 4, "loss")
-    return rec.record(loss, [x, w], [x, w, *kept], backward), []
-
-
 def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """A classifier of every token, or of sequences: what BertForSequenceClassification puts above its encoder."""
     basis = "B" if h.pooled else "T"
@@ -234,6 +192,5 @@ def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "shifted": _shifted, "fused": _fused, "chunked": _chunked, "liger": _liger, "torchtune": _torchtune, "cce": _cut, "classes": _classes,
-    **litgpt.LOSSES, **torchtune.LOSSES,
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": _liger, "classes": _classes
 }  # fmt: skip

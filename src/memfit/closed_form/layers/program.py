@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from memfit.closed_form.engine import Recorder, Tensor
-from memfit.closed_form.layers.implementations import CODES
+from memfit.closed_form.layers.block import forward as transformers_block
 from memfit.closed_form.layers.modules import Block
 from memfit.closed_form.size import Basis, Size, added, covers
 from memfit.closed_form.style import Style
@@ -170,7 +170,7 @@ def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
     kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
-    out = CODES[style.code].block(block, x)
+    out = (style.code.block or transformers_block)(block, x)
     saves, rec.saves, rec.keep = rec.saves, 0, True
     if style.grad and style.checkpointing in ("full", "selective"):
         rec.roles[INPUT] = "activations"
@@ -205,7 +205,7 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
     left, waiting = rec.run_ahead(root, gradient)
     del root
     rec.stop_at, held = saves, len(rec.attributes)
-    again = CODES[style.code].block(block, x)
+    again = (style.code.block or transformers_block)(block, x)
     rec.stop_at, rec.silent = None, False
     del rec.attributes[held:]  # what ran again lost its graph, and kept its saved tensors alone
     rec.exit_autocast()

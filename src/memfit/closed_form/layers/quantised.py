@@ -9,9 +9,8 @@ from memfit.closed_form.style import Style
 
 def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """The product of x with a quantised weight of `numel` elements, of `shape`."""
-    if style.quantization.startswith("gptq"):
-        return _gptq(rec, x, numel, shape, style)
-    return (_int8 if style.quantization == "int8" else _four_bits)(rec, x, numel, shape, style)
+    own = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
+    return own(rec, x, numel, shape, style)
 
 
 def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
@@ -40,12 +39,24 @@ def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -
     return rec.record(y, [x], [], backward)
 
 
-def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def four_bits(
+    rec: Recorder,
+    x: Tensor,
+    numel: int,
+    shape: Elements,
+    style: Style,
+    *,
+    keeps_input: bool = False,
+    casts: bool = False,
+) -> Tensor:
     """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
 
     MatMul4Bit keeps no activation. Its backward restores the weight in the dtype that was quantised and casts it to the
     compute dtype, its forward restores it in the compute dtype at once (gemm_4bit, since bitsandbytes 0.50). Double
     quantisation first restores the fp32 scales.
+
+    keeps_input: bitsandbytes before 0.43.2, whose MatMul4Bit saves its input although it needs none. casts: the weight
+    was quantised from another 16-bit dtype than is computed in, so every dequantised weight is cast.
     """
     before, compute = x.itemsize, style.autocast or style.weight
     x = ops.cast(rec, x, compute, "quantised input")
@@ -55,7 +66,7 @@ def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Sty
         scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
         weight = rec.new({"1": numel}, width, "dequantised weight")
         del scales
-        wanted = style.dequantised_cast or width != compute
+        wanted = casts or width != compute
         return rec.new({"1": numel}, compute, "cast weight") if wanted else weight
 
     weight = dequantised(compute)
@@ -68,21 +79,10 @@ def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Sty
         del held
         return [result]
 
-    if style.quantised_keeps_input and need:
+    if keeps_input and need:
         y = rec.record(y, [x], [x], backward)
         rec.lingering |= {x.storage.id} if x.storage else set()
     else:
         y = rec.record(y, [x], [], backward)
     del x
     return ops.cast(rec, y, before, "quantised output")
-
-
-def _gptq(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
-    """auto-gptq's trainable QuantLinear: the weight is unpacked in plain operations and saved for the backward."""
-    whole: Elements = {"1": numel}
-    wide = rec.new(whole, 4, "unpacked weight")  # bitwise_right_shift gives int32
-    narrow = rec.new(whole, 2 if style.quantization == "gptq-int8" else 1, "narrowed weight")
-    del wide
-    weight = rec.new(whole, 2, "dequantised weight")
-    del narrow
-    return ops.linear(rec, x, weight, shape)

@@ -33,12 +33,6 @@ def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tup
     return ops.cast(rec, q_embed, q_type, "rotated"), ops.cast(rec, k_embed, k_type, "rotated")
 
 
-def rotate_one(rec: Recorder, x: Tensor, kind: str) -> Tensor:
-    """Whole heads of queries or keys turned, by a row of ROTARY that computes in fp32."""
-    row, itemsize = ROTARY[kind], x.itemsize
-    return ops.cast(rec, row.turn(rec, ops.cast(rec, x, 4, "fp32 copy"), row, 4), itemsize, "rotated")
-
-
 def _parts(rec: Recorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
     heads = x.elements["T"] // a.head_dim
     first = ops.slice(rec, x, {"T": heads * a.rotary_dim}) if a.rotary_dim != a.head_dim else x
@@ -109,6 +103,5 @@ ROTARY: dict[str, Rotary] = {
     "half_fp32": Rotary(_turn_half, "each"),  # ModernBERT
     "half_fp32_once": Rotary(_turn_half, "once"),  # Cohere
     "pairs": Rotary(_turn_pairs),  # gpt-oss, DeepSeek-V3
-    "pairs_fp32": Rotary(_turn_pairs, "once"),  # torchtune
     "complex": Rotary(_turn_complex, "once"),  # Llama 4, DeepSeek-V2
 }

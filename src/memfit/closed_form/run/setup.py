@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.closed_form.layers import legacy_loss as shifted
 from memfit.closed_form.layers.embedding import EmbeddingStyle
 from memfit.closed_form.layers.logits import HeadStyle
 from memfit.closed_form.layers.masks import MaskStyle
@@ -12,7 +11,7 @@ from memfit.closed_form.layers.per_layer import per_layer_of
 from memfit.closed_form.layers.rotary import ROTARY
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
-from memfit.closed_form.style import Kernel, Mask, Style
+from memfit.closed_form.style import CODES, Kernel, Mask, Style
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
@@ -48,8 +47,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
-        liger=_liger(a, r, t), code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
-        mask_per_head=t.mask_per_head, softmax_keeps_input=t.softmax_keeps_input, per_layer=own.joint if own else 0,
+        liger=_liger(a, r, t), code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
     made: dict[int, Style] = {}
@@ -162,22 +160,16 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
-        upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
+        upcast=a.logits_upcast,
         returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
-        cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
     )  # fmt: skip
-    return embedding, head
+    own = CODES[t.code].head
+    return embedding, own(head, a, r, s.train) if own else head
 
 
 def _classes(a: Architecture) -> int:
     """How many classes a classifier tells apart; 0 for a head that predicts tokens."""
     return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
-
-
-def _returned_cache(a: Architecture) -> tuple[int, ...]:
-    """Elements per token of the keys and values of every layer."""
-    attentions = [layer.attention for layer in a.layers]
-    return tuple(n for x in attentions for n in (x.kv_heads * x.head_dim, x.kv_heads * x.value_dim))
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,

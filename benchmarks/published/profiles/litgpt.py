@@ -1,22 +1,27 @@
 """litgpt's own model: fused qkv with one merged adapter, expanded key heads, and a chunked head under Fabric.
 
+`PROFILE` is the training loop of litgpt up to 0.5.3, whose quantised weights come from bitsandbytes 0.42.
+
 Source: litgpt/model.py, lora.py and utils.py of lit-gpt 2023-11 and litgpt 0.3 to 0.4, Lightning 2.1 to 2.4.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
 from memfit.closed_form.layers.logits import HeadStyle
+from memfit.closed_form.layers.losses import LOSSES
 from memfit.closed_form.layers.modules import Block, base_linear
+from memfit.closed_form.layers.quantised import four_bits
 from memfit.closed_form.layers.rotary import rotate
-from memfit.closed_form.style import Style
+from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture, Layer, Norm, Weight
+from memfit.tables.trainers import Trainer
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 
@@ -171,7 +176,7 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     chunk: Elements = {("chunk", CHUNK, 0): h.vocabulary}
     weight: Elements = {"1": h.vocabulary * h.width}
     adapted, rank = style.lora_rank and "lm_head" in style.lora_targets, style.lora_rank
-    kept: list[Tensor | None] = [x] if style.quantised_keeps_input and style.quantization != "none" else []
+    kept: list[Tensor | None] = [x] if style.quantization != "none" else []
     if rec.autocast and h.itemsize != rec.autocast:  # a frozen weight is cast, and its copy kept, for every chunk
         casts = rec.new({("chunks", CHUNK, 0): h.vocabulary * h.width}, rec.autocast, "autocast copies of the head")
         kept.append(casts)
@@ -213,9 +218,9 @@ def _head_weight(rec: Recorder, style: Style, weight: Elements) -> list[Tensor]:
     if style.quantization == "none":
         return []
     first = rec.new(weight, 2, "dequantised weight")
-    if not style.dequantised_cast:
-        return [first]
-    return [rec.new(weight, 2, "cast weight")]
+    cast = rec.new(weight, 2, "cast weight")
+    del first
+    return [cast]
 
 
 def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> Tensor:
@@ -236,4 +241,12 @@ def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> T
     return rec.record(loss, [kept], [], lambda g: [rec.new({"1": 1}, 4, "gradient of the mean")])
 
 
-LOSSES = {"litgpt": head}
+CODES["litgpt"] = Code(stored=stored, block=block, quantised=partial(four_bits, keeps_input=True, casts=True))
+LOSSES["litgpt"] = head
+# no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128, fp32 logits from Fabric; Fabric
+# quantises every nn.Linear, lm_head too, from fp16
+PROFILE = Trainer(
+    name="litgpt", code="litgpt", heads=(("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt")),
+    default_loss="chunked", adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
+    keeps_loss=True, warms_cache=False,
+)  # fmt: skip

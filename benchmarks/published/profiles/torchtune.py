@@ -1,6 +1,7 @@
 """torchtune's TransformerSelfAttentionLayer: rotation in fp32, and keys and values copied for every query head.
 
-Source: torchtune/modules/transformer.py, attention.py, position_embeddings.py and feed_forward.py of 0.4 and 0.5.
+`PROFILE` is the loop of its single-device recipes. Source: torchtune/modules/transformer.py, attention.py,
+position_embeddings.py and feed_forward.py of 0.4 and 0.5.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
 from memfit.closed_form.layers.logits import HeadStyle
+from memfit.closed_form.layers.losses import LOSSES
 from memfit.closed_form.layers.modules import Block
-from memfit.closed_form.layers.rotary import rotate_one
-from memfit.closed_form.style import Style
+from memfit.closed_form.layers.rotary import ROTARY
+from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Attention
+from memfit.tables.trainers import Trainer
 
 OUTPUT_CHUNKS = 8  # CEWithChunkedOutputLoss(num_output_chunks=8)
 
@@ -43,7 +46,10 @@ def _attention(block: Block, x: Tensor) -> Tensor:
 
 def _rope(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
     """RotaryPositionalEmbeddings.forward: pairs of an fp32 copy, stacked and cast back."""
-    return rotate_one(rec, x, "pairs_fp32") if a.rotary_dim else x
+    if not a.rotary_dim:
+        return x
+    row = ROTARY["pairs"]
+    return ops.cast(rec, row.turn(rec, ops.cast(rec, x, 4, "fp32 copy"), row, 4), x.itemsize, "rotated")
 
 
 def _feed_forward(block: Block, x: Tensor) -> Tensor:
@@ -73,4 +79,26 @@ def _fused_cross_entropy(rec: Recorder, logits: Tensor) -> Tensor:
     return rec.record(loss, [logits], [logits], lambda g: [rec.like(like, "logits gradient")])
 
 
-LOSSES = {"torchtune-compiled": compiled_head}
+def chunked_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """torchtune's CEWithChunkedOutputLoss: eight pieces of logits, of which one at a time is widened to fp32."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
+    piece: Elements = {("part", OUTPUT_CHUNKS, 0): h.width}
+    logits = [
+        ops.linear(rec, ops.slice(rec, x, piece), w, part, None, "logits of a chunk") for _ in range(OUTPUT_CHUNKS)
+    ]
+    total: Tensor | None = None
+    for chunk in logits:
+        loss = ops.cross_entropy(rec, ops.cast(rec, chunk, 4, "fp32 logits of a chunk"), None)
+        total = loss if total is None else ops.add(rec, total, loss)
+    assert total is not None
+    return total, []
+
+
+CODES["torchtune"] = Code(block=block)
+LOSSES["torchtune"], LOSSES["torchtune-compiled"] = chunked_head, compiled_head
+# its own TransformerDecoder in plain bf16, 16-bit LoRA layers, torchao NF4 without the head
+PROFILE = Trainer(
+    name="torchtune", code="torchtune", heads=(("full", "full"), ("chunked", "torchtune"), ("fused", "torchtune")),
+    default_loss="chunked", adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, warms_cache=False,
+)  # fmt: skip
