@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from memfit import Recipe, errors, find_gpu, resolve_model
 from memfit.closed_form.layers.losses import LOSSES
 from memfit.nouns.architecture import Weight
-from memfit.nouns.job import check_values
+from memfit.nouns.job import Method, Precision, check_values
 from memfit.tables import combinations
 from memfit.tables.cuda_kernels import SdpaCall, sdpa_kernel
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.tables.precisions import BYTES, backend, meaning
 from memfit.tables.quantization import QUANTIZATIONS, Quantization
 from memfit.tables.trainers import TRAINERS, Trainer, taken_as, trainer
 
@@ -208,3 +209,15 @@ def test_a_kernel_that_is_switched_off_is_passed_over() -> None:
     assert sdpa_kernel(call, ("efficient",)) == "efficient"
     assert sdpa_kernel(call, ()) == "math"
     assert sdpa_kernel(replace(call, broadcast=True)) == "math"
+
+
+@pytest.mark.parametrize("recipe", [
+    Recipe(precision=p, method=m, shard=s, num_gpus=n)
+    for p in get_args(Precision) for m in get_args(Method) for s, n in (("none", 1), ("none", 2), ("parameters", 2), ("gradients", 2))
+], ids=str)  # fmt: skip
+def test_every_precision_has_a_meaning_under_every_backend(recipe: Recipe) -> None:
+    meant = meaning(recipe)
+    assert not meant.master or BYTES[meant.stored] == 2
+    assert meant.autocast != "always" or backend(recipe) != "deepspeed" or meant.master
+    assert BYTES[meant.stored] >= BYTES[meant.computed]
+    assert (meant.autocast == "always") == recipe.precision.endswith("mixed")

@@ -9,6 +9,7 @@ from memfit.closed_form.style import Kernel
 from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability, SdpaCall, sdpa_kernel
+from memfit.tables.precisions import BYTES, Meaning, backend, meaning
 from memfit.tables.trainers import Trainer
 
 
@@ -28,32 +29,26 @@ class Numerics:
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
-    """The widths a recipe means under a trainer.
-
-    DeepSpeed has no fp32 weights under autocast: it keeps 16-bit weights and gradients and shards an fp32 master copy, so
-    mixed precision means that there; adapters are cast like everything else.
-    """
-    full = recipe.method == "full"
-    mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
-    half = recipe.precision != "fp32"
-    master = recipe.precision == "bf16-master" or (recipe.zero and (mixed or (half and not full)))
-    # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
-    wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
-    weight = 4 if wide else 2
-    autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
-    quantised = recipe.method == "qlora"
-    adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
-    sharded = recipe.shard == "parameters" and not recipe.zero
-    if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
-        adapter32 = adapter32 or recipe.precision == "fp16-mixed" or (sharded and not quantised)
-    adapter32 = adapter32 and not (recipe.zero and half)
-    narrowed = quantised and trainer.autocast and not trainer.qlora_adapter_fp32  # TRL's are bf16 whatever else is fp32
-    other = 4 if quantised and trainer.kbit_prepare and not sharded else weight  # FSDP2 wants one dtype
+    """Return the widths a recipe means under a trainer."""
+    meant, quantised = meaning(recipe), recipe.method == "qlora"
+    weight = BYTES[meant.stored]
+    autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
+    # FSDP2 wants one dtype in a group, so nothing is upcast there
+    other = 4 if quantised and trainer.kbit_prepare and backend(recipe) != "fsdp" else weight
     return Numerics(
-        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or (weight == 4 and not narrowed) else 2,
-        master=4 if master else 0, gradient=weight, state=4 if master else weight,
-        quantised_head=quantised and trainer.quantised_head,
+        weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
+        adapter=_adapter_width(meant, trainer, quantised), master=4 * meant.master, gradient=weight,
+        state=4 if meant.master else weight, quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
+
+
+def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
+    """Bytes per element of adapters. TRL's QLoRA adapters are bf16 even where the base beside them is fp32."""
+    if meant.adapters == "fp32" and trainer.autocast:
+        return 4
+    if meant.adapters != "stored" and (trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32):
+        return 4
+    return 2 if quantised and trainer.autocast else BYTES[meant.stored]
 
 
 def gathered(n: Numerics) -> Numerics:
@@ -80,7 +75,7 @@ def attention_kernel(
     # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
     grouped = a.heads != a.kv_heads and not masked and a.head_dim <= 256 and a.code != "falcon"
     return sdpa_kernel(SdpaCall(
-        capability=capability or (8, 0), dtype="fp32" if width == 4 else "fp16" if recipe.precision == "fp16-mixed" else "bf16",
+        capability=capability or (8, 0), dtype="fp32" if width == 4 else meaning(recipe).computed,
         head_dim=a.head_dim, value_dim=a.value_dim, masked=masked, grouped=grouped, broadcast=one_key_head,
         dropout=a.dropout if train else 0.0, needs_grad=train,
     ))  # fmt: skip

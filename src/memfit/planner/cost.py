@@ -13,6 +13,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer
+from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import checkpointing_of
 
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
@@ -47,11 +48,11 @@ class StepTime:
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """One optimizer step: `accumulation` micro-steps and the update."""
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
-    if r.precision == "fp32":
+    width = BYTES[meaning(r).computed]
+    if width == 4:
         flops *= FP32_RATE
     bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE
     active = active_parameters(a)
-    width = 4 if r.precision == "fp32" else 2
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2

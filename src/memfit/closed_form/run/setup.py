@@ -17,6 +17,7 @@ from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER, Liger
 from memfit.tables.optimizers import Optimizer
+from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import Trainer
 
 
@@ -44,7 +45,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
-        shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
+        shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=_liger(a, r, t), code=CODES[t.code], per_layer=own.joint if own else 0,
