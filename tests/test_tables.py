@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, errors, find_gpu, resolve_model
-from memfit.closed_form.layers.losses import LOSSES
+from memfit.closed_form.layers.head import LOSSES
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import Method, Precision, check_values
 from memfit.tables import combinations

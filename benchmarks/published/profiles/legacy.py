@@ -12,9 +12,8 @@ from functools import partial
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.logits import HeadStyle, logits_of
-from memfit.closed_form.layers.losses import LOSSES
-from memfit.closed_form.layers.quantised import four_bits
+from memfit.closed_form.layers.head import LOSSES, HeadStyle, logits_of
+from memfit.closed_form.layers.linears import four_bits
 from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe

@@ -12,13 +12,10 @@ from functools import lru_cache, partial
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.losses import LOSSES
-from memfit.closed_form.layers.modules import Block, base_linear
-from memfit.closed_form.layers.quantised import four_bits
-from memfit.closed_form.layers.rotary import rotate
+from memfit.closed_form.layers.elementwise import activation, rotate
+from memfit.closed_form.layers.head import LOSSES, HeadStyle
+from memfit.closed_form.layers.linears import LayerRun, base_linear, four_bits
 from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture, Layer, Norm, Weight
 from memfit.tables.trainers import Trainer
@@ -59,7 +56,7 @@ def _layer(layer: Layer, width: int) -> Layer:
     return replace(layer, attention=attention, weights=tuple(weights), norm=_norm(layer.norm))
 
 
-def block(block: Block, x: Tensor) -> Tensor:
+def block(block: LayerRun, x: Tensor) -> Tensor:
     """litgpt.model.Block.forward; local variables live as long as they do there."""
     rec, layer = block.rec, block.layer
     normed = block.norm(x, "norm_1")
@@ -77,7 +74,7 @@ def block(block: Block, x: Tensor) -> Tensor:
     return ops.add(rec, h, x, "residual")
 
 
-def _attention(block: Block, x: Tensor) -> Tensor:
+def _attention(block: LayerRun, x: Tensor) -> Tensor:
     """CausalSelfAttention: grouped heads are expanded before the rotation, whose tables are fp32."""
     rec, a = block.rec, block.layer.attention
     n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -95,7 +92,7 @@ def _attention(block: Block, x: Tensor) -> Tensor:
     return _linear(block, interface(block, q, k, v, every), "attn.projection", block.width)
 
 
-def _qkv(block: Block, x: Tensor) -> Tensor:
+def _qkv(block: LayerRun, x: Tensor) -> Tensor:
     """LoRAQKVLinear: one adapter for the enabled of q, k and v, its result padded with zeros to the full width."""
     rec, style, a = block.rec, block.style, block.layer.attention
     widths = {"query": a.heads * a.head_dim, "key": a.kv_heads * a.head_dim, "value": a.kv_heads * a.head_dim}
@@ -123,7 +120,7 @@ def _zero_pad(rec: Recorder, x: Tensor, total: int) -> Tensor:
     return rec.record(out, [x], [x], lambda g: [rec.like(like, "selected gradient")])
 
 
-def _mlp(block: Block, x: Tensor) -> Tensor:
+def _mlp(block: LayerRun, x: Tensor) -> Tensor:
     m, rec = block.layer.mlp, block.rec
     if m.kind == "gated":
         first, second = _linear(block, x, "mlp.fc_1", m.width), _linear(block, x, "mlp.fc_2", m.width)
@@ -133,7 +130,7 @@ def _mlp(block: Block, x: Tensor) -> Tensor:
     return _linear(block, x, "mlp.mlp_projection", block.width)
 
 
-def _linear(block: Block, x: Tensor, name: str, out: int) -> Tensor:
+def _linear(block: LayerRun, x: Tensor, name: str, out: int) -> Tensor:
     bias = any(w.name == f"{name}.bias" for w in block.layer.weights)
     return lora_linear(block.rec, block.style, x, name.rsplit(".", 1)[-1], out, bias)
 

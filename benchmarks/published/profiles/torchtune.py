@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.losses import LOSSES
-from memfit.closed_form.layers.modules import Block
-from memfit.closed_form.layers.rotary import ROTARY
+from memfit.closed_form.layers.elementwise import ROTARY, activation
+from memfit.closed_form.layers.head import LOSSES, HeadStyle
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Attention
 from memfit.tables.trainers import Trainer
@@ -23,7 +21,7 @@ from memfit.tables.trainers import Trainer
 OUTPUT_CHUNKS = 8  # CEWithChunkedOutputLoss(num_output_chunks=8)
 
 
-def block(block: Block, x: Tensor) -> Tensor:
+def block(block: LayerRun, x: Tensor) -> Tensor:
     """TransformerSelfAttentionLayer.forward; `h` is bound to the normed input until the residual replaces it."""
     h = block.norm(x, "sa_norm")
     attended = _attention(block, h)
@@ -32,7 +30,7 @@ def block(block: Block, x: Tensor) -> Tensor:
     return ops.add(block.rec, h, out, "residual")
 
 
-def _attention(block: Block, x: Tensor) -> Tensor:
+def _attention(block: LayerRun, x: Tensor) -> Tensor:
     """MultiHeadAttention.forward."""
     rec, a = block.rec, block.layer.attention
     n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -52,7 +50,7 @@ def _rope(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
     return ops.cast(rec, row.turn(rec, ops.cast(rec, x, 4, "fp32 copy"), row, 4), x.itemsize, "rotated")
 
 
-def _feed_forward(block: Block, x: Tensor) -> Tensor:
+def _feed_forward(block: LayerRun, x: Tensor) -> Tensor:
     m, rec = block.layer.mlp, block.rec
     h = activation(rec, block.linear("gate", x, m.width, "mlp"), m.activation)
     h = ops.mul(rec, h, block.linear("up", x, m.width, "mlp"), "gated product")

@@ -30,7 +30,7 @@ class Code:
     stored: Callable[[Architecture], Architecture] | None = None  # the weights it keeps of a model
     block: Callable[[Any, Tensor], Tensor] | None = None  # (layer, hidden states) -> hidden states
     head: Callable[[Any, Architecture, Recipe, bool], Any] | None = None  # (HeadStyle, ..., train) -> HeadStyle
-    quantised: Callable[[Recorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.quantised
+    quantised: Callable[[Recorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.linears
     mask: Callable[[Recorder, Tensor, int], Tensor] | None = None  # the efficient kernel's mask for so many heads
     softmax: Callable[[Recorder, Tensor, int], Tensor] | None = None
 

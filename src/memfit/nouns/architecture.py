@@ -88,7 +88,7 @@ class Mlp:
     experts_per_token: int = 0
     shared_width: int = 0  # F of the experts, or of the dense part, that every token passes
     every_token: bool = False  # each expert computes every token, whatever the router says (Llama 4)
-    router: str = "softmax"  # a row of formula/moe.py
+    router: str = "softmax"  # a row of closed_form.layers.moe.ROUTERS
 
 
 @dataclass(frozen=True, slots=True)

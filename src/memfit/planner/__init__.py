@@ -10,9 +10,8 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Refusal, Rung
-from memfit.planner.candidates import Candidate, Estimator, Known
-from memfit.planner.rungs import Step, backwards, half_precision, steps_for
-from memfit.planner.search import SAME_SPEED, largest, ranked
+from memfit.planner.rungs import LadderStep, backwards, half_precision, steps_for
+from memfit.planner.search import SAME_SPEED, Candidate, Estimator, Known, largest, ranked
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -130,7 +129,7 @@ def _method(job: Job) -> str:
     return str(dict(job.wanted).get("method", job.method))
 
 
-def _taken(step: Step, recipe: Recipe, job: Job) -> Recipe:
+def _taken(step: LadderStep, recipe: Recipe, job: Job) -> Recipe:
     """The recipe after a rung; what the user named stays."""
     return step.change(recipe, job).but(**{k: v for k, v in job.wanted if k != "method"})
 
@@ -141,7 +140,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
     A start that is impossible as it is (flash attention in fp32) is left out where a rung makes it possible; a file's
     recipe is where the ladder starts or nowhere.
     """
-    plain = Step("plain", _plain_title(job, start), lambda r, j: r, "")
+    plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
     rungs = [_rung(plain, start, (), estimator)] if estimator.possible(start) else []
     recipe, wanted, method = start, dict(job.wanted), _method(job)
     for step in steps_for(job) if rungs or not job.stated else ():
@@ -177,7 +176,7 @@ def _plain_title(job: Job, start: Recipe) -> str:
     return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 
-def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
+def _applies(step: LadderStep, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
     if step.sets and all(name in wanted for name in step.sets) and "method" not in step.sets:
         return False
     if _already(step, recipe):
@@ -191,7 +190,7 @@ def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object])
     return True
 
 
-def _already(step: Step, recipe: Recipe) -> bool:
+def _already(step: LadderStep, recipe: Recipe) -> bool:
     """The recipe does at least as much as the rung would, in a way `backwards` does not see."""
     if step.key == "mixed":
         return recipe.precision != "fp32"
@@ -200,7 +199,7 @@ def _already(step: Step, recipe: Recipe) -> bool:
     return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
 
 
-def _rung(step: Step, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
+def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
     """What a step makes of the rungs before it; a file's own recipe is always replayed, as `memfit estimate` does."""
     footprint, judgement = estimator.shown(recipe, exact=bool(estimator.job.stated and not before))
     saved = before[-1].judgement.need - judgement.need if before else 0

@@ -33,7 +33,7 @@ _LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
 VENDORS = ("NVIDIA", "AMD")  # those PyTorch's allocator and kernels, as modelled here, run on
 
 
-class Entry(Protocol):
+class CatalogueModel(Protocol):
     """What views need of a catalogue entry."""
 
     @property
@@ -62,7 +62,7 @@ class GpuRow:
     good_for: Mapping[str, Largest]
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=CatalogueModel)
 
 
 def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Architecture | None]) -> tuple[GpuRow, ...]:

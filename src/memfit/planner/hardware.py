@@ -9,8 +9,8 @@ from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
-from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import worded
+from memfit.planner.search import Estimator
 
 SHOWN = 6  # cards
 COUNTS = (2, 4, 8)  # of the same card

@@ -10,8 +10,7 @@ from memfit.closed_form.run.estimate import closed_form
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner import techniques
-from memfit.planner.candidates import Estimator
-from memfit.planner.search import ranked
+from memfit.planner.search import Estimator, ranked
 
 # what is learned, from what, in which steps: never altered by a fall
 LEARNED = (

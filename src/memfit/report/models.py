@@ -8,13 +8,13 @@ from typing import Protocol
 from rich.console import Group
 from rich.text import Text
 
-from memfit.planner.good_for import Entry
+from memfit.planner.good_for import CatalogueModel
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import tokens
 from memfit.units import billions
 
 
-class Row(Entry, Protocol):
+class Row(CatalogueModel, Protocol):
     """What the table shows of it."""
 
     @property

@@ -43,7 +43,7 @@ class Trainer:
     )  # --loss -> code
 
     def head(self, loss: str) -> str:
-        """Which implementation of the loss this trainer runs for a value of --loss: a row of closed_form.layers.losses.LOSSES."""
+        """Which implementation of the loss this trainer runs for a value of --loss: a row of closed_form.layers.head.LOSSES."""
         return dict(self.heads)[loss]
 
     @property

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers.block import forward as transformers_block
-from memfit.closed_form.layers.modules import Block
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.size import Basis, Size, added, covers
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
@@ -20,7 +20,7 @@ INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradi
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class ProgramPart:
     """A run of events inside a program: the peaks above its start and what it leaves behind."""
 
     events: tuple[int, ...]
@@ -31,7 +31,7 @@ class Segment:
     product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
 
     @staticmethod
-    def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
+    def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> ProgramPart:
         product = events.index(0) if 0 in events else -1
         events = [event for event in events if event]
         level: dict[Basis, int] = {}
@@ -48,7 +48,7 @@ class Segment:
                 if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
+        return ProgramPart(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
 
     @property
     def marked(self) -> list[int]:
@@ -76,10 +76,10 @@ def by_role(
 class Program:
     """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
 
-    forward: Segment
-    leave: Segment  # when the model's body returns, before the head
-    exit: Segment  # when the whole forward returns: the autocast region ends, the model's output goes
-    backward: Segment
+    forward: ProgramPart
+    leave: ProgramPart  # when the model's body returns, before the head
+    exit: ProgramPart  # when the whole forward returns: the autocast region ends, the model's output goes
+    backward: ProgramPart
     sizes: dict[int, dict[Basis, int]]
     roles: dict[int, Role]
     labels: dict[int, str]
@@ -126,7 +126,7 @@ def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tenso
     input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"
     rec.roles[GRADIENT] = rec.roles[input_gradient] = "temporaries"
-    forward, leave, exit, backward = (Segment.of(events, rec.sizes, rec.roles) for events in parts)
+    forward, leave, exit, backward = (ProgramPart.of(events, rec.sizes, rec.roles) for events in parts)
     rec.events = []
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
@@ -148,7 +148,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
-    block = Block(rec, layer, style, width)
+    block = LayerRun(rec, layer, style, width)
     out, kept, saves = _run_forward(block, x)
     held = x if style.holds_input else None
     del x
@@ -165,7 +165,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     return finished(rec, [forward, leave, exits, backward], output, result)
 
 
-def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
     """The forward; with checkpointing the input stays (`kept`), unless offloaded, and what the policy saves."""
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
@@ -178,7 +178,7 @@ def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
     return out, kept, saves
 
 
-def _policy(block: Block) -> list[Tensor]:
+def _policy(block: LayerRun) -> list[Tensor]:
     """What TRL's selective policy saves: the outputs of a fused attention kernel, whoever needs them."""
     rec, style, a = block.rec, block.style, block.layer.attention
     if a.kind == "linear" or style.kernel in ("math", "eager"):
@@ -190,7 +190,9 @@ def _policy(block: Block) -> list[Tensor]:
     ]
 
 
-def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]) -> Tensor | None:
+def _run_backward(
+    block: LayerRun, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]
+) -> Tensor | None:
     """The backward; with checkpointing the forward runs again first, up to its last saved tensor."""
     rec, style = block.rec, block.style
     if style.checkpointing == "none":

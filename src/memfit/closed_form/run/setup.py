@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.closed_form.layers.embedding import EmbeddingStyle
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.masks import MaskStyle
-from memfit.closed_form.layers.per_layer import per_layer_of
-from memfit.closed_form.layers.rotary import ROTARY
+from memfit.closed_form.layers.block import per_layer_of
+from memfit.closed_form.layers.elementwise import ROTARY
+from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
+from memfit.closed_form.layers.head import HeadStyle
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import CODES, Kernel, Mask, Style
