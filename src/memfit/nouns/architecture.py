@@ -53,7 +53,7 @@ class Attention:
     head_dim: int  # H
     value_dim: int  # width of one value head (= head_dim but for MLA and linear attention)
     rotary_dim: int = 0  # part of each head that is rotated; 0: no rotary embedding
-    rotary: str = "half"  # how: a row of formula/rotary.py
+    rotary: str = "half"  # how: a row of closed_form.layers.elementwise.ROTARY
     qk_norm: Literal["none", "head", "full"] = "none"  # head: over H; full: over N*H
     fused_qkv: bool = False
     bias: bool = False  # on the q, k, v projections
@@ -68,7 +68,7 @@ class Attention:
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on written-out attention
     upcast: bool = True  # written-out attention takes its softmax in fp32
-    code: str = ""  # a row of formula/mixers.py, for model classes with an attention of their own
+    code: str = ""  # a row of closed_form.layers.attention.MIXERS, for model classes with an attention of their own
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import memfit.frameworks.process_layout as launch
-from memfit.closed_form.parallel.zero3 import BUCKET
+from memfit.closed_form.parallel.zero import BUCKET
 from memfit.nouns.job import Recipe
 from memfit.tables.precisions import meaning
 
