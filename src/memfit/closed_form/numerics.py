@@ -52,21 +52,21 @@ def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
 
 
 def gathered(n: Numerics) -> Numerics:
-    """The widths inside a block whose weights FSDP gathers: already in the compute dtype, so nothing is cast."""
+    """Return the widths inside a block that FSDP gathers: weights have the compute dtype already, so nothing is cast."""
     if not n.autocast:
         return n
     return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
 
 
 def kernel_width(r: Recipe, n: Numerics) -> int:
-    """Itemsize of the queries, keys and values that reach the attention kernel."""
+    """Return the itemsize of the queries, keys and values that reach the attention kernel."""
     return n.autocast or (n.residual if r.method == "qlora" else n.weight)
 
 
 def attention_kernel(
     a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool, train: bool = True
 ) -> Kernel:
-    """The kernel that an attention layer runs. `width`: itemsize of queries, keys and values."""
+    """Return the kernel an attention layer runs. `width`: itemsize of queries, keys and values."""
     if recipe.attention == "eager" or not a.sdpa:
         return "eager"
     if recipe.attention == "flash":
@@ -82,7 +82,7 @@ def attention_kernel(
 
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
+    """Return the names of modules that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
     parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
     linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
     if targets == ("all-linear",):
@@ -113,7 +113,7 @@ STACKED_EXPERTS = {
 
 
 def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """What gets an adapter: module names, and ends of the names of parameters ("experts.down_proj")."""
+    """Return what gets an adapter: module names, and suffixes of parameter names ("experts.down_proj")."""
     modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
     if targets == ("all-linear",):
         modules |= renamed.keys()
@@ -121,19 +121,19 @@ def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[s
 
 
 def has_adapter(w: Weight, names: frozenset[str]) -> bool:
-    """Whether a weight is one of `adapted`."""
+    """Return whether a weight gets an adapter; `names` comes from `adapted`."""
     return (w.kind == "linear" and w.module in names) or any("." in n and w.name.endswith(n) for n in names)
 
 
 def adapter_rank(w: Weight, rank: int) -> int:
-    """The rank of the adapter of one weight; of stacked experts that of all, twice where two layers became one."""
+    """Return the rank of a weight's adapter; stacked experts sum theirs, doubled where two layers became one."""
     if w.kind != "experts":
         return rank
     return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
 
 
 def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
-    """lora_A [rank, in] and lora_B [out, rank] of every adapted one among `weights`."""
+    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`."""
     found = []
     for w in weights:
         if has_adapter(w, names):

@@ -50,7 +50,7 @@ def covers(big: Size, small: Size) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """What a basis is worth: the micro-batch and the card."""
+    """The micro-batch and the card, which give every basis its number."""
 
     batch: int  # B
     sequence: int  # S
@@ -64,7 +64,7 @@ class Dims:
         return int(self.batch * (self.sequence - 1) * self.label_share)
 
     def value(self, basis: Basis) -> int:
-        """The number a basis stands for."""
+        """Return the number a basis stands for."""
         b, s = self.batch, self.sequence
         if isinstance(basis, tuple):
             kind, columns, width = basis
@@ -121,14 +121,14 @@ class Dims:
         raise KeyError(basis)
 
     def _staging(self, rows: int, columns: int) -> int:
-        """Bytes of the staging buffer of `x.sum(0)` over [rows, columns]."""
+        """Return bytes of the staging buffer of `x.sum(0)` over [rows, columns]."""
         found = reduction(
             rows, columns, fastest=False, multiprocessors=self.multiprocessors, threads=self.threads_per_multiprocessor
         )
         return found[0] if found else 0
 
     def bytes(self, size: Size) -> int:
-        """A size for this batch, in bytes."""
+        """Return a size for this batch, in bytes."""
         return sum(c * self.value(k) for k, c in size.items())
 
 

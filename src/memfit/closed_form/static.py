@@ -16,7 +16,7 @@ from memfit.tables.trainers import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One weight as it arrives on the card: the tensors that stay, and what is gone once it is converted."""
+    """One weight as it arrives on the card: the tensors that stay, and what is freed once it is converted."""
 
     stays: tuple[int, ...]
     passing: int = 0
@@ -57,7 +57,7 @@ def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
 ) -> Static:  # fmt: skip
-    """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
+    """Return the exact bytes of one way to store and train a model, cached because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
@@ -100,7 +100,7 @@ def static_bytes(
 
 
 def arrival(architecture: Architecture, method: str) -> list[int]:
-    """The stored weights by number, as they reach the card: those of a quantised model by name, layers by their number."""
+    """Return the indices of the stored weights in the order they reach the card; a quantised model's are sorted by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
     parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
@@ -127,8 +127,8 @@ def trained_weights(
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
-    """What is trained, in the order an optimizer goes through it; transformers gives norms and biases, which it does not
-    decay, a group of their own behind all others.
+    """Return what is trained in the optimizer's order: transformers puts norms and biases, which have no weight decay, in a
+    second group.
     """
     return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
 
@@ -136,7 +136,7 @@ def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tu
 def _state_tensors(
     trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """State tensors per trained weight; the first entry holds the tables they share.
+    """Return the state tensors of each trained weight; the first entry holds the tables they share.
 
     transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
     """
@@ -151,7 +151,7 @@ def _state_tensors(
 
 
 def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
-    """`static_bytes` for a recipe."""
+    """Return `static_bytes` of a recipe."""
     return static_bytes(
         a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, t.embeddings_32bit, t.decayed_first
     )

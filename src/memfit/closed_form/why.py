@@ -99,7 +99,7 @@ def _static(account: Account, role: Role, label: str, size: int) -> Reason:
 
 
 def _parts(account: Account, label: str) -> int:
-    """How many GPUs share a line."""
+    """Return how many GPUs share a line."""
     owner = {"gradients": "gradients", "optimizer states": "optimizer", "fp32 master weights": "optimizer"}
     least = ("none", "optimizer", "gradients", "parameters")
     needed = owner.get(label, "parameters" if label in _WEIGHTS else "")
@@ -190,7 +190,7 @@ def _states(account: Account) -> Told:
 
 
 def _kept_wide(account: Account) -> int:
-    """Embedding elements whose 8-bit states stay in 32 bits under transformers' Trainer."""
+    """Return how many embedding elements keep 32-bit states under transformers' Trainer."""
     row = account.optimizer
     if not (account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1):
         return 0
@@ -313,9 +313,9 @@ def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
 
 
 def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
-    """Replay the completed steps and the begun one: what was born and has not died, with its role.
+    """Replay the completed steps and the current one: return every tensor that is still allocated, with its role.
 
-    A block's output is born in the block and freed by the next one as its INPUT; gradients flow the other way.
+    A block's output is allocated in the block and freed by the next one as its INPUT; gradients flow the other way.
     """
     live: dict[Part, dict[int, Role]] = {}
     before: dict[Part, Part] = {}  # the part whose output is this part's input
@@ -344,12 +344,12 @@ def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
 
 
 def _gradient_of(part: Part) -> int:
-    """The id under which a part knows the gradient that comes in: the embedding has no input of its own."""
+    """Return the id a part gives the gradient that comes in: the embedding has no input of its own."""
     return 1 if part.title == "embedding" else GRADIENT
 
 
 def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
-    """(step, its events so far, whether it runs backward) in order of time."""
+    """Yield (step, its events so far, whether it runs backward) in order of time."""
     for step in peak.steps:
         yield step, step.segment.events, step.segment is step.part.program.backward
     if peak.step is not None and peak.event is not None:

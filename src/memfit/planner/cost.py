@@ -46,7 +46,7 @@ class StepTime:
 
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
-    """One optimizer step: `accumulation` micro-steps and the update."""
+    """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
     width = BYTES[meaning(r).computed]
     if width == 4:
@@ -76,7 +76,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
 
 @lru_cache(maxsize=64)
 def active_parameters(a: Architecture) -> int:
-    """Parameters a token passes: all but the experts it is not routed to and the embedding it only looks up."""
+    """Return the parameters a token is multiplied with: not the embedding, nor the experts it is not routed to."""
     total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
     for layer in a.layers:
         for w in layer.weights:

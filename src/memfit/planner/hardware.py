@@ -20,7 +20,7 @@ Progress = Callable[[str, float], None]
 def cheaper(
     plan: Plan, cards: Iterable[Gpu], answer: Callable[[Job], Plan], tell: Progress
 ) -> tuple[tuple[Alternative, ...], str]:
-    """(cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence about them).
+    """Return (cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence on them).
 
     Where the job's own card has no price, or the job does not fit it, any priced card that would do is listed.
     """
@@ -48,7 +48,7 @@ def _about(plan: Plan, limit: float | None, found: int) -> str:
 
 
 def _on(job: Job, answer: Callable[[Job], Plan]) -> Alternative | None:
-    """The job's own plan on another card; None where it does not fit or cannot be."""
+    """Return the plan of the job on another card, None where it does not fit or is impossible."""
     try:
         plan = answer(job)
     except MemfitError:  # what was asked for is impossible there
@@ -65,7 +65,7 @@ def _price(gpu: Gpu) -> float:
 
 
 def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """More of the same card, then a larger one: the smallest change of hardware that would do."""
+    """Return the smallest change of hardware that would do: more of the same card, then a larger one."""
     job, found = plan.job, []
     for count in COUNTS:
         if count > job.num_gpus:
@@ -87,7 +87,7 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
 
 
 def _as_is(job: Job, recipe: Recipe, gpu: Gpu) -> Alternative | None:
-    """The very recipe on another card."""
+    """Return the same recipe on another card, None where it does not fit."""
     estimator = Estimator(job)
     if not estimator.possible(recipe):
         return None

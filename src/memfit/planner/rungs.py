@@ -26,14 +26,14 @@ class LadderStep:
 
 
 def sixteen_bit(gpu: Gpu) -> str:
-    """The mixed precision a card can run."""
+    """Return the mixed precision a card can run."""
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
 
 
 def worded(r: Recipe, job: Job) -> Recipe:
-    """The recipe with its backend's word for mixed precision: a master copy under DeepSpeed, else fp32 weights.
+    """Return the recipe with its backend's mixed precision: a master copy under DeepSpeed, else fp32 weights.
 
-    What the user or a file of theirs named stays.
+    A precision that the user or their file set stays.
     """
     fixed = "precision" in job.stated or "precision" in dict(job.wanted)
     if fixed or r.method != "full" or r.precision not in ("bf16-mixed", "bf16-master"):
@@ -52,7 +52,7 @@ def _smallest_batch(r: Recipe, job: Job) -> Recipe:
 
 
 def half_precision(gpu: Gpu) -> str:
-    """What a frozen base is loaded in."""
+    """Return the precision a frozen base is loaded in."""
     return "bf16" if sixteen_bit(gpu) == "bf16-mixed" else "fp16-mixed"
 
 
@@ -74,7 +74,7 @@ EIGHT_BIT = {
 
 
 def _eight_bit(r: Recipe, job: Job) -> Recipe:
-    """The same rule with 8-bit states, torchao's where FSDP2 cuts the weights; without such a twin nothing changes."""
+    """Take the same optimizer with 8-bit states, torchao's under FSDP2; one without an 8-bit version stays."""
     twin = EIGHT_BIT.get(r.optimizer, r.optimizer)
     return r.but(optimizer="adamw-8bit-torchao" if twin == "adamw-8bit" and r.shard == "parameters" else twin)
 
@@ -86,7 +86,7 @@ def _fused(r: Recipe, job: Job) -> Recipe:
 def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
     """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host.
 
-    It steps with AdamW, so a file that chose another rule is not changed.
+    Its step is AdamW's, so a file that chose another optimizer is not changed.
     """
     if "optimizer" in job.stated and "adamw" not in r.optimizer:
         return r
@@ -161,13 +161,13 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 
 def backwards(before: Recipe, after: Recipe) -> bool:
-    """A step would undo something the recipe already does."""
+    """Return whether a step would undo something the recipe already does."""
     return any(
         values.index(getattr(after, name)) < values.index(getattr(before, name)) for name, values in ORDER.items()
     )
 
 
 def steps_for(job: Job) -> tuple[LadderStep, ...]:
-    """The rungs of a job: sharding comes first when there are several cards, because it costs no quality."""
+    """Return the rungs of a job; on several cards sharding comes first, because it costs no quality."""
     mixed, *rest = LADDER
     return (mixed, *SHARDING, *rest) if job.num_gpus > 1 else LADDER

@@ -35,18 +35,18 @@ Known = Mapping[Recipe, tuple[Footprint, Judgement]]
 
 
 class Estimator:
-    """Remembers what it has estimated for one job; of `known` recipes a trace has told more."""
+    """Estimates recipes of one job and keeps the results; those of `known` recipes come from a trace."""
 
     def __init__(self, job: Job, known: Known | None = None) -> None:
         self.job, self._known = job, known or {}
         self._full: dict[tuple[Recipe, bool], Footprint] = {}
 
     def possible(self, recipe: Recipe) -> bool:
-        """The combination makes sense on this model and card."""
+        """Return whether the combination is possible on this model and card."""
         return combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
 
     def quick(self, recipe: Recipe) -> Candidate:
-        """Closed form of the training step alone; about 100 microseconds."""
+        """Estimate the training step alone by the closed form, in about 100 microseconds."""
         account = Account(self.job.architecture, recipe, self.job.gpu)
         worst = closed_form(account)
         nccl = account.share.nccl
@@ -58,14 +58,14 @@ class Estimator:
         return Candidate(recipe, found, seconds)
 
     def footprint(self, recipe: Recipe, replay: bool) -> Footprint:
-        """All phases; with a replay when asked."""
+        """Estimate all phases, with a replay of the allocator if `replay`."""
         key = (recipe, replay)
         if key not in self._full:
             self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
-        """What is printed for a recipe: replayed when the answer could depend on it, or where it must be `exact`."""
+        """Return what is printed for a recipe, replayed where the verdict could depend on it or where it must be `exact`."""
         if recipe in self._known:
             return self._known[recipe]
         quick = self.footprint(recipe, replay=False)
@@ -76,7 +76,7 @@ class Estimator:
         return quick, found
 
     def host_bytes(self, recipe: Recipe) -> int:
-        """Bytes that offloading keeps in host memory, over all processes."""
+        """Return the bytes that offloading keeps in host memory, over all processes."""
         if recipe.offload == "none":
             return 0
         s = Account(self.job.architecture, recipe, self.job.gpu).static
@@ -84,17 +84,17 @@ class Estimator:
         return s.states + s.master + s.gradients + weights
 
     def seconds(self, recipe: Recipe) -> float:
-        """Roofline seconds of one optimizer step."""
+        """Return the roofline's seconds for one optimizer step."""
         return self.quick(recipe).seconds
 
 
 def splits(per_gpu: int) -> list[int]:
-    """Micro-batches that divide a batch evenly, largest first."""
+    """Return the micro-batches that divide a batch evenly, largest first."""
     return [b for b in range(per_gpu, 0, -1) if per_gpu % b == 0]
 
 
 def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]:
-    """Recipes that learn what `rung` learns and give up no more than it does."""
+    """Yield the recipes that learn what `rung` learns and give up no more than it does."""
     wanted = dict(job.wanted)
     per_gpu = max(job.effective_batch // rung.num_gpus, 1)
     batches = [wanted["micro_batch"]] if "micro_batch" in wanted else splits(per_gpu)
@@ -103,7 +103,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
         return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
 
     checkpointing = options("checkpointing", ("none", "full"))
-    # another AdamW takes the same steps, another rule does not
+    # another implementation of AdamW takes the same steps, another optimizer does not
     same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
     optimizers = options("optimizer", ("adamw",) if same else ())
     losses = [rung.loss] if trainer(rung.trainer).one_loss else options("loss", ("fused", "full"))
@@ -120,7 +120,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
-    """(those that may fit, those that cannot), each fastest first."""
+    """Return (those that may fit, those that cannot), each fastest first."""
     found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
     found.sort(key=_preference)
     fitting = [c for c in found if c.judgement.verdict != "misfit"]
@@ -131,7 +131,7 @@ SAME_SPEED = 1.02  # the roofline cannot tell times apart that are closer than t
 
 
 def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Fastest first; of equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
+    """Sort the fastest first; among equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
     return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
@@ -141,9 +141,9 @@ TRIES = 16  # steps from a value that the closed form takes for the largest down
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
-    """The largest value of a field that still fits with the rest as it is (0: not even 1). Doubling, then bisection."""
+    """Return the largest value of a field that fits with the rest unchanged (0: not even 1), by doubling and bisection."""
 
-    # where a replay had to say that the recipe fits, the closed form would say of each value that it does not
+    # where only the replay found that the recipe fits, the closed form would refuse every value
     replayed = estimator.quick(recipe).judgement.verdict != "fits"
 
     def fits(value: int, exact: bool = replayed) -> bool:

@@ -18,7 +18,7 @@ PLATFORMS: dict[Platform, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """A sentence, and when it holds."""
+    """A sentence to print, and the condition under which it holds."""
 
     when: Callable[[Architecture, Recipe, Gpu], bool]
     says: Callable[[Architecture, Recipe, Gpu], str]
@@ -74,5 +74,5 @@ CAUTIONS: tuple[Caution, ...] = (
 
 
 def cautions(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
-    """Everything to be said about this recipe on this card."""
+    """Return every caution about this recipe on this card."""
     return tuple(c.says(architecture, recipe, gpu) for c in CAUTIONS if c.when(architecture, recipe, gpu))

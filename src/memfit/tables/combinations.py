@@ -51,12 +51,12 @@ def _bitsandbytes(r: Recipe) -> bool:
 
 
 def _triton_loss(r: Recipe) -> bool:
-    """A fused loss is a Triton kernel everywhere but in TRL, whose own has a path without Triton."""
+    """Return whether the loss needs Triton: every fused loss does, but TRL's has a path without it."""
     return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
 
 
 def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
-    """PEFT 0.21's ParamWrapper lacks the attributes that Liger 0.8's forward, bound to it, asks for."""
+    """Return whether Liger's fused experts get adapters: PEFT 0.21's ParamWrapper lacks attributes that Liger 0.8 reads."""
     fused = (
         r.loss == "fused" and trainer(r.trainer).liger_layers and a.model_type in LIGER and LIGER[a.model_type].experts
     )
@@ -155,11 +155,11 @@ def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | N
 def refusal(
     recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None
 ) -> Impossible | Absent | None:
-    """The first rule a recipe breaks, or None."""
+    """Return the first rule a recipe breaks, or None."""
     broken = next((rule for rule in IMPOSSIBLE if rule.when(recipe, architecture, gpu)), None)
     return broken or (absent(recipe, gpu) if gpu else None)
 
 
 def absent(recipe: Recipe, gpu: Gpu) -> Absent | None:
-    """The first thing a recipe needs that the card does not have, or None."""
+    """Return the first thing a recipe needs that the card does not have, or None."""
     return next((rule for rule in ABSENT if rule.when(recipe, gpu)), None)

@@ -14,19 +14,19 @@ _WORKSPACES = ((9, 33_554_432), (0, 8_519_680))  # from that major capability on
 
 
 def threads_per_multiprocessor(capability: Capability) -> int:
-    """2048 on data-centre parts up to cc 9 and 10, 1536 on cc 8.6, 8.9 and 12, 1024 on 7.5."""
+    """Return 2048 on data-centre cards up to compute capability 10, 1536 on 8.6, 8.9 and 12, 1024 on 7.5."""
     return _THREADS.get(capability, 2048)
 
 
 def cublas_workspace(capability: Capability) -> int:
-    """Bytes that every thread which multiplies matrices on a stream takes once and keeps (CublasHandlePool.cpp)."""
+    """Return the bytes that each thread multiplying matrices on a stream allocates once and keeps (CublasHandlePool.cpp)."""
     return next(size for major, size in _WORKSPACES if capability[0] >= major)
 
 
 def reduction(
     inputs: int, outputs: int, *, fastest: bool, multiprocessors: int, threads: int, acc_bytes: int = 4
 ) -> tuple[int, ...]:
-    """(staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
+    """Return (staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
 
     inputs: elements that become one; fastest: they lie side by side. threads: per multiprocessor. Source: Reduce.cuh
     (setReduceConfig of at::native::gpu_reduce_kernel), checked against recorded kernels on cc 8.0 and 9.0.
@@ -66,7 +66,7 @@ _SPLIT_GOAL = 200  # blocks of keys times heads that the memory-efficient kernel
 
 
 def key_splits(heads: int, keys: int) -> int:
-    """Into how many parts the memory-efficient kernel's backward cuts the keys; heads: of the whole batch."""
+    """Return how many parts the memory-efficient kernel's backward cuts the keys into; heads: of the whole batch."""
     return min(max(_SPLIT_GOAL // heads, 1), _up(keys, 64))
 
 

@@ -43,12 +43,12 @@ class Trainer:
     )  # --loss -> code
 
     def head(self, loss: str) -> str:
-        """Which implementation of the loss this trainer runs for a value of --loss: a row of closed_form.layers.head.LOSSES."""
+        """Return the row of closed_form.layers.head.LOSSES that this trainer runs for a value of --loss."""
         return dict(self.heads)[loss]
 
     @property
     def one_loss(self) -> bool:
-        """Whatever --loss says, the trainer computes it in one way."""
+        """Whether the trainer computes the loss in one way, whatever --loss asks for."""
         return len({code for _, code in self.heads}) == 1
 
 
@@ -83,7 +83,7 @@ _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))
 
 
 def trainer(spec: str) -> Trainer:
-    """'trl', 'trl==1.3' or 'transformers' -> its row. Without a version the current one is meant."""
+    """Return the row of 'trl', 'trl==1.3' or 'transformers'. Without a version it is the current one's."""
     found = _SPEC.match(spec.strip().lower())
     if found is None:
         raise BadInput(f"'{spec[:80]}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
@@ -100,20 +100,19 @@ def trainer(spec: str) -> Trainer:
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing:
-    """What really happens: selective checkpointing is plain where the trainer's does not reach a model with adapters."""
+    """Return the checkpointing that runs: selective is plain where the trainer's does not reach a model with adapters."""
     plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
     return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
 
 
 def script_of(spec: str) -> str:
-    """Which of memfit's two training scripts runs a recipe of this trainer: an export target."""
+    """Return which of memfit's two training scripts runs a recipe of this trainer (an export target)."""
     return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
 
 
 def taken_as(spec: str) -> str:
-    """The version whose facts stand for the one in `spec`, when it is newer than all known or of an older major one.
-
-    Empty when they are its own.
+    """Return the version whose facts stand in for the one in `spec` where that is newer than all known, or of an older
+    major version; "" where it has facts of its own.
     """
     name, _, version = spec.partition("==")
     if not version or trainer(spec) is not trainer(name):

@@ -17,7 +17,7 @@ from memfit.nouns.architecture import Attention
 
 
 def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """LlamaAttention and all that follow it."""
+    """LlamaAttention and the classes written after it."""
     q, k, v, gate = _project(block, x, a)
     if a.rotary_dim:
         if block.style.liger and block.style.liger.rope:
@@ -32,7 +32,7 @@ def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:
-    """Queries, and where q_proj is twice as wide the gate that lies beside them."""
+    """Return the queries, and the gate where q_proj is twice as wide and holds both."""
     width = a.heads * a.head_dim
     if not a.gated:
         return block.linear("q", x, width), None
@@ -41,7 +41,7 @@ def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Te
 
 
 def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys and values as [B, N, S, H] views, normed where the model does; and the gate of the output."""
+    """Return queries, keys and values as [B, N, S, H] views, normed where the model does, and the output's gate."""
     widths = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim)
     if a.fused_qkv:
         q, k, v = ops.split(block.rec, block.linear("qkv", x, sum(widths)), widths)
@@ -62,7 +62,7 @@ def _as_heads(block: LayerRun, x: Tensor, role: str, a: Attention) -> Tensor:
 
 
 def llama4(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """Llama4TextAttention: normed without weight after the rotation; layers without one scale their queries."""
+    """Llama4TextAttention: norms without a weight after the rotation; layers without a rotation scale their queries."""
     rec, style = block.rec, block.style
     q, k, v = (
         block.linear(role, x, n * a.head_dim) for role, n in zip("qkv", (a.heads, a.kv_heads, a.kv_heads), strict=True)
@@ -79,7 +79,7 @@ def llama4(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """DynamicCache.update concatenates even the first time; the cache lives until the model's output goes."""
+    """DynamicCache.update concatenates even the first time; the cache lives as long as the model's output."""
     if not block.style.use_cache:
         return k, v
     rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
@@ -105,7 +105,7 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
 
 
 def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """_flash_attention_forward with a padding mask: the rows of real tokens are picked, end to end, and put back."""
+    """_flash_attention_forward with a padding mask: copies the rows of real tokens end to end, and puts the result back."""
     rec, style = block.rec, block.style
     tokens = rec.new({"T": 1}, 8, "indices of tokens")
     k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
@@ -114,7 +114,7 @@ def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
 
 
 def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
-    """Keys or values for every query head: a view when there is one head for all, else a copy."""
+    """Return keys or values for every query head: a view where one head serves all, else a copy."""
     if a.kv_heads == a.heads:
         return x
     every = {k: n // a.kv_heads * a.heads for k, n in x.elements.items()}
@@ -122,7 +122,7 @@ def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
 
 
 def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """eager_attention_forward: every score of every head exists, several times."""
+    """eager_attention_forward: all scores of all heads exist at once, several times."""
     rec, style = block.rec, block.style
     keys, values = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     if a.sinks:
@@ -145,7 +145,7 @@ def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Ten
 
 
 def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
-    """gpt-oss: one more score per row and head, shifted by its maximum; in fp32 where the sinks are."""
+    """gpt-oss: adds one score per row and head and subtracts the row's maximum; in fp32 where the sinks are fp32."""
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
@@ -169,7 +169,7 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
 
 
 def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """DeepseekV3Attention and all that follow it."""
+    """DeepseekV3Attention and the classes written after it."""
     rec, rope = block.rec, _rope_width(block, a)
     nope = a.head_dim - rope
     q = ops.split_heads(rec, _queries(block, x, a))
@@ -188,7 +188,7 @@ def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _rope_width(block: LayerRun, a: Attention) -> int:
-    """The part of each key that all heads share; Kimi Linear has one without rotating it."""
+    """Return the width of each key's part that all heads share; Kimi Linear has one without rotating it."""
     w = block.find("kv_a_proj_with_mqa", "attention")
     return w.shape[0] - a.kv_lora_rank if w else a.rotary_dim
 
@@ -201,7 +201,7 @@ def _queries(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _expanded(block: LayerRun, kv: Tensor, k_rot: Tensor, a: Attention, nope: int, rope: int) -> tuple[Tensor, Tensor]:
-    """expand_kv: keys put together in place from their own part of each head and the shared one."""
+    """expand_kv: fills new keys in place with each head's own part and the shared part."""
     rec = block.rec
     both = ops.split_heads(rec, block.linear("kv_b_proj", kv, a.heads * (nope + a.value_dim)))
     k_nope, v = ops.split(rec, both, (a.heads * nope, a.heads * a.value_dim), by_head=True)
@@ -323,7 +323,7 @@ MIXERS: dict[str, Callable[[LayerRun, Tensor, Attention], Tensor]] = {
 
 
 def attention(block: LayerRun, x: Tensor) -> Tensor:
-    """One attention sub-block from normed hidden states to the output projection."""
+    """Run one attention sub-block from normed hidden states to the output projection."""
     a = block.layer.attention
     mixer = MIXERS.get(a.code or a.kind)
     if mixer is None:

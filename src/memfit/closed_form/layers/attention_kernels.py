@@ -139,7 +139,7 @@ def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: T
 
 
 def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None) -> Tensor:
-    """The fallback: fp32 copies of 16-bit operands and all scores, written out."""
+    """The math kernel: makes fp32 copies of 16-bit operands and all scores in full."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
     q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
     q = ops.scale(rec, q, "scaled queries")
@@ -171,7 +171,7 @@ def _causal_bias(rec: Recorder) -> Tensor:
 
 
 def _safe_softmax(rec: Recorder, scores: Tensor, heads: int) -> Tensor:
-    """_safe_softmax: looks for rows without any key."""
+    """_safe_softmax: a softmax, and a search for rows in which every key is masked."""
     out = ops.softmax(rec, scores, 4)
     equal = rec.new({"TS": heads}, 1, "masked scores")
     rows = rec.new({"T": heads}, 1, "masked rows")

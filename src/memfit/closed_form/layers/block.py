@@ -62,7 +62,7 @@ def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
     if given.requires_grad:
 
         def backward(g: Tensor) -> list[Tensor | None]:
-            """SelectBackward: a gradient for every layer's input, added to the others' at once."""
+            """SelectBackward: makes a gradient as large as all layers' inputs, which is added to the sum at once."""
             rec.new({"T": style.per_layer}, g.itemsize, "gradient of every layer's input")
             return [None]
 
@@ -77,7 +77,7 @@ def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
 
 
 def scaled_in_place(rec: Recorder, x: Tensor) -> Tensor:
-    """hidden_states *= layer_scalar: nothing new forward, a product backward."""
+    """hidden_states *= layer_scalar: allocates nothing forward and a product backward."""
     return rec.record(x.view(), [x], [], lambda g: [rec.like(g, "scaled gradient")])
 
 
@@ -144,7 +144,7 @@ def _parallel(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def _falcon(block: LayerRun, x: Tensor) -> Tensor:
-    """FalconDecoderLayer: what is normed and attended stays a local variable; one sum of a parallel block is in place."""
+    """FalconDecoderLayer: normed and attended states stay local variables; one sum of a parallel block is in place."""
     rec, parallel = block.rec, block.layer.placement == "parallel"
     residual, normed = x, block.norm(x, "input_norm")
     fed = block.norm(x, "mlp_norm") if parallel and block.layer.norms > 1 else normed
@@ -163,7 +163,7 @@ def _dropout(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def mlp(block: LayerRun, x: Tensor) -> Tensor:
-    """The feed-forward sub-block."""
+    """Run the feed-forward sub-block."""
     block.rec.enter("mlp")
     try:
         kind = block.layer.mlp.kind

@@ -15,7 +15,7 @@ KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 
 
 def activation(rec: Recorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
-    """act(x); a name that is not written out here is one kernel that keeps its input. trained: so are its parameters."""
+    """act(x). A function without code here is one kernel that keeps its input. trained: xIELU's parameters get gradients."""
     if name == "xielu":
         return _xielu(rec, x, trained)
     written = {
@@ -59,7 +59,7 @@ def _relu2(rec: Recorder, x: Tensor) -> Tensor:
 
 
 def _power(rec: Recorder, x: Tensor, label: str) -> Tensor:
-    """torch.pow, which autocast runs in fp32: so is all that is computed from it."""
+    """torch.pow, which autocast runs in fp32, so everything computed from the result is fp32 too."""
     return ops.power(rec, ops.cast(rec, x, 4, "fp32 copy") if rec.autocast else x, label)
 
 
@@ -87,7 +87,7 @@ def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
 
 
 def _minimum(rec: Recorder, x: Tensor) -> Tensor:
-    """torch.min(x, a number): ties share the gradient, which takes two masks and half of it."""
+    """torch.min(x, a number): equal values share the gradient, so backward makes two masks and a halved gradient."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
         held = [rec.like(g, "half of the gradient"), rec.like(g, "equal", 1)]
@@ -100,7 +100,7 @@ def _minimum(rec: Recorder, x: Tensor) -> Tensor:
 
 
 def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:
-    """BLOOM's own autograd function: keeps the input, and writes both directions out in up to six tensors."""
+    """BLOOM's own autograd function: keeps the input; forward and backward make up to six tensors."""
     _held(rec, x, 3)
     out = rec.like(x, "gelu")
 
@@ -112,7 +112,7 @@ def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:
 
 
 def _held(rec: Recorder, x: Tensor, count: int) -> None:
-    """`count` intermediate results alive at once."""
+    """Make `count` intermediate results that are alive together."""
     held = [rec.like(x, "gelu intermediate") for _ in range(count)]
     while held:
         held.pop()
@@ -208,7 +208,7 @@ def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
 
 
 def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys with the rotated part of each head turned; a part that is not rotated is concatenated again.
+    """Rotate queries and keys; a part of each head that is not rotated is concatenated again.
 
     table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
     """
@@ -241,7 +241,7 @@ def _halves(x: Tensor) -> dict[str, int]:
 
 
 def _table(itemsize: int) -> Tensor:
-    """cos or sin; products only ask for its dtype."""
+    """Return a stand-in for cos or sin, of which a product needs the dtype alone."""
     return ops.constant({"S": 1}, itemsize)
 
 
@@ -273,7 +273,7 @@ def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
 
 
 def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
-    """Pairs of numbers seen as complex ones, times the table; the gradient is copied to be seen that way."""
+    """Multiply pairs of numbers, viewed as complex, by the table; the gradient is copied before it is viewed that way."""
     out, need = rec.like(x, "rotated"), x.requires_grad
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -285,7 +285,7 @@ def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How one family rotates."""
+    """How a family of models rotates queries and keys."""
 
     turn: Callable[[Recorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use

@@ -68,7 +68,7 @@ def _positions(rec: Recorder) -> Tensor:
 
 
 def _pattern(rec: Recorder, m: MaskStyle, window: bool) -> Tensor:
-    """Who may look at whom, padding aside: bool comparisons of positions, and-ed one by one."""
+    """Return which positions attend to which, padding aside: bool comparisons of positions, combined one by one with `and`."""
     square: Elements = {"SS": 1}
     if not m.causal:
         if not window:
@@ -101,7 +101,7 @@ def _anded(rec: Recorder, mask: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingStyle:
-    """What the embedding end does besides looking rows up."""
+    """What the lower end of a model does besides looking up rows of a table."""
 
     vocabulary: int
     width: int
@@ -126,7 +126,7 @@ class EmbeddingStyle:
 
 @lru_cache(maxsize=1024)
 def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
-    """Everything before the first block; backward makes the gradients of the tables."""
+    """Trace everything before the first block; backward makes the gradients of the tables."""
     rec = recorder(style)
     rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
     gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
@@ -177,7 +177,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
 
 
 def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """The sum of all embeddings, what the model's code still holds besides, and the leaf among them, if there is one."""
+    """Return the sum of all embeddings, what the model's code holds beside it, and the leaf among them, if any."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
     if e.scaled == "module":

@@ -17,7 +17,7 @@ from memfit.nouns.architecture import Norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadStyle:
-    """What stands above the blocks."""
+    """What runs above the blocks of a model."""
 
     vocabulary: int
     width: int
@@ -123,7 +123,7 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 def _narrow(rec: Recorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
-    """A piece of x in the compute dtype, when that is another."""
+    """Return a piece of x cast to the compute dtype, None where x has it already."""
     return rec.new(elements, itemsize, "piece in the compute dtype") if x.itemsize != itemsize else None
 
 
@@ -132,7 +132,7 @@ def _vocabulary_chunk(h: HeadStyle) -> Elements:
 
 
 def _next_chunk(h: HeadStyle) -> Elements:
-    """What is made while the chunk before it is still there: the rest of the vocabulary, or that of the next tokens."""
+    """Return the chunk made while the one before it is alive: the rest of the vocabulary, or the first one of the next tokens."""
     rest = h.vocabulary - TILE_VOCABULARY
     if rest > 0:
         return {"1": min(TILE_VOCABULARY, rest) * h.width}
@@ -140,7 +140,7 @@ def _next_chunk(h: HeadStyle) -> Elements:
 
 
 def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:
-    """hidden_states[:, :-1][labels[:, 1:] != -100]: the rows that are scored, copied."""
+    """hidden_states[:, :-1][labels[:, 1:] != -100]: a copy of the rows that have a label."""
     body = ops.slice(rec, x, {"L": width})
     rec.new({"L": 1}, 16, "indices")
     out = rec.new({"L": width}, x.itemsize, "labelled hidden states")
@@ -219,7 +219,7 @@ def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """A classifier of every token, or of sequences: what BertForSequenceClassification puts above its encoder."""
+    """Classify each token, or each sequence by its first token as BertForSequenceClassification does."""
     basis = "B" if h.pooled else "T"
     if h.pooled:
         x = ops.slice(rec, x, {"B": h.width})
@@ -239,7 +239,7 @@ LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
 
 @lru_cache(maxsize=1024)
 def head_program(h: HeadStyle, style: Style) -> Program:
-    """Final norm, head and loss, forward and backward."""
+    """Trace final norm, head and loss, forward and backward."""
     rec = recorder(style)
     rec.awaited = "embedding" if h.tied and rec.accumulating else ""
     x = rec.new({"T": h.width}, style.residual, "hidden states")

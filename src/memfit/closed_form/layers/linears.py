@@ -12,7 +12,7 @@ from memfit.nouns.architecture import Layer, Norm, Weight
 
 
 def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
-    """The product of x with a quantised weight of `numel` elements, of `shape`."""
+    """Return the product, of `shape`, of x and a quantised weight of `numel` elements."""
     own = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
     return own(rec, x, numel, shape, style)
 
@@ -20,7 +20,7 @@ def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Styl
 def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
 
-    MatMul8bitLt keeps its input as a plain attribute, which no checkpoint takes away; backward dequantises the weight.
+    MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the weight.
     """
     width, elements, need = x.itemsize, x.elements, x.requires_grad
     half, rows = rec.new(elements, 2, "fp16 input"), rec.new({"T": 1}, 4, "row scales")
@@ -110,14 +110,14 @@ MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_fo
 
 
 class LayerRun:
-    """One layer being run under a style: gives its modules to the code of attention and MLP."""
+    """One layer being traced under a style; the code of attention and MLP calls its projections and norms."""
 
     def __init__(self, rec: Recorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
         self.hidden: Elements = {"T": width}
 
     def find(self, role: str, part: str) -> Weight | None:
-        """The weight of a projection; `part` is "attention" or "mlp"."""
+        """Return the weight of a projection; `part` is "attention" or "mlp"."""
         for name in NAMES.get(role, (role,)):
             for w in self.layer.weights:
                 if w.module == name or (name in ("intermediate", "output") and f"{name}.dense" in w.name):
@@ -127,12 +127,12 @@ class LayerRun:
         return None
 
     def bias_of(self, weight: Weight) -> Weight | None:
-        """The bias beside a weight, when stored."""
+        """Return the bias of a weight, None where it has none."""
         name = weight.name.removesuffix("weight") + "bias"
         return next((w for w in self.layer.weights if w.name == name), None)
 
     def linear(self, role: str, x: Tensor, out: int, part: str = "attention") -> Tensor:
-        """The projection `role`, with quantised base and adapter as the style says."""
+        """Run the projection `role`, quantised and with an adapter where the style has them."""
         rec, style = self.rec, self.style
         w = self.find(role, part)
         name, key = (w.module, w.name) if w else (role, role)
@@ -150,7 +150,7 @@ class LayerRun:
             rec.leave()
 
     def _base(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
-        """The layer itself, as the family's class of linear layer runs it."""
+        """Run the linear layer without its adapter."""
         rec, style = self.rec, self.style
         if self.layer.attention.code == "falcon" and style.quantization == "none":
             return _falcon_linear(rec, style, x, numel, shape, bias, name)
@@ -159,7 +159,7 @@ class LayerRun:
     def _adapted(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
         """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype.
 
-        The one for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
+        PEFT's class for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
         """
         rec, style, rank = self.rec, self.style, self.style.lora_rank
         y = self._base(x, numel, shape, bias, name)
@@ -188,7 +188,7 @@ class LayerRun:
         return norm(self.rec, x, kind or self.layer.norm, width or self.width, self.style, label)
 
     def head_norm(self, x: Tensor, label: str, width: int) -> Tensor:
-        """A norm inside attention, which Liger may leave as it is."""
+        """Run a norm inside attention, which Liger does not replace in every model."""
         own = self.style.liger and self.style.liger.head_norm == "own"
         return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
@@ -203,7 +203,7 @@ def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Eleme
 
 
 def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
-    """FalconLinear: x @ weight.T, a view, whose cast autocast does not cache; the bias is added afterwards, uncast."""
+    """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added afterwards, uncast."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
     y = ops.linear(rec, x, turned, shape)

@@ -22,7 +22,7 @@ Factors = tuple[Tensor, Tensor]  # B [experts, out, rank] and A [experts, rank, 
 
 
 def expert_factors(block: LayerRun) -> dict[str, Factors]:
-    """The factors of the experts' adapters by parameter, the outermost wrapper first; they live until the experts return."""
+    """Return the adapters' factors by parameter, the outermost wrapper first; they live until the experts return."""
     m, style = block.layer.mlp, block.style
     ranks = {"down_proj": style.lora_rank, "gate_up_proj": 2 * style.lora_rank}  # two layers became one
     shapes = {"down_proj": (block.width, m.width), "gate_up_proj": (2 * m.width, block.width)}
@@ -36,7 +36,7 @@ def expert_factors(block: LayerRun) -> dict[str, Factors]:
 
 
 def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, Factors]) -> Tensor:
-    """The weight that the product takes: the stored one, or a new one with the adapter folded in (torch.baddbmm)."""
+    """Return the weight the product reads: the stored one, or a new one with the adapter folded in (torch.baddbmm)."""
     rec, style = block.rec, block.style
     if name not in factors:
         return ops.weight(elements, style.weight, f"experts.{name}", style.trained)
@@ -55,7 +55,7 @@ def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, 
 
 
 def router_weight(block: LayerRun, elements: int) -> Tensor:
-    """The router's weight; PEFT adapts it as one matrix: the product, scaled, and the sum, checked and made again."""
+    """Return the router's weight. PEFT adapts it as one matrix: B A is scaled and added, once to check it and once to use it."""
     rec, style = block.rec, block.style
     if not style.lora_rank or "gate.weight" not in style.lora_targets:
         return ops.weight(elements, style.weight, "router.weight", style.trained)
@@ -71,7 +71,7 @@ def router_weight(block: LayerRun, elements: int) -> Tensor:
 
 
 def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
-    """Both as views per expert, cast where the adapter is wider; B's is permuted, so its gradient is copied back."""
+    """Return B and A as views per expert, cast where the adapter is wider. B is permuted, so its gradient is copied back."""
     rec, style = block.rec, block.style
     a, b = (
         ops.weight(of_a, style.adapter, f"{name}.lora_A", True),
@@ -82,7 +82,7 @@ def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
 
 
 def _folded(rec: Recorder, elements: int, factors: Factors) -> Tensor:
-    """baddbmm: the weight copied, the product added to it; B, permuted, is copied for it."""
+    """torch.baddbmm: copies the weight and adds the product to it; the permuted B is copied first."""
     out = rec.new({"1": elements}, factors[0].itemsize, "experts with adapters")
     copied = rec.like(factors[0], "contiguous B")
     del copied
@@ -90,7 +90,7 @@ def _folded(rec: Recorder, elements: int, factors: Factors) -> Tensor:
 
 
 def mixture(block: LayerRun, x: Tensor) -> Tensor:
-    """The sparse block: routed experts, and the dense expert that every token passes."""
+    """Run the sparse block: routed experts, and the dense expert that every token passes."""
     m, rec = block.layer.mlp, block.rec
     if m.every_token:
         return _every_token(block, x)
@@ -124,7 +124,7 @@ def gated(block: LayerRun, x: Tensor, width: int) -> Tensor:
 
 
 def _router_logits(block: LayerRun, x: Tensor, m: Mlp, wide: bool) -> Tensor:
-    """A plain product, in fp32 where the router asks for it."""
+    """Return the router's product, in fp32 where its code asks for that."""
     style, rec = block.style, block.rec
     w = router_weight(block, m.experts * block.width)
     if wide:
@@ -142,7 +142,7 @@ def _route_softmax(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
 
 
 def _route_fp32_scores(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
-    """Mixtral: the scores stay in fp32, and so does what they are multiplied with."""
+    """Mixtral: scores stay in fp32, so products with them are fp32 too."""
     logits = _router_logits(block, x, m, wide=False)
     return _best(block.rec, ops.softmax(block.rec, logits, 4), m, normed=True)
 
@@ -247,7 +247,7 @@ def _sum_over_experts(rec: Recorder, x: Tensor, width: int) -> Tensor:
 def _grouped(block: LayerRun, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
     """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first.
 
-    On older cards transformers' own operator: it keeps both operands and makes both gradients, whoever needs them.
+    On older cards transformers' own operator runs: it keeps both operands and makes both gradients, needed or not.
     """
     rec, m = block.rec, block.layer.mlp
     x = ops.cast(rec, x, w.itemsize, "in the dtype of the experts")

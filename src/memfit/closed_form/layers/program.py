@@ -1,4 +1,4 @@
-"""Block programs: one block traced forward and backward, folded into what it keeps and how high it reaches."""
+"""Block programs: the events of one block, forward and backward, with what it keeps and the highest levels it reaches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradi
 
 @dataclass(frozen=True, eq=False)
 class ProgramPart:
-    """A run of events inside a program: the peaks above its start and what it leaves behind."""
+    """Consecutive events of a program: the peaks above the level at their start, and what they leave allocated."""
 
     events: tuple[int, ...]
     peaks: tuple[tuple[Size, int], ...]  # candidates for the highest level, with the event index
@@ -65,7 +65,7 @@ class ProgramPart:
 def by_role(
     events: Iterable[int], sizes: Mapping[int, Size], roles: Mapping[int, Role]
 ) -> dict[Role, dict[Basis, int]]:
-    """The level after `events`, split by role."""
+    """Return the level after `events`, by role."""
     split: dict[Role, dict[Basis, int]] = {}
     for id in events:
         added(split.setdefault(roles[abs(id)], {}), sizes[abs(id)], 1 if id > 0 else -1)
@@ -74,7 +74,7 @@ def by_role(
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
+    """A traced block. Ids are local to it: INPUT and GRADIENT are its inputs, `output` and `input_gradient` its results."""
 
     forward: ProgramPart
     leave: ProgramPart  # when the model's body returns, before the head
@@ -91,7 +91,7 @@ class Program:
 
 
 def recorder(style: Style) -> Recorder:
-    """A recorder that follows a style."""
+    """Return a recorder set up for a style."""
     rec = Recorder(style.autocast, style.grad)
     # sharded gradients are whole and new in every micro-batch
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
@@ -119,9 +119,9 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
 
 
 def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
-    """The program of what `rec` has seen in four parts; what dies with the recorder from here on is no event.
+    """Return the program of what `rec` has recorded in four parts; what the recorder frees from here on is no event.
 
-    What flows between programs has one role on both sides: hidden states are activations, their gradients temporary.
+    Tensors passed between programs have one role on both sides: hidden states are activations, their gradients temporary.
     """
     input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"
@@ -166,7 +166,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
 
 
 def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """The forward; with checkpointing the input stays (`kept`), unless offloaded, and what the policy saves."""
+    """Run the forward. With checkpointing, `kept` holds the input, unless offloaded, and what the policy saves."""
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
     kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
@@ -179,7 +179,7 @@ def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]
 
 
 def _policy(block: LayerRun) -> list[Tensor]:
-    """What TRL's selective policy saves: the outputs of a fused attention kernel, whoever needs them."""
+    """Return what TRL's selective policy saves: the outputs of a fused attention kernel, needed or not."""
     rec, style, a = block.rec, block.style, block.layer.attention
     if a.kind == "linear" or style.kernel in ("math", "eager"):
         return []
@@ -193,7 +193,7 @@ def _policy(block: LayerRun) -> list[Tensor]:
 def _run_backward(
     block: LayerRun, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]
 ) -> Tensor | None:
-    """The backward; with checkpointing the forward runs again first, up to its last saved tensor."""
+    """Run the backward; with checkpointing the forward runs again first, up to its last saved tensor."""
     rec, style = block.rec, block.style
     if style.checkpointing == "none":
         root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)

@@ -28,7 +28,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Bytes of buffers while FSDP2 gathers a group beside what the one before leaves: its all-gather output, and whole ends."""
+    """Bytes of buffers while FSDP2 gathers a group and the one before still holds its all-gather output, and whole ends."""
 
     first: int  # block, beside the embedding's
     last: int  # block, beside another's
@@ -37,7 +37,7 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Bytes that the pools of a framework's own streams hold: what one stream has cached, no other can use.
+    """Bytes in the pools of a framework's own streams: no other stream can use what one has cached.
 
     All-gather outputs come from one stream's pool and reduced gradients from another's; `gathering` and `reducing` are
     their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and `kept`
@@ -54,7 +54,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of one GPU."""
+    """Bytes that one GPU holds of a run."""
 
     weights: int
     gradients: int
@@ -78,5 +78,5 @@ class Share:
 
 
 def part(size: int, gpus: int) -> int:
-    """An equal share, rounded up."""
+    """Return an equal share, rounded up."""
     return -(-size // gpus)

@@ -32,7 +32,7 @@ STAGES = ("entry", "forward", "loss", "loss_backward", "last", "middle", "first"
 
 
 class Level(NamedTuple):
-    """Elements held beside the shards, in one part of a pass."""
+    """Elements held beside the shards during one part of a pass."""
 
     fetching: int = 0  # while gathered parameters are copied out of the collective's output
     running: int = 0  # while a module runs
@@ -43,7 +43,7 @@ class Level(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Parameter:
-    """One weight. `handle`: the gathering it is in flight with."""
+    """One weight. `handle`: the all-gather it is part of."""
 
     numel: int
     available: bool  # gathered and waited for; what persists is from the first step on, and counted elsewhere
@@ -58,7 +58,7 @@ class _Parameter:
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """Parameters gathered together, and the output of the collective that all are copied out of (0: it is theirs)."""
+    """Parameters gathered together, and the collective's output they are copied out of (0: they are the output)."""
 
     waited: set[_Parameter]
     members: tuple[_Parameter, ...]
@@ -68,7 +68,7 @@ class _Handle:
 
 
 class _Step(NamedTuple):
-    """A module called, forward or backward."""
+    """A call of a module, forward or backward."""
 
     stage: str
     parameters: tuple[_Parameter, ...]
@@ -191,7 +191,7 @@ class _Coordinator:
 def levels(
     a: Architecture, gpus: int, rank: int, targets: frozenset[str], recomputed: bool, recorded: bool, evaluated: bool
 ) -> tuple[dict[str, Level], tuple[int, ...]]:
-    """The highest levels of the parts of a pass, and its blocks as events. rank: of the adapters on `targets`, 0 for none."""
+    """Return the highest level in each part of a pass, and the allocations as events. rank: of adapters on `targets`, 0: none."""
     ends, blocks = _modules(a, rank, targets)
     embedding, *head = ends
     loss = [_Step("loss", m) for m in head]
@@ -225,7 +225,7 @@ def fills(a: Architecture) -> tuple[int, ...]:
 def _modules(
     a: Architecture, rank: int, targets: frozenset[str]
 ) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
-    """Modules in the order they are called in, each with its own parameters: the embedding and the ends, every block."""
+    """Return the modules in the order of their calls, each with its own parameters: the embedding, the ends, every block."""
 
     def of(weights: Iterable[Weight]) -> list[tuple[_Parameter, ...]]:
         modules: dict[str, list[_Parameter]] = {}
@@ -264,14 +264,14 @@ NOTHING = Gathered(*[0] * 8)
 
 
 def in_backward(held: Gathered, size: int) -> Gathered:
-    """The same with `size` bytes more in every part of the backward that blocks take part in."""
+    """Return `held` with `size` more bytes in every part of the backward that runs blocks."""
     return replace(
         held, last=held.last + size, middle=held.middle + size, first=held.first + size, embedding=held.embedding + size
     )
 
 
 def stage_0(s: Static, n: Numerics, whole: Share) -> Share:
-    """BF16_Optimizer, which steps once while it is made; it widens all gradients before it steps."""
+    """BF16_Optimizer takes a step while it is constructed, and widens all gradients before each step."""
     widened = s.trained * n.master
     return replace(whole, gradients=s.gradients + widened, early_states=True, loading=s.base + widened)
 
@@ -306,7 +306,7 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
 
 
 def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
-    """Weights in shares; one bucket and the shares of the gradients exist from the beginning on."""
+    """ZeRO-3: weights lie in shares; one bucket and the shares of the gradients exist from the beginning on."""
     on_card = r.offload == "none"
     bucket = BUCKET * n.gradient
     apart, waiting = _apart(a, r, n, s)
@@ -346,7 +346,7 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
 def _live(
     a: Architecture, r: Recipe, n: Numerics, s: Static, *, recorded: bool, evaluated: bool
 ) -> tuple[list[Level], tuple[int, ...]]:
-    """Bytes of gathered weights in the parts of a pass; of 4-bit ones, as if all were as wide as they are on average."""
+    """Return bytes of gathered weights in each part of a pass; 4-bit weights count with their average width."""
     width = (s.base + s.scales) / s.parameters if r.method == "qlora" else n.weight
     found, events = levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
     live = [Level(*(int(numel * width) for numel in found[stage])) for stage in STAGES]
@@ -358,12 +358,12 @@ def _adapters(a: Architecture, r: Recipe) -> tuple[int, frozenset[str]]:
 
 
 def _left(r: Recipe, size: int) -> int:
-    """What is left on the card of the optimizer's."""
+    """Return what of the optimizer's bytes stays on the card."""
     return part(size, r.num_gpus) if r.offload == "none" else 0
 
 
 def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """The largest gradient that no bucket holds, and a tied embedding's, which waits for its second half."""
+    """Return the largest gradient that no bucket holds, and that of a tied embedding, which waits for its second half."""
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
@@ -371,13 +371,13 @@ def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int
 
 
 def _apart_in_blocks(a: Architecture, r: Recipe, n: Numerics) -> int:
-    """The largest gradient of a block, where no bucket holds it."""
+    """Return the largest gradient of a block where no bucket holds it, else 0."""
     largest = max(w.numel for layer in a.kinds for w in layer.weights) if r.method == "full" else 0
     return largest * n.gradient if largest > BUCKET else 0
 
 
 def _parts_and_whole(r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """The parts of the gradients put together, and again in the width of the master copy; ZeRO-3 goes by sub-groups."""
+    """Return the bytes of this rank's gradients joined, and of the same as wide as the master copy; ZeRO-3 goes by sub-groups."""
     share = part(s.trained, r.num_gpus)
     share = min(share, SUB_GROUP) if r.shard == "parameters" else share
     return share * n.gradient, share * n.master
@@ -395,7 +395,7 @@ def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
 
 
 def _flattened(r: Recipe, s: Static) -> int:
-    """ZeRO-1 and -2 hold what they train twice while they flatten it, before there is a master copy."""
+    """ZeRO-1 and -2 hold trained weights twice while they flatten them, before the master copy exists."""
     trained = s.base if r.method == "full" else s.adapter
     return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
 
@@ -412,7 +412,7 @@ def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
 
 
 def _reduced(n: Numerics, s: Static) -> tuple[int, int]:
-    """What is copied out of a full bucket on a stream of its own: during the backward, or at its end, if none fills before."""
+    """Return what is copied out of a full bucket on its own stream: (during the backward, at its end if none fills before)."""
     size = min(BUCKET, s.trained) * n.gradient
     return (size, 0) if s.trained > BUCKET else (0, size)
 
