@@ -41,7 +41,8 @@ def case(row: Row) -> Case:
     )  # fmt: skip
     return Case(
         architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=SWIFT,
-        compared=compared_of(row), padded=not flash, orders=drawn(dataset, samples, longest, recipe.micro_batch), torch=row.version("torch"),
+        compared=compared_of(row), padded=not flash, orders=drawn(dataset, samples, longest, recipe.micro_batch),
+        torch=row.version("torch"),
     )  # fmt: skip
 
 

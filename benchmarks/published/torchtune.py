@@ -16,7 +16,8 @@ TARGETS = {
     "output": ("o_proj",), "all linear": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }  # fmt: skip
 OPTIMIZERS = (
-    (r"Paged.*8bit", "paged-adamw-8bit"), (r"Paged", "paged-adamw-32bit"), (r"torchao", "adamw-8bit-torchao"), (r"AdamW8bit", "adamw-8bit"),
+    (r"Paged.*8bit", "paged-adamw-8bit"), (r"Paged", "paged-adamw-32bit"), (r"torchao", "adamw-8bit-torchao"),
+    (r"AdamW8bit", "adamw-8bit"),
     (r"fused", "adamw"), (r"AdamW", "adamw"),
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Model code and training loops that only published measurements need; importing one registers it with the closed form."""
+"""Model code and loops that only published measurements need; importing one registers it with the closed form."""

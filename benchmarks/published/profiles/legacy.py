@@ -1,8 +1,8 @@
 """Model classes and libraries of 2023: shifted logits before nn.CrossEntropyLoss, PyTorch 2.1, auto-gptq, PyTorch 1.10.
 
 `SWIFT` is the loop of ms-swift 1.x on transformers 4.3x; the code "torch<1.11" is transformers on PyTorch before 1.11.
-Source: modeling_llama.py of transformers 4.36, modeling_qwen.py, modeling_baichuan.py; accelerate's ConvertOutputsToFp32
-around them; auto-gptq 0.5.1; PyTorch's attention.cpp of 2.0 and 2.1.
+Source: modeling_llama.py of transformers 4.36, modeling_qwen.py, modeling_baichuan.py; accelerate's
+ConvertOutputsToFp32 around them; auto-gptq 0.5.1; PyTorch's attention.cpp of 2.0 and 2.1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShiftedHead(HeadStyle):
 
 
 def shifted_head(h: HeadStyle, a: Architecture, r: Recipe, train: bool, *, returns_cache: bool = True) -> HeadStyle:
-    """The head of an older class. use_cache stays on without checkpointing; accelerate casts keys and values to fp32."""
+    """The head of an older class. use_cache is on without checkpointing; accelerate casts keys and values to fp32."""
     attentions = (
         [layer.attention for layer in a.layers] if returns_cache and train and r.checkpointing == "none" else []
     )

@@ -58,7 +58,7 @@ def _feed_forward(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def compiled_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """CEWithChunkedOutputLoss with a compiled cross entropy: the 16-bit logits are kept, nothing is widened in memory."""
+    """CEWithChunkedOutputLoss with a compiled cross entropy: keeps the 16-bit logits and widens nothing in memory."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
     piece: Elements = {("part", OUTPUT_CHUNKS, 0): h.width}

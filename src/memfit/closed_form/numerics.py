@@ -52,7 +52,7 @@ def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
 
 
 def gathered(n: Numerics) -> Numerics:
-    """Return the widths inside a block that FSDP gathers: weights have the compute dtype already, so nothing is cast."""
+    """Return the widths inside a block that FSDP gathers: weights have the compute dtype, so nothing is cast."""
     if not n.autocast:
         return n
     return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
@@ -98,7 +98,8 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
 # PEFT 0.21 adapts experts stacked in one parameter, and the router, in place of linear layers of these names
 # (peft/utils/transformers_weight_conversion.py); dense layers of the same names then get nothing
 _QWEN_EXPERTS = {
-    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj", "down_proj": "experts.down_proj",
+    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj",
+    "down_proj": "experts.down_proj",
 }  # fmt: skip
 _MIXTRAL_EXPERTS = {
     "gate": "gate.weight", "w1": "experts.gate_up_proj", "w3": "experts.gate_up_proj", "w2": "experts.down_proj",
@@ -106,8 +107,10 @@ _MIXTRAL_EXPERTS = {
 STACKED_EXPERTS = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
     **dict.fromkeys((
-        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next",
+        "solar_open",
     ), _QWEN_EXPERTS),
 }  # fmt: skip
 

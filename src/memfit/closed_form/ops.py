@@ -225,7 +225,7 @@ def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
 
 
 def rows(rec: Recorder, x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices], or zeros[indices] = x, for rows of tokens; backward is the other of the two. All rows are the upper bound."""
+    """x[indices], or zeros[indices] = x, for up to all rows of tokens; backward is the other of the two."""
     before, out = x.blueprint(), rec.new(x.elements, x.itemsize, "rows of tokens")
     return rec.record(out, [x], [indices], lambda g: [rec.new(before.elements, g.itemsize, "gradient of rows")])
 
@@ -350,7 +350,7 @@ def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
 
 
 def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False) -> Tensor:
-    """F.softmax(x, dtype=...): x is cast first (not so fp16), the output kept; backward multiplies it by the gradient."""
+    """F.softmax(x, dtype=...): casts x first (not fp16), keeps the output; backward multiplies it by the gradient."""
     x = cast(rec, x, itemsize, "fp32 copy")
     out = rec.like(x, label)
 

@@ -1,14 +1,12 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
-Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
-"processors" the card's multiprocessors ·
-"T+" T, but 0 for one sequence, where a view suffices ·
-"T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
-label · "tile" min(L, 4096) ·
-("past", n, 0) 1 where more than n positions have a label, else 0 ·
-("whole", n, 0) T where S is a multiple of n, else 0 · ("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n ·
-("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
-the staging buffer of a sum over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
+Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS"
+T*S · "processors" the card's multiprocessors · "T+" T, but 0 for one sequence, where a view suffices · "T32", "T64",
+"T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a label · "tile" min(L, 4096) · ("past",
+n, 0) 1 where more than n positions have a label, else 0 · ("whole", n, 0) T where S is a multiple of n, else 0 ·
+("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n · ("chunk", n, 0) B * min(S, n) ·
+("chunks", n, 0) S / n · ("reduce", columns, rows of a token) the staging buffer of a sum over rows, which depends on
+the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
 from __future__ import annotations

@@ -90,9 +90,11 @@ def static_bytes(
     sizes = [(w.numel, size) for w, size in trained]
     states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
-        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter,
+        master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
-        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
+        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
+        largest=largest,
         adapted=_adapted(architecture, method, targets),
         stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
@@ -100,7 +102,7 @@ def static_bytes(
 
 
 def arrival(architecture: Architecture, method: str) -> list[int]:
-    """Return the indices of the stored weights in the order they reach the card; a quantised model's are sorted by name."""
+    """Return the stored weights' indices in the order they reach the card; a quantised model's go by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
     parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
@@ -127,8 +129,8 @@ def trained_weights(
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
-    """Return what is trained in the optimizer's order: transformers puts norms and biases, which have no weight decay, in a
-    second group.
+    """Return what is trained in the optimizer's order: transformers puts norms and biases, which have no weight decay,
+    in a second group.
     """
     return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
 

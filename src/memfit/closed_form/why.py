@@ -364,7 +364,8 @@ def _around(account: Account, peak: PhasePeak) -> list[Reason]:
     levels = peak.levels
     slack, context = levels.reserved - levels.requested, account.gpu.context_bytes
     rows: list[tuple[Role, str, int, str, list[Summand]]] = [
-        ("fragmentation", "allocator slack", slack, "held by PyTorch's allocator beyond the tensors: reserved - requested",
+        ("fragmentation", "allocator slack", slack,
+         "held by PyTorch's allocator beyond the tensors: reserved - requested",
          [Summand(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
         ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
          [Summand(human(context), context)]),

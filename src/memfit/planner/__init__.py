@@ -88,14 +88,15 @@ def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
 
 
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
-    """Return where the ladder starts: what flags and files set, and otherwise fp32, no technique and a comfortable batch."""
+    """Return where the ladder starts: what flags and files set, else fp32, no technique and a comfortable batch."""
     wanted = dict(job.wanted)
     if job.stated:  # what a file leaves out has its framework's default
         return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
     plain: dict[str, object] = {
-        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss, "offload": "none", "shard": "none",
+        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss,
+        "offload": "none", "shard": "none",
         "quantization": "none", "method": "full", "micro_batch": batch, "accumulation": per_gpu // batch,
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
         "attention": "sdpa" if all(x.attention.sdpa for x in job.architecture.kinds) else "eager",
@@ -283,7 +284,8 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
     over = f" (closest: {rough(-full.judgement.headroom)} over)" if full else ""
     what = {"lora": "LoRA trains adapters beside frozen weights", "qlora": "QLoRA trains adapters on a 4-bit base"}
     return (
-        f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
+        f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; "
+        "--method full keeps full fine-tuning",
     )
 
 

@@ -1,6 +1,8 @@
-"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each part.
+"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each
+part.
 
-Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares below.
+Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares
+below.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ E = TypeVar("E", bound=CatalogueModel)
 
 
 def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Architecture | None]) -> tuple[GpuRow, ...]:
-    """Return one row per card. `load` is called only for models that might fit, and returns None where one is not modelled."""
+    """Return one row per card. `load` is called for models that might fit; None from it means not modelled."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
     newest = {
         (e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)
@@ -81,7 +81,7 @@ def recipe_for(method: str, gpu: Gpu) -> Recipe:
 
 
 class _Search(Generic[E]):
-    """Searches the catalogue, and keeps what a model needs on a kind of chip, because cards share chips and differ in memory."""
+    """Searches the catalogue; caches needs by kind of chip, because cards share chips and differ in memory."""
 
     def __init__(self, entries: Sequence[E], load: Callable[[E], Architecture | None]) -> None:
         self.entries, self.load = entries, load
@@ -116,7 +116,7 @@ def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
 
 
 def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
-    """Return (reserved, allocated) bytes at the worst instant of all phases, None where it is impossible or not modelled."""
+    """Return (reserved, allocated) bytes at the worst instant of all phases, None if impossible or not modelled."""
     if combinations.refusal(recipe, architecture, gpu):
         return None
     try:

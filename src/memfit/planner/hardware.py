@@ -20,7 +20,8 @@ Progress = Callable[[str, float], None]
 def cheaper(
     plan: Plan, cards: Iterable[Gpu], answer: Callable[[Job], Plan], tell: Progress
 ) -> tuple[tuple[Alternative, ...], str]:
-    """Return (cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence on them).
+    """Return (cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence on
+    them).
 
     Where the job's own card has no price, or the job does not fit it, any priced card that would do is listed.
     """
@@ -70,7 +71,8 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
     for count in COUNTS:
         if count > job.num_gpus:
             several = replace(job, num_gpus=count)
-            sharded = plan.recipe.but(num_gpus=count, shard="parameters", accumulation=max(job.effective_batch // count, 1),
+            sharded = plan.recipe.but(num_gpus=count, shard="parameters",
+                                      accumulation=max(job.effective_batch // count, 1),
                                       micro_batch=1, offload="none")  # fmt: skip
             if (option := _as_is(several, worded(sharded, several), job.gpu)) is not None:
                 found.append(option)

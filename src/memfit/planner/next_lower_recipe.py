@@ -1,4 +1,4 @@
-"""One rung down from a recipe that ran out of memory: what still learns the same, takes the same steps and needs less."""
+"""One rung down from a recipe that ran out of memory: the same learning and steps in less memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ STORED = ("precision", "offload", "shard")
 def down(
     plan: Plan, shortfall: int, fixed: Iterable[str] = (), runs: Callable[[Recipe], bool] = lambda recipe: True
 ) -> Plan | None:
-    """Return the plan with its budget lowered by a measured shortfall (bytes of tensors), None where nothing needs less.
+    """Return the plan with its budget lowered by a measured shortfall (bytes of tensors), None where nothing needs
+    less.
 
-    The ladder is climbed on from the plan's own recipe, with the effective batch it has. Taken is the first recipe, rung by
-    rung and fastest first, whose tensors need that much less; failing that the one which needs least. `fixed` names
-    recipe fields that must stay beside LEARNED; `runs` says what the machine can run at all.
+    The ladder is climbed on from the plan's own recipe, with the effective batch it has. Taken is the first recipe,
+    rung by rung and fastest first, whose tensors need that much less; failing that the one which needs least. `fixed`
+    names recipe fields that must stay beside LEARNED; `runs` says what the machine can run at all.
     """
     job = _job(plan, {*LEARNED, *fixed})
     estimator = Estimator(job)

@@ -65,7 +65,7 @@ class Estimator:
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
-        """Return what is printed for a recipe, replayed where the verdict could depend on it or where it must be `exact`."""
+        """Return what is printed for a recipe, replayed where the verdict could depend on that, or if `exact`."""
         if recipe in self._known:
             return self._known[recipe]
         quick = self.footprint(recipe, replay=False)
@@ -131,7 +131,7 @@ SAME_SPEED = 1.02  # the roofline cannot tell times apart that are closer than t
 
 
 def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Sort the fastest first; among equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
+    """Sort fastest first; among equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
     return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
@@ -141,7 +141,7 @@ TRIES = 16  # steps from a value that the closed form takes for the largest down
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
-    """Return the largest value of a field that fits with the rest unchanged (0: not even 1), by doubling and bisection."""
+    """Return the largest value of a field that fits, the rest unchanged (0: not even 1), by doubling and bisection."""
 
     # where only the replay found that the recipe fits, the closed form would refuse every value
     replayed = estimator.quick(recipe).judgement.verdict != "fits"

@@ -25,7 +25,9 @@ class Caution:
 
 
 def _compiled(a: Architecture, r: Recipe) -> str:
-    """Steps traced compiled: of 135 M to 1.2 B weights 37 % less to as much, tiny ones with 2,048 tokens 59 % more, for the mask."""
+    """Say what was traced of compiled steps: 135 M to 1.2 B weights need 37 % less to as much, tiny ones with 2,048
+    tokens 59 % more, for the mask.
+    """
     told = "counted as without torch.compile, which mostly needs less (memfit trace compiles)"
     mask = max((x.attention.heads for x in a.kinds), default=0) * r.micro_batch * r.sequence_length**2 * 2
     if r.attention != "sdpa" or r.padding == "packing" or not mask:

@@ -19,7 +19,7 @@ def threads_per_multiprocessor(capability: Capability) -> int:
 
 
 def cublas_workspace(capability: Capability) -> int:
-    """Return the bytes that each thread multiplying matrices on a stream allocates once and keeps (CublasHandlePool.cpp)."""
+    """Return bytes a thread multiplying matrices on a stream allocates once and keeps (CublasHandlePool.cpp)."""
     return next(size for major, size in _WORKSPACES if capability[0] >= major)
 
 

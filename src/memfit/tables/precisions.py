@@ -1,9 +1,9 @@
 """The table of precisions: precision, backend and method -> the dtypes a run stores, computes and accumulates in.
 
 A precision names what the user wants; the backend decides what it means. DeepSpeed has no fp32 weights under autocast:
-it keeps 16-bit weights and gradients and shards an fp32 master copy of what is trained, and casts adapters with the rest.
-A frozen base in fp16 is loaded as such, while fp16 training of all weights needs them in fp32. fp16's loss scaler and
-accelerate's FSDP2 train fp32 copies of adapters.
+it keeps 16-bit weights and gradients and shards an fp32 master copy of what is trained, and casts adapters with the
+rest. A frozen base in fp16 is loaded as such, while fp16 training of all weights needs them in fp32. fp16's loss scaler
+and accelerate's FSDP2 train fp32 copies of adapters.
 """
 
 from __future__ import annotations

@@ -58,8 +58,10 @@ TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
     Trainer(name="torch"),
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
-    Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True, liger_layers=True),
-    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of their own
+    Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
+    liger_layers=True),
+    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of
+    # their own
     Trainer(name="axolotl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
@@ -68,7 +70,8 @@ TRAINERS: tuple[Trainer, ...] = (
     Trainer(name="trl", since=(1, 7), autocast=True, decayed_first=True, default_loss="chunked", embeddings_32bit=True,
             qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
             selective_adapters=False),
-    Trainer(name="trl", since=(1, 15), autocast=True, decayed_first=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
+    Trainer(name="trl", since=(1, 15), autocast=True, decayed_first=True, default_loss="fused", embeddings_32bit=True,
+            heads=_TRL_HEADS,
             qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
             selective_adapters=False),
 )  # fmt: skip
@@ -100,7 +103,7 @@ def trainer(spec: str) -> Trainer:
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing:
-    """Return the checkpointing that runs: selective is plain where the trainer's does not reach a model with adapters."""
+    """Return the checkpointing that runs: selective is plain where the trainer's cannot handle adapters."""
     plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
     return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
 

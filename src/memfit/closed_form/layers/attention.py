@@ -1,4 +1,4 @@
-"""Attention sub-blocks, one function per kind: projections, rotary embedding and the kernel as the model's code calls them."""
+"""Attention sub-blocks, one function per kind: projections, rotation and kernel as the model's code calls them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
 
 
 def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """_flash_attention_forward with a padding mask: copies the rows of real tokens end to end, and puts the result back."""
+    """_flash_attention_forward with a padding mask: copies the rows of real tokens, and puts the result back."""
     rec, style = block.rec, block.style
     tokens = rec.new({"T": 1}, 8, "indices of tokens")
     k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
@@ -317,7 +317,8 @@ def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention
 
 
 MIXERS: dict[str, Callable[[LayerRun, Tensor, Attention], Tensor]] = {
-    "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, "bloom": bloom, "mpt": mpt,
+    "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, "bloom": bloom,
+    "mpt": mpt,
     "gptj": gptj, "falcon": falcon,
 }  # fmt: skip
 

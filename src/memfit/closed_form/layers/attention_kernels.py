@@ -1,6 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention: what each of its kernels allocates, keeps and needs backward.
 
-Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every kernel.
+Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every
+kernel.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _head_tile(head: int) -> int:
 
 
 def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """The memory-efficient kernel: fp32 accumulators of the output and of the gradients of heads wider than one tile."""
+    """The memory-efficient kernel: fp32 accumulators for the output and the gradients of heads wider than one tile."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output")
     logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
@@ -112,7 +113,7 @@ def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bia
 
 
 def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
-    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per split of the keys for heads above 128."""
+    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per key split for heads above 128."""
     if a.head_dim <= 64:
         return {"T64": a.heads * 64, ("tiles", 64, a.heads): 4}
     columns = 128 if a.head_dim <= 128 else -(-a.head_dim // 64) * 64

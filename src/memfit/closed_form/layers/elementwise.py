@@ -15,11 +15,12 @@ KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 
 
 def activation(rec: Recorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
-    """act(x). A function without code here is one kernel that keeps its input. trained: xIELU's parameters get gradients."""
+    """act(x); one kernel that keeps its input where it has no code here. trained: xIELU's parameters get gradients."""
     if name == "xielu":
         return _xielu(rec, x, trained)
     written = {
-        "gelu_new": _new_gelu, "gelu_fast": _fast_gelu, "quick_gelu": _quick_gelu, "relu2": _relu2, "bloom_gelu": _bloom_gelu
+        "gelu_new": _new_gelu, "gelu_fast": _fast_gelu, "quick_gelu": _quick_gelu, "relu2": _relu2,
+        "bloom_gelu": _bloom_gelu
     }.get(name)  # fmt: skip
     if written is not None:
         return written(rec, x)
@@ -64,7 +65,7 @@ def _power(rec: Recorder, x: Tensor, label: str) -> Tensor:
 
 
 def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
-    """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); autocast makes a and c fp32, and what follows."""
+    """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); autocast makes a, c, result fp32."""
     wide = 4 if rec.autocast else x.itemsize
     positive_scale, negative_scale = (ops.weight(1, wide, name, trained) for name in ("alpha_p", "alpha_n"))
     positive = rec.like(x, "x > 0", 1)
@@ -273,7 +274,7 @@ def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
 
 
 def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
-    """Multiply pairs of numbers, viewed as complex, by the table; the gradient is copied before it is viewed that way."""
+    """Multiply pairs of numbers, viewed as complex, by the table; the gradient is copied before that view."""
     out, need = rec.like(x, "rotated"), x.requires_grad
 
     def backward(g: Tensor) -> list[Tensor | None]:

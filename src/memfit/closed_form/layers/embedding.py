@@ -68,7 +68,7 @@ def _positions(rec: Recorder) -> Tensor:
 
 
 def _pattern(rec: Recorder, m: MaskStyle, window: bool) -> Tensor:
-    """Return which positions attend to which, padding aside: bool comparisons of positions, combined one by one with `and`."""
+    """Return which positions attend to which, padding aside: comparisons of positions combined by `and`."""
     square: Elements = {"SS": 1}
     if not m.causal:
         if not window:

@@ -132,7 +132,7 @@ def _vocabulary_chunk(h: HeadStyle) -> Elements:
 
 
 def _next_chunk(h: HeadStyle) -> Elements:
-    """Return the chunk made while the one before it is alive: the rest of the vocabulary, or the first one of the next tokens."""
+    """Return the chunk made while the one before is alive: the rest of the vocabulary, or the next tokens' first."""
     rest = h.vocabulary - TILE_VOCABULARY
     if rest > 0:
         return {"1": min(TILE_VOCABULARY, rest) * h.width}
@@ -151,7 +151,7 @@ CHUNK_TOKENS = 256  # of TRL's chunked loss
 
 
 def _chunked(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time under checkpointing, head weight and logits in fp32."""
+    """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time, checkpointed, head weight and logits in fp32."""
     contiguous = rec.new({"L": h.width}, x.itemsize, "contiguous hidden states")
     rows = labelled(rec, x, h.width)
     del contiguous

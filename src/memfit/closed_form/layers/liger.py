@@ -1,7 +1,7 @@
 """Liger's Triton kernels on sized tensors: one autograd function each, which saves little and writes over what it can.
 
-Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its inputs
-contiguous first. Under autocast they compute in the dtype they are given.
+Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its
+inputs contiguous first. Under autocast they compute in the dtype they are given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from memfit.closed_form.engine import Elements, Recorder, Tensor
 
 
 def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
-    """LigerRMSNormFunction: keeps x, the weight and one fp32 number per row; sums the weight's gradient by multiprocessor."""
+    """LigerRMSNormFunction: keeps x, weight and an fp32 number a row; sums the weight's gradient by multiprocessor."""
     out, rstd = rec.like(x, "normalised"), rec.new(rows, 4, "rstd")
     columns, width, trained, heads_first = w.elements["1"], w.itemsize, w.requires_grad, x.heads_first
 
@@ -29,7 +29,7 @@ def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: b
 
 
 def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
-    """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients are written over the two saved tensors."""
+    """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients overwrite the two saved tensors."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
         assert rec.running is not None

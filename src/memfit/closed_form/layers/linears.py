@@ -20,7 +20,8 @@ def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Styl
 def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
 
-    MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the weight.
+    MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the
+    weight.
     """
     width, elements, need = x.itemsize, x.elements, x.requires_grad
     half, rows = rec.new(elements, 2, "fp16 input"), rec.new({"T": 1}, 4, "row scales")
@@ -203,7 +204,7 @@ def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Eleme
 
 
 def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
-    """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added afterwards, uncast."""
+    """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added after, uncast."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
     y = ops.linear(rec, x, turned, shape)

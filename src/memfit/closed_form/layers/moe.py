@@ -3,10 +3,10 @@
 Source: transformers.integrations.moe.grouped_mm_experts_forward and the routers of the modeling files. How many tokens
 an expert gets changes no size: every product runs over all tokens times the experts per token.
 
-Stacked experts and routers are no linear layers, so their LoRA is peft.tuners.lora.ParamWrapper's: while the wrapped module
-runs, its weight is a parametrization. W + s * B A is computed in full, once to check it when it is registered and once for
-the product, and is cached until the module returns. autograd keeps the second one, and its gradient is as large again.
-Source: PEFT 0.21, torch.nn.utils.parametrize.
+Stacked experts and routers are no linear layers, so their LoRA is peft.tuners.lora.ParamWrapper's: while the wrapped
+module runs, its weight is a parametrization. W + s * B A is computed in full, once to check it when it is registered
+and once for the product, and is cached until the module returns. autograd keeps the second one, and its gradient is as
+large again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, 
 
 
 def router_weight(block: LayerRun, elements: int) -> Tensor:
-    """Return the router's weight. PEFT adapts it as one matrix: B A is scaled and added, once to check it and once to use it."""
+    """Return the router's weight. PEFT adapts it as one matrix: scales and adds B A twice, to check and to use it."""
     rec, style = block.rec, block.style
     if not style.lora_rank or "gate.weight" not in style.lora_targets:
         return ops.weight(elements, style.weight, "router.weight", style.trained)
@@ -71,7 +71,7 @@ def router_weight(block: LayerRun, elements: int) -> Tensor:
 
 
 def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
-    """Return B and A as views per expert, cast where the adapter is wider. B is permuted, so its gradient is copied back."""
+    """Return B and A as views per expert, cast where the adapter is wider. The gradient of the permuted B is copied."""
     rec, style = block.rec, block.style
     a, b = (
         ops.weight(of_a, style.adapter, f"{name}.lora_A", True),

@@ -1,4 +1,4 @@
-"""Block programs: the events of one block, forward and backward, with what it keeps and the highest levels it reaches."""
+"""Block programs: the events of one block, forward and backward, what it keeps and the highest levels it reaches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def by_role(
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced block. Ids are local to it: INPUT and GRADIENT are its inputs, `output` and `input_gradient` its results."""
+    """A traced block with ids of its own: INPUT and GRADIENT come in, `output` and `input_gradient` are its results."""
 
     forward: ProgramPart
     leave: ProgramPart  # when the model's body returns, before the head
@@ -102,7 +102,8 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
     """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
 
     beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
-    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
+    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of
+    foreach_reduce).
     """
     if not style.shards or not rec.gradients:
         return
@@ -121,7 +122,8 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
 def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
     """Return the program of what `rec` has recorded in four parts; what the recorder frees from here on is no event.
 
-    Tensors passed between programs have one role on both sides: hidden states are activations, their gradients temporary.
+    Tensors passed between programs have one role on both sides: hidden states are activations, their gradients
+    temporary.
     """
     input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"

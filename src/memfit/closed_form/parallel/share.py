@@ -1,4 +1,4 @@
-"""What one GPU holds of a run that is spread: its share of the static bytes, and the buffers of every part of a pass."""
+"""What one GPU holds of a run on several: its share of the static bytes, and the buffers of every part of a pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Bytes of gathered weights and communication buffers while the parts of a pass run, under FSDP2 as accelerate wraps it.
+    """Bytes of gathered weights and communication buffers while the parts of a pass run, under FSDP2 as accelerate
+    wraps it.
 
     Embedding, blocks, and (norm, head) are groups of their own; tied, the ends are one group. Source, and what the
     recorded runs confirm: torch 2.13 _fsdp_param_group.py, _fsdp_collectives.py; accelerate 1.15 utils/fsdp_utils.py.
@@ -28,7 +29,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Bytes of buffers while FSDP2 gathers a group and the one before still holds its all-gather output, and whole ends."""
+    """Bytes of buffers while FSDP2 gathers a group beside the all-gather output of the one before, and whole ends."""
 
     first: int  # block, beside the embedding's
     last: int  # block, beside another's
@@ -40,8 +41,8 @@ class Streams:
     """Bytes in the pools of a framework's own streams: no other stream can use what one has cached.
 
     All-gather outputs come from one stream's pool and reduced gradients from another's; `gathering` and `reducing` are
-    their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and `kept`
-    the sharded gradients among the reduced.
+    their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and
+    `kept` the sharded gradients among the reduced.
     """
 
     gathering: int

@@ -1,9 +1,9 @@
 """One GPU's share under DeepSpeed's ZeRO, with the settings that memfit exports: buckets, gathered weights, copies.
 
-ZeRO-3's coordinator decides which parameters are whole while a pass runs; it is played here over counts of elements. The
-first two passes only record the order of the modules: each is gathered when it runs and released at once. From then on
-what comes next is gathered ahead, and what comes again soon is kept, up to a billion elements: 2 GB of 16-bit weights, on
-every card, whatever their number.
+ZeRO-3's coordinator decides which parameters are whole while a pass runs; it is played here over counts of elements.
+The first two passes only record the order of the modules: each is gathered when it runs and released at once. From then
+on what comes next is gathered ahead, and what comes again soon is kept, up to a billion elements: 2 GB of 16-bit
+weights, on every card, whatever their number.
 
 Source: DeepSpeed 0.19.8 stage_1_and_2.py, stage3.py, partitioned_param_py and partition_parameters.py, with
 the defaults of zero/config.py; traced and recorded (tests/data/deepspeed_runs.json).
@@ -191,7 +191,7 @@ class _Coordinator:
 def levels(
     a: Architecture, gpus: int, rank: int, targets: frozenset[str], recomputed: bool, recorded: bool, evaluated: bool
 ) -> tuple[dict[str, Level], tuple[int, ...]]:
-    """Return the highest level in each part of a pass, and the allocations as events. rank: of adapters on `targets`, 0: none."""
+    """Return the highest level in each part of a pass, and the allocations as events. rank: of the adapters, or 0."""
     ends, blocks = _modules(a, rank, targets)
     embedding, *head = ends
     loss = [_Step("loss", m) for m in head]
@@ -225,7 +225,7 @@ def fills(a: Architecture) -> tuple[int, ...]:
 def _modules(
     a: Architecture, rank: int, targets: frozenset[str]
 ) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
-    """Return the modules in the order of their calls, each with its own parameters: the embedding, the ends, every block."""
+    """Return the modules in the order of their calls, with their own parameters: embedding, ends, every block."""
 
     def of(weights: Iterable[Weight]) -> list[tuple[_Parameter, ...]]:
         modules: dict[str, list[_Parameter]] = {}
@@ -297,9 +297,11 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     norm = NORM_BYTES * min(largest, share)
     kept = shared if released else 0
     return replace(
-        whole, gradients=shared, states=_left(r, whole.states), master=_left(r, whole.master), release_gradients=released,
+        whole, gradients=shared, states=_left(r, whole.states), master=_left(r, whole.master),
+        release_gradients=released,
         buckets=largest * n.gradient if away else 0,  # temp_grad_buffer_for_gpu_offload
-        gathered=gathered, streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
+        gathered=gathered,
+        streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
         step_bytes=max(at_end + buckets, norm + buckets * away, _widened(r, n, s)), loading=_flattened(r, s),
         late=(buckets // 2, buckets // 2, waiting), step_tensors=() if away else ((norm,), _parts_and_whole(r, n, s)),
     )  # fmt: skip
@@ -363,7 +365,7 @@ def _left(r: Recipe, size: int) -> int:
 
 
 def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """Return the largest gradient that no bucket holds, and that of a tied embedding, which waits for its second half."""
+    """Return the largest gradient no bucket holds, and a tied embedding's, which waits for its second half."""
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
@@ -377,7 +379,7 @@ def _apart_in_blocks(a: Architecture, r: Recipe, n: Numerics) -> int:
 
 
 def _parts_and_whole(r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """Return the bytes of this rank's gradients joined, and of the same as wide as the master copy; ZeRO-3 goes by sub-groups."""
+    """Return bytes of this rank's gradients joined, and of the same in fp32; ZeRO-3 goes by sub-groups."""
     share = part(s.trained, r.num_gpus)
     share = min(share, SUB_GROUP) if r.shard == "parameters" else share
     return share * n.gradient, share * n.master
@@ -401,7 +403,7 @@ def _flattened(r: Recipe, s: Static) -> int:
 
 
 def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
-    """A whole weight at a time and its share on the way to the host, beside the bucket where all weights are trained."""
+    """Return bytes of a whole weight and its share on the way to the host, beside the bucket in full fine-tuning."""
     whole = s.base + s.scales if r.method == "qlora" else s.largest * n.weight
     arriving = whole + (part(whole, r.num_gpus) if r.offload == "parameters" else 0)
     if r.method != "full":
@@ -412,7 +414,7 @@ def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
 
 
 def _reduced(n: Numerics, s: Static) -> tuple[int, int]:
-    """Return what is copied out of a full bucket on its own stream: (during the backward, at its end if none fills before)."""
+    """Return what is copied out of a full bucket: (during the backward, at its end if none fills before)."""
     size = min(BUCKET, s.trained) * n.gradient
     return (size, 0) if s.trained > BUCKET else (0, size)
 

@@ -27,7 +27,8 @@ def _kernel(
     """The kernel for q: [B, N, S, H] and k, v: [B, K, S, H], of those that the program has left enabled."""
     flags = torch.backends.cuda
     enabled = {
-        "cudnn": flags.cudnn_sdp_enabled(), "flash": flags.flash_sdp_enabled(), "efficient": flags.mem_efficient_sdp_enabled()
+        "cudnn": flags.cudnn_sdp_enabled(), "flash": flags.flash_sdp_enabled(),
+        "efficient": flags.mem_efficient_sdp_enabled()
     }  # fmt: skip
     if q.dtype not in _DTYPES:
         return "math"
