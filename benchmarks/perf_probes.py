@@ -79,7 +79,7 @@ def estimated() -> dict[str, float]:
 def searched() -> dict[str, float]:
     """Distinct recipes through the estimator that the search uses, in a process that has estimated nothing before."""
     from memfit import Job
-    from memfit.planner.candidates import Estimator
+    from memfit.planner.search import Estimator
 
     a, _, gpu = _question()
     estimator = Estimator(Job(architecture=a, gpu=gpu))

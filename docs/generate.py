@@ -251,8 +251,8 @@ EXAMPLES = {
     "example_quantization": ("src/memfit/tables/quantization.py", 'key="nf4-double"', 'key="fp4"'),
     "example_family": ("src/memfit/models/families/llama_like.py", '"smollm3": replace(', '"phi3"'),
     "example_trainer": ("src/memfit/tables/trainers.py", "# TRL 1.7+", "since=(1, 15)"),
-    "example_loss": ("src/memfit/closed_form/layers/losses.py", "def _full(", "def _fused("),
-    "example_rung": ("src/memfit/planner/rungs.py", 'Step("8-bit-optimizer"', 'Step("accumulation"'),
+    "example_loss": ("src/memfit/closed_form/layers/head.py", "def _full(", "TILE_VOCABULARY"),
+    "example_rung": ("src/memfit/planner/rungs.py", 'LadderStep("8-bit-optimizer"', 'LadderStep("accumulation"'),
     "example_target": ("src/memfit/frameworks/targets.py", "TARGETS: dict", "def target("),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import memfit  # noqa: E402
+from memfit.closed_form import ops  # noqa: E402
 from memfit.closed_form.run.account import Account  # noqa: E402
+from memfit.closed_form.style import CODES, Code  # noqa: E402
 from memfit.models.families import architecture  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.tables.trainers import trainer  # noqa: E402
@@ -67,14 +70,15 @@ def test_a_classifier_keeps_no_logits_over_the_vocabulary(name: str) -> None:
     )  # RoBERTa drops out its first token before the dense layer, so the rest goes
 
 
-def test_softmax_of_old_pytorch_keeps_its_input() -> None:
+def test_softmax_of_old_pytorch_keeps_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, words = HEADS["BertForSequenceClassification"]
     found = architecture({**kind(**words).to_dict(), "architectures": ["BertForSequenceClassification"]}, "bert")
     recipe = Recipe(
         method="full", precision="fp32", micro_batch=BATCH, sequence_length=LENGTH, attention="eager", trainer="torch"
     )
     gpu, row = memfit.find_gpu("a100-80gb"), trainer("torch")
-    old = Account(found, recipe, gpu, profile=replace(row, softmax_keeps_input=True))
+    monkeypatch.setitem(CODES, "old", Code(softmax=partial(ops.softmax, keeps_input=True)))
+    old = Account(found, recipe, gpu, profile=replace(row, code="old"))
     now = Account(found, recipe, gpu, profile=row)
     scores = 4 * BATCH * words["num_attention_heads"] * LENGTH * LENGTH
     assert kept(old) - kept(now) == words["num_hidden_layers"] * scores

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.closed_form.parallel import zero3 as coordinator
+from memfit.closed_form.parallel import zero
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint
 
@@ -99,9 +99,9 @@ def test_one_card_with_a_master_copy_widens_its_gradients() -> None:
 def test_what_the_coordinator_holds(gpus: int, recomputed: bool, evaluated: bool, name: str) -> None:
     """Never more than the model, nor than its limit, which a second pass may fill again, and the largest weight it met last."""
     model = resolve_model(name)
-    found, events = coordinator.levels(model, gpus, 0, frozenset(), recomputed, True, evaluated)
+    found, events = zero.levels(model, gpus, 0, frozenset(), recomputed, True, evaluated)
     largest = max(w.numel for w in model.weights)
-    bound = min(model.parameters, 2 * coordinator.MOST_LIVE + 2 * largest)
+    bound = min(model.parameters, 2 * zero.MOST_LIVE + 2 * largest)
     assert all(level.running <= level.fetching for level in found.values())
     assert max(level.running for level in found.values()) <= 2 * bound
     assert found["loss"].running >= model.head[0].numel if model.head else True

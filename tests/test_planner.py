@@ -12,8 +12,8 @@ from memfit.catalogue.cards import list_gpus, parse_gpu
 from memfit.errors import BadInput
 from memfit.frameworks.targets import export
 from memfit.planner import left_out, techniques
-from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import LADDER, SHARDING
+from memfit.planner.search import Estimator
 from memfit.tables.combinations import absent
 from memfit.tables.optimizers import optimizer
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+from typing import Literal, get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import Recipe, errors, find_gpu, resolve_model
-from memfit.closed_form.layers.losses import LOSSES
+from memfit.closed_form.layers.head import LOSSES
 from memfit.nouns.architecture import Weight
-from memfit.nouns.job import check_values
+from memfit.nouns.job import Method, Precision, check_values
 from memfit.tables import combinations
+from memfit.tables.cuda_kernels import SdpaCall, sdpa_kernel
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.tables.precisions import BYTES, backend, meaning
 from memfit.tables.quantization import QUANTIZATIONS, Quantization
 from memfit.tables.trainers import TRAINERS, Trainer, taken_as, trainer
 
@@ -162,3 +168,56 @@ def test_values_outside_their_domain_are_refused(changes: dict[str, object]) -> 
     with pytest.raises(errors.BadInput) as caught:
         check_values(Recipe(**changes))  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+ANY_WIDTH = (64, 80, 96, 128, 192, 256)
+# What the real PyTorch 2.13 chose: cards, dtypes, head widths -> without a mask, with a bool mask, grouped heads, grouped
+# heads with a mask, dropout of 0.1
+MEASURED_KERNELS = [
+    (((7, 5),), ("fp16",), ANY_WIDTH, "efficient efficient math math efficient"),
+    (((7, 5),), ("bf16",), (36, *ANY_WIDTH), "math math math math math"),
+    (((7, 5),), ("fp16",), (36,), "math math math math math"),
+    (((8, 0), (8, 6), (8, 9), (12, 0)), ("fp16", "bf16"), ANY_WIDTH[:-1], "flash efficient flash math flash"),
+    (((8, 0),), ("fp16", "bf16"), (256,), "flash efficient flash math flash"),
+    (((8, 6), (8, 9), (12, 0)), ("fp16", "bf16"), (256,), "flash efficient flash math efficient"),
+    (((9, 0),), ("fp16", "bf16"), ANY_WIDTH, "cudnn cudnn cudnn cudnn flash"),
+    (((10, 0),), ("fp16", "bf16"), ANY_WIDTH[:-2], "cudnn cudnn cudnn cudnn flash"),
+    (((10, 0),), ("fp16", "bf16"), (192, 256), "flash efficient flash math flash"),
+    (((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ("fp16", "bf16"), (36,), "flash math flash math flash"),
+    (((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)), ("fp32",), (36, *ANY_WIDTH),
+     "efficient efficient math math efficient"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cards", "dtypes", "widths", "kernels"), MEASURED_KERNELS)
+def test_attention_kernels_are_the_measured_ones(
+    cards: tuple[tuple[int, int], ...],
+    dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...],
+    widths: tuple[int, ...],
+    kernels: str,
+) -> None:
+    for capability, dtype, width in product(cards, dtypes, widths):
+        plain = SdpaCall(capability=capability, dtype=dtype, head_dim=width, value_dim=width)
+        masked, grouped = replace(plain, masked=True), replace(plain, grouped=True)
+        calls = plain, masked, grouped, replace(grouped, masked=True), replace(plain, dropout=0.1)
+        assert " ".join(map(sdpa_kernel, calls)) == kernels, (capability, dtype, width)
+
+
+def test_a_kernel_that_is_switched_off_is_passed_over() -> None:
+    call = SdpaCall(capability=(9, 0), dtype="bf16", head_dim=128, value_dim=128)
+    assert sdpa_kernel(call, ("flash", "efficient")) == "flash"
+    assert sdpa_kernel(call, ("efficient",)) == "efficient"
+    assert sdpa_kernel(call, ()) == "math"
+    assert sdpa_kernel(replace(call, broadcast=True)) == "math"
+
+
+@pytest.mark.parametrize("recipe", [
+    Recipe(precision=p, method=m, shard=s, num_gpus=n)
+    for p in get_args(Precision) for m in get_args(Method) for s, n in (("none", 1), ("none", 2), ("parameters", 2), ("gradients", 2))
+], ids=str)  # fmt: skip
+def test_every_precision_has_a_meaning_under_every_backend(recipe: Recipe) -> None:
+    meant = meaning(recipe)
+    assert not meant.master or BYTES[meant.stored] == 2
+    assert meant.autocast != "always" or backend(recipe) != "deepspeed" or meant.master
+    assert BYTES[meant.stored] >= BYTES[meant.computed]
+    assert (meant.autocast == "always") == recipe.precision.endswith("mixed")

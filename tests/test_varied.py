@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+
 from memfit.catalogue.cards import find_gpu
-from memfit.closed_form.run import varied
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.size import Dims
+from memfit.closed_form.style import CODES, Code
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe
-from memfit.tables.trainers import trainer
+from published import varied
+from published.profiles.legacy import SWIFT, shifted_head
 
 MODEL = resolve_model("qwen-1_8b-chat", offline=True)
 LENGTHS = (700, 1500, 301, 1999, 64, 1204, 2000, 512)
 BASE = Recipe(
-    method="lora", precision="bf16", sequence_length=2048, checkpointing="full", attention="flash", trainer="ms-swift"
+    method="lora",
+    precision="bf16",
+    sequence_length=2048,
+    checkpointing="full",
+    attention="flash",
+    trainer="transformers",
 )
 
 
-def account(recipe: Recipe = BASE, *, padded: bool = False, **changes: bool) -> Account:
-    return Account(MODEL, recipe, find_gpu("a100-80gb"), padded, replace(trainer("ms-swift==1.5"), **changes))
+def account(recipe: Recipe = BASE, *, padded: bool = False, code: str = SWIFT.code) -> Account:
+    return Account(MODEL, recipe, find_gpu("a100-80gb"), padded, replace(SWIFT, code=code))
+
+
+def old_and_new(
+    monkeypatch: pytest.MonkeyPatch, new: Code, recipe: Recipe, lengths: tuple[int, ...], *, padded: bool = False
+) -> tuple[int, int]:
+    """Requested bytes with the code of that time, and with `new`."""
+    monkeypatch.setitem(CODES, "new", new)
+    old, now = (
+        varied.levels_over(account(recipe, padded=padded, code=code), lengths).requested for code in (SWIFT.code, "new")
+    )
+    return old, now
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -50,19 +73,16 @@ def test_a_padded_mask_is_copied_for_every_head_only_where_its_rows_are_ragged()
     assert Dims(2, 1008).value(("mask", 16, 16)) == 2 * 1008 * 1008
 
 
-def test_pytorch_2_1_keeps_a_mask_per_head_and_layer() -> None:
+def test_pytorch_2_1_keeps_a_mask_per_head_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(BASE, attention="sdpa", checkpointing="none")
-    new, old = (
-        varied.levels_over(account(recipe, padded=True, mask_per_head=flag), (1001,) * 2).requested
-        for flag in (False, True)
-    )
+    new_code = replace(CODES[SWIFT.code], mask=None)
+    old, new = old_and_new(monkeypatch, new_code, recipe, (1001,) * 2, padded=True)
     heads = MODEL.layers[0].attention.heads
     assert old - new == pytest.approx(len(MODEL.layers) * 2 * 1001 * (heads * 1008 - 1001), rel=0.1)
 
 
-def test_the_returned_cache_is_copied_to_fp32_without_checkpointing() -> None:
+def test_the_returned_cache_is_copied_to_fp32_without_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(BASE, checkpointing="none")
-    without, returned = (
-        varied.levels_over(account(recipe, returns_cache=flag), (1000,) * 2).requested for flag in (False, True)
-    )
+    new_code = replace(CODES[SWIFT.code], head=partial(shifted_head, returns_cache=False))
+    returned, without = old_and_new(monkeypatch, new_code, recipe, (1000,) * 2)
     assert returned - without == pytest.approx(len(MODEL.layers) * 2 * 4 * 1000 * MODEL.width, rel=0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import published.profiles.legacy  # noqa: F401  registers the code of PyTorch 1.10
 from memfit.catalogue import config, names
 from memfit.models.families import architecture
 from memfit.nouns.job import Recipe
@@ -41,7 +42,7 @@ def case(row: Row) -> Case:
     torch = row.version("torch")
     profile = replace(
         trainer("transformers"), embeddings_32bit=False, zeroes_gradients=(0,) < torch < (2,),
-        softmax_keeps_input=(0,) < torch < (1, 11),
+        code="torch<1.11" if (0,) < torch < (1, 11) else "transformers",
     )  # fmt: skip
     return Case(
         architecture=architecture(classifier, row.model), recipe=recipe, gpu=gpu, profile=profile,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.nouns.job import Recipe
-from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
+from published.profiles.litgpt import PROFILE
 from published.rows import Row
 
 QUANTIZATIONS = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.fp4": "fp4", "none": "none"}
@@ -34,11 +34,11 @@ def case(row: Row, *, several: bool = False) -> Case:
         micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=fixed_length(row), checkpointing="full" if row.checkpointing.startswith("on") else "none",
         shard="parameters" if sharded else "none", num_gpus=row.number("n_gpus", 1) if sharded else 1,
-        attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="litgpt",
+        attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="torch",
     )  # fmt: skip
     # where the longest sample is forced to come first, the step after it is shorter and holds less
     again = "first iteration" not in row.notes
-    profile = replace(trainer("litgpt==0.3"), autocast="mixed" in dtype, keeps_loss=again)
+    profile = replace(PROFILE, autocast="mixed" in dtype, keeps_loss=again)
     return Case(
         architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=profile,
         compared=compared_of(row),

@@ -1,4 +1,4 @@
-"""Predict all rows, print and write what came out: per source the errors, per row the figures, and what is not covered."""
+"""Predict all rows and print or write the result: errors per source, figures per row, and what is not covered."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[T
     ]
     return "\n".join([
         "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "", "## Published runs", "", METHOD,
-        *table(results), "", *lines(found), "## Every row", "", *listing(results), "", "## Not covered", "", *reasons(refused), "",
+        *table(results), "", *lines(found), "## Every row", "", *listing(results), "", "## Not covered", "",
+        *reasons(refused), "",
     ])  # fmt: skip
 
 

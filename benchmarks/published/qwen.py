@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memfit.nouns.job import Recipe
-from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, fixed_length, gpu_of, one_gpu
+from published.profiles.legacy import SWIFT
 from published.rows import Row
 
 
@@ -20,10 +20,10 @@ def case(row: Row) -> Case:
         lora_targets=tuple(row.lora_targets.split("+")) or ("all-linear",), optimizer="adamw-foreach",
         micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row), sequence_length=fixed_length(row),
         checkpointing="full" if row.checkpointing == "on" else "none",
-        attention="flash" if row.attention.startswith("flash") else "eager", trainer="ms-swift",
+        attention="flash" if row.attention.startswith("flash") else "eager", trainer="transformers",
     )  # fmt: skip
     # the README says only "memory", measured beside speed on a card of its own: what nvidia-smi shows
     return Case(
-        architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
+        architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=SWIFT,
         compared="device" if row.quantity == "unknown" else "reserved", torch=row.version("torch"),
     )  # fmt: skip

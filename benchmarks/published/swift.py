@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.tables.trainers import trainer
 from published.case import Case, NotCovered, accumulation, architecture_of, compared_of, fixed_length, gpu_of, one_gpu
 from published.lengths import DATASETS, drawn
+from published.profiles.legacy import SWIFT
 from published.rows import Row
 
 QUANTIZATIONS = {"none": "none", "int4 (bnb)": "nf4-double", "int4 (gptq)": "gptq-int4", "int8 (gptq)": "gptq-int8"}
@@ -37,11 +37,12 @@ def case(row: Row) -> Case:
         lora_targets=_targets(row, architecture),
         optimizer="adamw-foreach", micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=longest, checkpointing="full" if row.checkpointing == "on" else "none",
-        attention="flash" if flash else "sdpa", trainer="ms-swift",
+        attention="flash" if flash else "sdpa", trainer="transformers",
     )  # fmt: skip
     return Case(
-        architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=trainer("ms-swift==1.5"),
-        compared=compared_of(row), padded=not flash, orders=drawn(dataset, samples, longest, recipe.micro_batch), torch=row.version("torch"),
+        architecture=architecture, recipe=recipe, gpu=gpu_of(row), profile=SWIFT,
+        compared=compared_of(row), padded=not flash, orders=drawn(dataset, samples, longest, recipe.micro_batch),
+        torch=row.version("torch"),
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from memfit.nouns.job import Recipe
-from memfit.tables.trainers import trainer
 from published.case import Case, Compared, NotCovered, accumulation, architecture_of, compared_of, gpu_of, one_gpu
+from published.profiles.torchtune import PROFILE
 from published.rows import Row
 
 TARGETS = {
@@ -16,7 +16,8 @@ TARGETS = {
     "output": ("o_proj",), "all linear": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }  # fmt: skip
 OPTIMIZERS = (
-    (r"Paged.*8bit", "paged-adamw-8bit"), (r"Paged", "paged-adamw-32bit"), (r"torchao", "adamw-8bit-torchao"), (r"AdamW8bit", "adamw-8bit"),
+    (r"Paged.*8bit", "paged-adamw-8bit"), (r"Paged", "paged-adamw-32bit"), (r"torchao", "adamw-8bit-torchao"),
+    (r"AdamW8bit", "adamw-8bit"),
     (r"fused", "adamw"), (r"AdamW", "adamw"),
 )  # fmt: skip
 
@@ -40,11 +41,11 @@ def case(row: Row) -> Case:
         optimizer=optimizer, micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=int(length[1]),
         checkpointing="none" if not checkpointing else "offload" if "offload" in row.checkpointing else "full",
-        attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="torchtune",
+        attention="sdpa", loss="full" if "plain" in row.loss_kernel else "chunked", trainer="torch",
     )  # fmt: skip
     # its logger prints torch's peak of allocated bytes first, which is what the tables quote
     compared: Compared = "allocated" if row.quantity == "unknown" else compared_of(row)
-    profile = replace(trainer("torchtune"), optimizer_in_backward="optimizer_in_bwd" in row.optimizer)
+    profile = replace(PROFILE, optimizer_in_backward="optimizer_in_bwd" in row.optimizer)
     if _compiled(row):
         profile = replace(profile, heads=(("full", "full"), ("chunked", "torchtune-compiled")))
     return Case(

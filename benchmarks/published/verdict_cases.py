@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import published.profiles.torchtune  # noqa: F401  registers the compiled loss
 from memfit.catalogue.cards import find_gpu
 from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture

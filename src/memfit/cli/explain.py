@@ -252,7 +252,7 @@ class _Planned:
     @property
     def over(self) -> int:
         """Bytes by which the run as described is too much for the card, by estimate."""
-        from memfit.planner.candidates import Estimator
+        from memfit.planner.search import Estimator
 
         _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
         return max(judgement.need - judgement.usable, 0)
@@ -261,8 +261,8 @@ class _Planned:
         """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
         from memfit.nouns.finding import Remedy
         from memfit.nouns.plan import Plan
-        from memfit.planner.candidates import Estimator
         from memfit.planner.next_lower_recipe import down, tensor_bytes
+        from memfit.planner.search import Estimator
         from memfit.report.words import changes
         from memfit.units import rough
 

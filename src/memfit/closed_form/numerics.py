@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from memfit.closed_form.style import Kernel
 from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import Capability, SdpaCall, sdpa_kernel
+from memfit.tables.precisions import BYTES, Meaning, backend, meaning
 from memfit.tables.trainers import Trainer
-
-Capability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,72 +29,60 @@ class Numerics:
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
-    """The widths a recipe means under a trainer.
-
-    DeepSpeed has no fp32 weights under autocast: it keeps 16-bit weights and gradients and shards an fp32 master copy, so
-    mixed precision means that there; adapters are cast like everything else.
-    """
-    full = recipe.method == "full"
-    mixed = recipe.precision in ("bf16-mixed", "fp16-mixed")
-    half = recipe.precision != "fp32"
-    master = recipe.precision == "bf16-master" or (recipe.zero and (mixed or (half and not full)))
-    # a frozen base in fp16 is loaded as such; fp16 training of all weights needs them in fp32
-    wide = recipe.precision == "fp32" or (mixed and not master and (full or recipe.precision == "bf16-mixed"))
-    weight = 4 if wide else 2
-    autocast = 2 if mixed or (trainer.autocast and recipe.precision != "fp32") else 0
-    quantised = recipe.method == "qlora"
-    adapter32 = trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32
-    sharded = recipe.shard == "parameters" and not recipe.zero
-    if trainer.autocast and half:  # fp16's loss scaler and accelerate's FSDP2 train fp32 copies of what is trained
-        adapter32 = adapter32 or recipe.precision == "fp16-mixed" or (sharded and not quantised)
-    adapter32 = adapter32 and not (recipe.zero and half)
-    narrowed = quantised and trainer.autocast and not trainer.qlora_adapter_fp32  # TRL's are bf16 whatever else is fp32
-    other = 4 if quantised and trainer.kbit_prepare and not sharded else weight  # FSDP2 wants one dtype
+    """Return the widths a recipe means under a trainer."""
+    meant, quantised = meaning(recipe), recipe.method == "qlora"
+    weight = BYTES[meant.stored]
+    autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
+    # FSDP2 wants one dtype in a group, so nothing is upcast there
+    other = 4 if quantised and trainer.kbit_prepare and backend(recipe) != "fsdp" else weight
     return Numerics(
-        weight=weight, autocast=autocast, other=other, residual=other, adapter=4 if adapter32 or (weight == 4 and not narrowed) else 2,
-        master=4 if master else 0, gradient=weight, state=4 if master else weight,
-        quantised_head=quantised and trainer.quantised_head,
+        weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
+        adapter=_adapter_width(meant, trainer, quantised), master=4 * meant.master, gradient=weight,
+        state=4 if meant.master else weight, quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 
 
+def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
+    """Bytes per element of adapters. TRL's QLoRA adapters are bf16 even where the base beside them is fp32."""
+    if meant.adapters == "fp32" and trainer.autocast:
+        return 4
+    if meant.adapters != "stored" and (trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32):
+        return 4
+    return 2 if quantised and trainer.autocast else BYTES[meant.stored]
+
+
 def gathered(n: Numerics) -> Numerics:
-    """The widths inside a block whose weights FSDP gathers: already in the compute dtype, so nothing is cast."""
+    """Return the widths inside a block that FSDP gathers: weights have the compute dtype, so nothing is cast."""
     if not n.autocast:
         return n
     return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
 
 
 def kernel_width(r: Recipe, n: Numerics) -> int:
-    """Itemsize of the queries, keys and values that reach the attention kernel."""
+    """Return the itemsize of the queries, keys and values that reach the attention kernel."""
     return n.autocast or (n.residual if r.method == "qlora" else n.weight)
 
 
-def attention_kernel(a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool) -> Kernel:
-    """The kernel PyTorch 2.13 picks for an attention, by card, dtype, head and mask.
-
-    Source: sdp_utils.cpp's order of preference, recorded on cc 7.5 to 12.0. `width`: itemsize of q, k and v.
-    """
+def attention_kernel(
+    a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool, train: bool = True
+) -> Kernel:
+    """Return the kernel an attention layer runs. `width`: itemsize of queries, keys and values."""
     if recipe.attention == "eager" or not a.sdpa:
         return "eager"
     if recipe.attention == "flash":
         return "flash2"
-    cc = capability or (8, 0)
-    grouped = a.heads != a.kv_heads and not masked  # with a mask transformers repeats keys and values itself
-    if a.code == "falcon" and a.kv_heads == 1:  # one key head is broadcast, which only the math path takes
-        return "math"
-    if width == 4:
-        return "math" if grouped else "efficient"
-    if a.head_dim % 8:
-        return "math" if masked else "flash"
-    if cc < (8, 0):
-        return "math" if grouped or recipe.precision.startswith("bf16") else "efficient"
-    if cc[0] in (9, 10) and a.head_dim <= (256 if cc[0] == 9 else 128) and not a.dropout:
-        return "cudnn"
-    return "efficient" if masked or a.head_dim > 256 or a.value_dim != a.head_dim else "flash"
+    one_key_head = a.code == "falcon" and a.kv_heads == 1  # FalconAttention leaves it to be broadcast
+    # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
+    grouped = a.heads != a.kv_heads and not masked and a.head_dim <= 256 and a.code != "falcon"
+    return sdpa_kernel(SdpaCall(
+        capability=capability or (8, 0), dtype="fp32" if width == 4 else meaning(recipe).computed,
+        head_dim=a.head_dim, value_dim=a.value_dim, masked=masked, grouped=grouped, broadcast=one_key_head,
+        dropout=a.dropout if train else 0.0, needs_grad=train,
+    ))  # fmt: skip
 
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """Module names that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
+    """Return the names of modules that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
     parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
     linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
     if targets == ("all-linear",):
@@ -110,7 +98,8 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
 # PEFT 0.21 adapts experts stacked in one parameter, and the router, in place of linear layers of these names
 # (peft/utils/transformers_weight_conversion.py); dense layers of the same names then get nothing
 _QWEN_EXPERTS = {
-    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj", "down_proj": "experts.down_proj",
+    "gate": "gate.weight", "gate_proj": "experts.gate_up_proj", "up_proj": "experts.gate_up_proj",
+    "down_proj": "experts.down_proj",
 }  # fmt: skip
 _MIXTRAL_EXPERTS = {
     "gate": "gate.weight", "w1": "experts.gate_up_proj", "w3": "experts.gate_up_proj", "w2": "experts.down_proj",
@@ -118,14 +107,16 @@ _MIXTRAL_EXPERTS = {
 STACKED_EXPERTS = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
     **dict.fromkeys((
-        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
+        "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next",
+        "solar_open",
     ), _QWEN_EXPERTS),
 }  # fmt: skip
 
 
 def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """What gets an adapter: module names, and ends of the names of parameters ("experts.down_proj")."""
+    """Return what gets an adapter: module names, and suffixes of parameter names ("experts.down_proj")."""
     modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
     if targets == ("all-linear",):
         modules |= renamed.keys()
@@ -133,19 +124,19 @@ def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[s
 
 
 def has_adapter(w: Weight, names: frozenset[str]) -> bool:
-    """Whether a weight is one of `adapted`."""
+    """Return whether a weight gets an adapter; `names` comes from `adapted`."""
     return (w.kind == "linear" and w.module in names) or any("." in n and w.name.endswith(n) for n in names)
 
 
 def adapter_rank(w: Weight, rank: int) -> int:
-    """The rank of the adapter of one weight; of stacked experts that of all, twice where two layers became one."""
+    """Return the rank of a weight's adapter; stacked experts sum theirs, doubled where two layers became one."""
     if w.kind != "experts":
         return rank
     return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
 
 
 def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
-    """lora_A [rank, in] and lora_B [out, rank] of every adapted one among `weights`."""
+    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`."""
     found = []
     for w in weights:
         if has_adapter(w, names):

@@ -16,12 +16,12 @@ Grads = list[Tensor | None]
 
 
 def weight(elements: int, itemsize: int, name: str, trained: bool) -> Tensor:
-    """A parameter: its own bytes are counted with the parameters, here only its gradient and its casts."""
+    """Return a parameter. Its own bytes are counted as parameters; a trace counts its gradient and its casts."""
     return Tensor(None, {"1": elements}, itemsize, trained, None, name)
 
 
 def constant(elements: Elements, itemsize: int) -> Tensor:
-    """A tensor counted elsewhere that needs no gradient (rotary tables, masks)."""
+    """Return a tensor that is counted elsewhere and needs no gradient (rotary tables, masks)."""
     return Tensor(None, elements, itemsize)
 
 
@@ -34,7 +34,7 @@ def cast(rec: Recorder, x: Tensor, itemsize: int, label: str = "cast") -> Tensor
 
 
 def autocast(rec: Recorder, x: Tensor) -> Tensor:
-    """An operand in the compute dtype of the autocast region; only trained fp32 weights are cached."""
+    """Cast an operand to the compute dtype of the autocast region; only trained fp32 weights are cached."""
     if not rec.autocast or x.itemsize == rec.autocast:
         return x
     if x.parameter is None or not x.requires_grad:
@@ -85,12 +85,12 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _wider(a: Tensor, b: Tensor) -> Tensor:
-    """The operand that the other is broadcast to."""
+    """Return the operand that the other is broadcast to."""
     return a if _extent(a) >= _extent(b) else b
 
 
 def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int) -> Tensor | None:
-    """A gradient brought back to its input's shape and dtype, as validate_outputs does."""
+    """Bring a gradient back to its input's shape and dtype, as validate_outputs does."""
     if g is None:
         return None
     if g.elements != elements or g.itemsize != itemsize:
@@ -104,7 +104,7 @@ def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int)
 
 
 def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
-    """torch.matmul of two activations of several heads; copies operands that lie token by token."""
+    """torch.matmul of two activations with heads; copies operands laid out token by token."""
     a, b = autocast(rec, a), autocast(rec, b)
     a, b = heads_first(rec, a), heads_first(rec, b)
     out = rec.product(shape, a.itemsize, label, heads_first=True)
@@ -124,7 +124,7 @@ def _as_heads_first(rec: Recorder, g: Tensor) -> Tensor:
 
 
 def viewed(g: Tensor | None) -> Tensor | None:
-    """A gradient that passes through a view on its way: the engine adds to it out of place."""
+    """Mark a gradient that passes through a view, so that the engine adds to it out of place."""
     if g is not None:
         g.viewed = True
     return g
@@ -202,7 +202,7 @@ def clone(rec: Recorder, x: Tensor, label: str = "clone") -> Tensor:
 
 
 def copy(rec: Recorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor:
-    """A concatenation with nothing of a dtype: a new tensor, heads first where there are heads."""
+    """torch.cat with an empty tensor of a dtype: a new tensor, laid out head by head where there are heads."""
     out, width = rec.new(x.elements, itemsize, label, heads_first=True), x.itemsize
     return rec.record(
         out, [x], [], lambda g: [viewed(g.detach()) if width == itemsize else rec.like(g, "cast gradient", width)]
@@ -225,7 +225,7 @@ def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
 
 
 def rows(rec: Recorder, x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices], or zeros[indices] = x: rows of tokens, at most all of them; backward does the other of the two."""
+    """x[indices], or zeros[indices] = x, for up to all rows of tokens; backward is the other of the two."""
     before, out = x.blueprint(), rec.new(x.elements, x.itemsize, "rows of tokens")
     return rec.record(out, [x], [indices], lambda g: [rec.new(before.elements, g.itemsize, "gradient of rows")])
 
@@ -350,7 +350,7 @@ def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
 
 
 def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False) -> Tensor:
-    """F.softmax(x, dtype=...): x is cast first (not so fp16), the output kept; backward multiplies it by the gradient."""
+    """F.softmax(x, dtype=...): casts x first (not fp16), keeps the output; backward multiplies it by the gradient."""
     x = cast(rec, x, itemsize, "fp32 copy")
     out = rec.like(x, label)
 

@@ -1,14 +1,12 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
-Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS" T*S ·
-"processors" the card's multiprocessors ·
-"T+" T, but 0 for one sequence, where a view suffices ·
-"T32", "T64", "T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a
-label · "tile" min(L, 4096) ·
-("past", n, 0) 1 where more than n positions have a label, else 0 ·
-("whole", n, 0) T where S is a multiple of n, else 0 · ("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n ·
-("chunk", n, 0) B * min(S, n) · ("chunks", n, 0) S / n · ("reduce", columns, rows of a token)
-the staging buffer of a sum over rows, which depends on the card's multiprocessors · ("embed", D, itemsize) sort buffers.
+Basis names: "1" constant · "B" sequences · "S" tokens per sequence · "T" tokens per micro-batch (B*S) · "SS" S*S · "TS"
+T*S · "processors" the card's multiprocessors · "T+" T, but 0 for one sequence, where a view suffices · "T32", "T64",
+"T128" B * S rounded up to 32, 64 or 128 (kernel buffers) · "L" positions with a label · "tile" min(L, 4096) · ("past",
+n, 0) 1 where more than n positions have a label, else 0 · ("whole", n, 0) T where S is a multiple of n, else 0 ·
+("mask", N, n) a [B, 1, S, S] mask, or a copy for N heads where S is no multiple of n · ("chunk", n, 0) B * min(S, n) ·
+("chunks", n, 0) S / n · ("reduce", columns, rows of a token) the staging buffer of a sum over rows, which depends on
+the card's multiprocessors · ("embed", D, itemsize) sort buffers.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def covers(big: Size, small: Size) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """What a basis is worth: the micro-batch and the card."""
+    """The micro-batch and the card, which give every basis its number."""
 
     batch: int  # B
     sequence: int  # S
@@ -64,7 +62,7 @@ class Dims:
         return int(self.batch * (self.sequence - 1) * self.label_share)
 
     def value(self, basis: Basis) -> int:
-        """The number a basis stands for."""
+        """Return the number a basis stands for."""
         b, s = self.batch, self.sequence
         if isinstance(basis, tuple):
             kind, columns, width = basis
@@ -121,14 +119,14 @@ class Dims:
         raise KeyError(basis)
 
     def _staging(self, rows: int, columns: int) -> int:
-        """Bytes of the staging buffer of `x.sum(0)` over [rows, columns]."""
+        """Return bytes of the staging buffer of `x.sum(0)` over [rows, columns]."""
         found = reduction(
             rows, columns, fastest=False, multiprocessors=self.multiprocessors, threads=self.threads_per_multiprocessor
         )
         return found[0] if found else 0
 
     def bytes(self, size: Size) -> int:
-        """A size for this batch, in bytes."""
+        """Return a size for this batch, in bytes."""
         return sum(c * self.value(k) for k, c in size.items())
 
 

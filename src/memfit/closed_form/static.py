@@ -16,7 +16,7 @@ from memfit.tables.trainers import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One weight as it arrives on the card: the tensors that stay, and what is gone once it is converted."""
+    """One weight as it arrives on the card: the tensors that stay, and what is freed once it is converted."""
 
     stays: tuple[int, ...]
     passing: int = 0
@@ -57,7 +57,7 @@ def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
 ) -> Static:  # fmt: skip
-    """Exact bytes of one way to store and train a model; cached because a search asks for the same few again."""
+    """Return the exact bytes of one way to store and train a model, cached because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
@@ -90,9 +90,11 @@ def static_bytes(
     sizes = [(w.numel, size) for w, size in trained]
     states = _state_tensors(trained, optimizer, n, embeddings_32bit)
     return Static(
-        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, master=sum(w.numel * n.master for w, _ in trained),
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter,
+        master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
-        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised, largest=largest,
+        trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
+        largest=largest,
         adapted=_adapted(architecture, method, targets),
         stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
@@ -100,7 +102,7 @@ def static_bytes(
 
 
 def arrival(architecture: Architecture, method: str) -> list[int]:
-    """The stored weights by number, as they reach the card: those of a quantised model by name, layers by their number."""
+    """Return the stored weights' indices in the order they reach the card; a quantised model's go by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
     parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
@@ -127,8 +129,8 @@ def trained_weights(
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
-    """What is trained, in the order an optimizer goes through it; transformers gives norms and biases, which it does not
-    decay, a group of their own behind all others.
+    """Return what is trained in the optimizer's order: transformers puts norms and biases, which have no weight decay,
+    in a second group.
     """
     return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
 
@@ -136,7 +138,7 @@ def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tu
 def _state_tensors(
     trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """State tensors per trained weight; the first entry holds the tables they share.
+    """Return the state tensors of each trained weight; the first entry holds the tables they share.
 
     transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
     """
@@ -151,7 +153,7 @@ def _state_tensors(
 
 
 def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
-    """`static_bytes` for a recipe."""
+    """Return `static_bytes` of a recipe."""
     return static_bytes(
         a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, t.embeddings_32bit, t.decayed_first
     )

@@ -1,15 +1,42 @@
-"""Style: everything about a recipe that changes which tensors a block makes, and nothing that only changes their size."""
+"""Style: everything about a recipe that changes which tensors a block makes, and nothing that only changes their size.
+
+Code is the part of a style that is functions: a framework's own model code, registered by name in CODES.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import SdpaKernel
 from memfit.tables.liger_kernels import Liger
 
-Kernel = Literal["flash", "efficient", "cudnn", "math", "eager", "flash2"]
+Kernel = SdpaKernel | Literal["eager", "flash2"]  # flash2: the flash-attn package
 Mask = Literal["none", "shared", "rows"]
 # a mask the kernel is given: none (causal by itself), shared [S, S] by all rows of the batch, or rows [B, 1, S, S]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Code:
+    """Functions that a framework runs in place of transformers' model code and its libraries; None where it has none.
+
+    Every trainer of memfit's own table runs transformers. Benchmarks add rows to CODES, under the name in Trainer.code.
+    """
+
+    stored: Callable[[Architecture], Architecture] | None = None  # the weights it keeps of a model
+    block: Callable[[Any, Tensor], Tensor] | None = None  # (layer, hidden states) -> hidden states
+    head: Callable[[Any, Architecture, Recipe, bool], Any] | None = None  # (HeadStyle, ..., train) -> HeadStyle
+    quantised: Callable[[Recorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.linears
+    mask: Callable[[Recorder, Tensor, int], Tensor] | None = None  # the efficient kernel's mask for so many heads
+    softmax: Callable[[Recorder, Tensor, int], Tensor] | None = None
+
+
+TRANSFORMERS = Code()
+CODES: dict[str, Code] = {"transformers": TRANSFORMERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +55,6 @@ class Style:
     adapter: int = 4  # itemsize of the adapter weights
     kernel: Kernel = "flash"
     mask: Mask = "none"
-    softmax_keeps_input: bool = False  # PyTorch before 1.11
-    mask_per_head: bool = False  # a mask whose rows need padding is copied for every head
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     dropout: bool = True  # train mode: the model's own dropout is active
     grad: bool = True  # False: evaluation under no_grad
@@ -46,6 +71,4 @@ class Style:
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     grouped_product: bool = True  # torch has a product of stacked experts for the card (from compute capability 8.0 on)
     liger: Liger | None = None  # layers that run as Liger's kernels
-    code: str = "transformers"  # row of codes.CODES: whose model code runs
-    quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
-    dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast
+    code: Code = TRANSFORMERS

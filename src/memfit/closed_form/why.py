@@ -21,7 +21,7 @@ WIDTHS = {1: "8 bits", 2: "16 bits", 4: "32 bits", 8: "64 bits"}
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class Summand:
     """One summand: '6,738,415,616 x 2 x 2 B'."""
 
     text: str
@@ -36,7 +36,7 @@ class Reason:
     label: str
     bytes: int
     words: str
-    terms: tuple[Term, ...]
+    terms: tuple[Summand, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,16 @@ def _static(account: Account, role: Role, label: str, size: int) -> Reason:
     words, terms = _STATIC.get(label, _plain)(account)
     if (gpus := _parts(account, label)) > 1:
         total = sum(t.bytes for t in terms)
-        terms = [Term(f"({' + '.join(t.text for t in terms)}) / {gpus}", total // gpus)]
+        terms = [Summand(f"({' + '.join(t.text for t in terms)}) / {gpus}", total // gpus)]
         words += f", split over {gpus} GPUs"
     rest = size - sum(t.bytes for t in terms)
     if rest:
-        terms = [*terms, Term(_REST.get(label, "rounding") if terms else human(size), rest)]
+        terms = [*terms, Summand(_REST.get(label, "rounding") if terms else human(size), rest)]
     return Reason(role, label, size, words, tuple(terms))
 
 
 def _parts(account: Account, label: str) -> int:
-    """How many GPUs share a line."""
+    """Return how many GPUs share a line."""
     owner = {"gradients": "gradients", "optimizer states": "optimizer", "fp32 master weights": "optimizer"}
     least = ("none", "optimizer", "gradients", "parameters")
     needed = owner.get(label, "parameters" if label in _WEIGHTS else "")
@@ -107,7 +107,7 @@ def _parts(account: Account, label: str) -> int:
     return account.recipe.num_gpus if sharded else 1
 
 
-Told = tuple[str, list[Term]]
+Told = tuple[str, list[Summand]]
 _WEIGHTS = ("base weights", "quantisation scales", "fp32 copies (k-bit preparation)", "adapter weights")
 _REST = {
     "optimizer states": "scales, tables and counters",
@@ -126,7 +126,7 @@ def _base(account: Account) -> Told:
         return f"every weight in {WIDTHS[n.weight]}", [_product(s.parameters, n.weight)]
     rest = s.parameters - s.quantised
     words = f"matrices packed to {row.bits} bits each ({row.title}), embeddings, norms and head in {WIDTHS[n.weight]}"
-    packed = Term(f"{s.quantised:,} x {row.bits} / 8 B", s.quantised * row.bits // 8)
+    packed = Summand(f"{s.quantised:,} x {row.bits} / 8 B", s.quantised * row.bits // 8)
     return words, [packed, _product(rest, n.weight)]
 
 
@@ -176,21 +176,21 @@ def _states(account: Account) -> Told:
     if row.width is None:
         wide = 4 if n.master else n.weight if account.recipe.method == "full" else n.adapter
         words = f"{row.title} keeps {many}, each as wide as the weight it updates ({wide} B)"
-        return words, [Term(f"{s.trained:,} x {row.moments} x {wide} B", s.trained * row.moments * wide)]
+        return words, [Summand(f"{s.trained:,} x {row.moments} x {wide} B", s.trained * row.moments * wide)]
     if row.paged:
         return f"{row.title} keeps {many}; those of large tensors live in host memory that is paged in", []
     words = f"{row.title} keeps {many}, {row.width:g} B each" + (f", and a scale per {row.block}" if row.block else "")
     wide32 = _kept_wide(account)
     few = s.trained - wide32
-    terms = [Term(f"{few:,} x {row.moments} x {row.width:g} B", int(few * row.moments * row.width))]
+    terms = [Summand(f"{few:,} x {row.moments} x {row.width:g} B", int(few * row.moments * row.width))]
     if wide32:
         words += "; embeddings keep 32 bits"
-        terms.append(Term(f"{wide32:,} x {row.moments} x 4 B", wide32 * row.moments * 4))
+        terms.append(Summand(f"{wide32:,} x {row.moments} x 4 B", wide32 * row.moments * 4))
     return words, terms
 
 
 def _kept_wide(account: Account) -> int:
-    """Embedding elements whose 8-bit states stay in 32 bits under transformers' Trainer."""
+    """Return how many embedding elements keep 32-bit states under transformers' Trainer."""
     row = account.optimizer
     if not (account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1):
         return 0
@@ -207,7 +207,7 @@ def _batch(account: Account) -> Told:
 
 def _workspaces(account: Account) -> Told:
     words = "scratch memory cuBLAS keeps for each thread that multiplies: forward and backward"
-    return words, [Term(f"2 x {human(account.workspace)}", 2 * account.workspace)]
+    return words, [Summand(f"2 x {human(account.workspace)}", 2 * account.workspace)]
 
 
 def _said(words: str) -> Callable[[Account], Told]:
@@ -257,9 +257,9 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
 }
 
 
-def _product(count: int, width: int, before: str = "") -> Term:
+def _product(count: int, width: int, before: str = "") -> Summand:
     times = 3 if before else 1
-    return Term(f"{before}{count:,} x {width} B", times * count * width)
+    return Summand(f"{before}{count:,} x {width} B", times * count * width)
 
 
 # ---- what comes and goes -------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _moving(account: Account, worst: Instant) -> list[Reason]:
         places: dict[str, int] = {}
         for kept in group:
             places[kept.where] = places.get(kept.where, 0) + kept.total
-        terms = tuple(Term(f"{place}s" if place == "block" else place, size) for place, size in places.items())
+        terms = tuple(Summand(f"{place}s" if place == "block" else place, size) for place, size in places.items())
         found.append(Reason(role, label, sum(places.values()), words, terms))
     if rest:  # a block and the next one disagree about the width of what passes between them
         found.append(
@@ -292,7 +292,7 @@ def _moving(account: Account, worst: Instant) -> list[Reason]:
                 "not attributed",
                 rest,
                 "counted in the peak, of no known tensor",
-                (Term(f"{rest:,} B", rest),),
+                (Summand(f"{rest:,} B", rest),),
             )
         )
     return found
@@ -313,9 +313,9 @@ def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
 
 
 def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
-    """Replay the completed steps and the begun one: what was born and has not died, with its role.
+    """Replay the completed steps and the current one: return every tensor that is still allocated, with its role.
 
-    A block's output is born in the block and freed by the next one as its INPUT; gradients flow the other way.
+    A block's output is allocated in the block and freed by the next one as its INPUT; gradients flow the other way.
     """
     live: dict[Part, dict[int, Role]] = {}
     before: dict[Part, Part] = {}  # the part whose output is this part's input
@@ -344,12 +344,12 @@ def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
 
 
 def _gradient_of(part: Part) -> int:
-    """The id under which a part knows the gradient that comes in: the embedding has no input of its own."""
+    """Return the id a part gives the gradient that comes in: the embedding has no input of its own."""
     return 1 if part.title == "embedding" else GRADIENT
 
 
 def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
-    """(step, its events so far, whether it runs backward) in order of time."""
+    """Yield (step, its events so far, whether it runs backward) in order of time."""
     for step in peak.steps:
         yield step, step.segment.events, step.segment is step.part.program.backward
     if peak.step is not None and peak.event is not None:
@@ -363,12 +363,13 @@ def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
 def _around(account: Account, peak: PhasePeak) -> list[Reason]:
     levels = peak.levels
     slack, context = levels.reserved - levels.requested, account.gpu.context_bytes
-    rows: list[tuple[Role, str, int, str, list[Term]]] = [
-        ("fragmentation", "allocator slack", slack, "held by PyTorch's allocator beyond the tensors: reserved - requested",
-         [Term(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
+    rows: list[tuple[Role, str, int, str, list[Summand]]] = [
+        ("fragmentation", "allocator slack", slack,
+         "held by PyTorch's allocator beyond the tensors: reserved - requested",
+         [Summand(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
         ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
-         [Term(human(context), context)]),
+         [Summand(human(context), context)]),
         ("context", "NCCL buffers", levels.device - levels.reserved - context, "what the GPUs talk through",
-         [Term(human(account.share.nccl), account.share.nccl)]),
+         [Summand(human(account.share.nccl), account.share.nccl)]),
     ]  # fmt: skip
     return [Reason(role, label, size, words, tuple(terms)) for role, label, size, words, terms in rows if size]

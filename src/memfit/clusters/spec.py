@@ -17,7 +17,7 @@ from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.planner.candidates import Estimator
+from memfit.planner.search import Estimator
 from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default

@@ -9,6 +9,7 @@ from memfit.closed_form.numerics import lora_modules
 from memfit.errors import Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
+from memfit.tables import precisions
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -27,13 +28,7 @@ class Numbers:
         return {"bf16": "bfloat16", "fp16": "float16", "no": self.weights}[self.mixed]  # type: ignore[return-value]
 
 
-NUMBERS: dict[str, Numbers] = {
-    "bf16": Numbers(weights="bfloat16", mixed="bf16"),
-    "bf16-mixed": Numbers(weights="float32", mixed="bf16"),
-    "bf16-master": Numbers(weights="bfloat16", mixed="bf16"),
-    "fp16-mixed": Numbers(weights="float32", mixed="fp16"),
-    "fp32": Numbers(weights="float32", mixed="no"),
-}
+DTYPES: dict[precisions.Dtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 
 
@@ -122,7 +117,7 @@ def four_bit(recipe: Recipe) -> dict[str, Any]:
     }
     if recipe.quantization.endswith("-double"):
         settings["bnb_4bit_use_double_quant"] = True
-    return settings | {"bnb_4bit_compute_dtype": NUMBERS[recipe.precision].compute}
+    return settings | {"bnb_4bit_compute_dtype": DTYPES[precisions.meaning(recipe).computed]}
 
 
 def check_method(recipe: Recipe) -> None:

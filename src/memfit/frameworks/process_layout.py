@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
+from memfit.tables.precisions import Backend as Backend
+from memfit.tables.precisions import backend as backend
+from memfit.tables.precisions import meaning
 
-Backend = Literal["plain", "ddp", "fsdp", "deepspeed"]
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
 # Model types whose `_no_split_modules` name classes that the text model has none of, on which accelerate gives up: what
 # FSDP2 wraps is told by name (transformers 5.23).
@@ -18,15 +19,6 @@ BLOCKS = {
     "qwen3_5_moe": "Qwen3_5MoeDecoderLayer", "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
 }  # fmt: skip
 _STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
-
-
-def backend(recipe: Recipe) -> Backend:
-    """FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, for offload and for a master copy."""
-    if recipe.zero:
-        return "deepspeed"
-    if recipe.shard == "parameters":
-        return "fsdp"
-    return "ddp" if recipe.num_gpus > 1 else "plain"
 
 
 def zero_stage(recipe: Recipe) -> int:
@@ -69,15 +61,12 @@ def launch_of(recipe: Recipe, target: str = "") -> Launch:
 
 def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
     """Weights and autocast dtype under a backend."""
-    found = names.NUMBERS[recipe.precision]
-    if kind == "fsdp" and recipe.precision == "bf16" and recipe.method == "full":
-        # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
-        return names.Numbers(weights="bfloat16", mixed="no")
-    if kind == "deepspeed" and found.mixed != "no":  # 16-bit weights, and an fp32 master copy where it is needed
-        return names.Numbers(weights="float16" if found.mixed == "fp16" else "bfloat16", mixed=found.mixed)
-    if found.mixed == "fp16" and recipe.method != "full":  # a frozen base needs no fp32 weights
-        return names.Numbers(weights="float16", mixed="fp16")
-    return found
+    meant = meaning(recipe, kind)
+    mixed = meant.computed
+    # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
+    if mixed == "fp32" or (kind == "fsdp" and recipe.method == "full" and meant.stored == mixed):
+        return names.Numbers(weights=names.DTYPES[meant.stored], mixed="no")
+    return names.Numbers(weights=names.DTYPES[meant.stored], mixed=mixed)
 
 
 def check(recipe: Recipe, kind: Backend) -> None:

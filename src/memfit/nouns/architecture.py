@@ -55,7 +55,7 @@ class Attention:
     head_dim: int  # H
     value_dim: int  # width of one value head (= head_dim except for MLA and linear attention)
     rotary_dim: int = 0  # part of each head that is rotated; 0: no rotary embedding
-    rotary: str = "half"  # how rotation is coded: a row of closed_form/layers/rotary.py
+    rotary: str = "half"  # how rotation is coded: a row of closed_form.layers.elementwise.ROTARY
     qk_norm: Literal["none", "head", "full"] = "none"  # head: over H; full: over N*H
     fused_qkv: bool = False
     bias: bool = False  # on the q, k, v projections
@@ -70,7 +70,7 @@ class Attention:
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on eager attention
     upcast: bool = True  # eager attention computes its softmax in fp32
-    code: str = ""  # a row of closed_form/layers/mixers.py, for model classes with their own attention code
+    code: str = ""  # a row of closed_form.layers.attention.MIXERS, for model classes with their own attention code
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)
@@ -90,7 +90,7 @@ class Mlp:
     experts_per_token: int = 0
     shared_width: int = 0  # F of the shared experts, or of the dense part, which process every token
     every_token: bool = False  # each expert computes every token, whatever the router chooses (Llama 4)
-    router: str = "softmax"  # a row of closed_form/layers/moe.py
+    router: str = "softmax"  # a row of closed_form.layers.moe.ROUTERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Refusal, Rung
-from memfit.planner.candidates import Candidate, Estimator, Known
-from memfit.planner.rungs import Step, backwards, half_precision, steps_for
-from memfit.planner.search import SAME_SPEED, largest, ranked
+from memfit.planner.rungs import LadderStep, backwards, half_precision, steps_for
+from memfit.planner.search import SAME_SPEED, Candidate, Estimator, Known, largest, ranked
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -22,7 +21,11 @@ Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
 CONFIRMED = 6  # how many of the fastest candidates are replayed before the search gives up
 LONGEST_SEQUENCE = 1 << 20
-PAYS_LATER = ("mixed", "accumulation", "shard-parameters")  # rungs that later ones build on, whatever they buy at once
+PAYS_LATER = (
+    "mixed",
+    "accumulation",
+    "shard-parameters",
+)  # rungs that later ones build on, whatever they save by themselves
 
 
 def make_plan(
@@ -52,7 +55,7 @@ def make_plan(
 
 
 def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) -> Plan:
-    """The plan on one card."""
+    """Return the plan on one card."""
     estimator = Estimator(job, known)
     start = starting_recipe(job, base)
     tell("climbing the ladder", 0.1)
@@ -68,7 +71,7 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) 
     tell("looking at neighbours", 0.8)
     seconds = estimator.seconds(chosen)
     return Plan(
-        job, chosen, _said(job, footprint), judgement, _marked(rungs, reached), refused,
+        job, chosen, _with_cut_samples(job, footprint), judgement, _marked(rungs, reached), refused,
         largest=_limits(estimator, chosen), seconds_per_step=seconds,
         step_time=_relative(seconds, estimator.seconds(rungs[0].recipe)),
         notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen),
@@ -76,8 +79,8 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) 
     )  # fmt: skip
 
 
-def _said(job: Job, footprint: Footprint) -> Footprint:
-    """The footprint with what the user's data made of the sequence length."""
+def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
+    """Add to the footprint how many samples the sequence length cuts."""
     if job.truncated is None:
         return footprint
     cut = f"sequence {job.sequence_length:,} cuts {share_of_samples(job.truncated)} of the samples"
@@ -85,14 +88,15 @@ def _said(job: Job, footprint: Footprint) -> Footprint:
 
 
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
-    """Where the ladder starts: what flags and files said, everything else plain: fp32, no technique, a comfortable batch."""
+    """Return where the ladder starts: what flags and files set, else fp32, no technique and a comfortable batch."""
     wanted = dict(job.wanted)
-    if job.stated:  # a file says everything, its silence means its framework's defaults
+    if job.stated:  # what a file leaves out has its framework's default
         return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
     plain: dict[str, object] = {
-        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss, "offload": "none", "shard": "none",
+        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss,
+        "offload": "none", "shard": "none",
         "quantization": "none", "method": "full", "micro_batch": batch, "accumulation": per_gpu // batch,
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,
         "attention": "sdpa" if all(x.attention.sdpa for x in job.architecture.kinds) else "eager",
@@ -110,12 +114,12 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
 
 
 def techniques(job: Job, base: Recipe | None = None) -> tuple[Rung, ...]:
-    """Every rung computed for this run, whether needed or not: the cheat sheet."""
+    """Compute every rung for this run, whether it is needed or not (`memfit techniques`)."""
     return tuple(_climb(job, starting_recipe(job, base or Recipe()), Estimator(job), stop=False))
 
 
 def left_out(job: Job, base: Recipe | None = None) -> tuple[str, ...]:
-    """Rungs this kind of card cannot take, each with the reason."""
+    """Return the rungs this kind of card cannot take, each with the reason."""
     start, wanted = starting_recipe(job, base or Recipe()), dict(job.wanted)
     why: dict[str, list[str]] = {}
     for step in steps_for(job):
@@ -130,18 +134,18 @@ def _method(job: Job) -> str:
     return str(dict(job.wanted).get("method", job.method))
 
 
-def _taken(step: Step, recipe: Recipe, job: Job) -> Recipe:
-    """The recipe after a rung; what the user named stays."""
+def _taken(step: LadderStep, recipe: Recipe, job: Job) -> Recipe:
+    """Return the recipe after a rung; fields the user set stay."""
     return step.change(recipe, job).but(**{k: v for k, v in job.wanted if k != "method"})
 
 
 def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> list[Rung]:
-    """Rungs in order; with `stop` no further than the first that fits.
+    """Climb the rungs in order; with `stop` no further than the first that fits.
 
-    A start that is impossible as it is (flash attention in fp32) is left out where a rung makes it possible; a file's
-    recipe is where the ladder starts or nowhere.
+    A start that is impossible by itself (flash attention in fp32) is left out where a rung makes it possible. A recipe
+    from a file is the first rung, or there is no ladder.
     """
-    plain = Step("plain", _plain_title(job, start), lambda r, j: r, "")
+    plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
     rungs = [_rung(plain, start, (), estimator)] if estimator.possible(start) else []
     recipe, wanted, method = start, dict(job.wanted), _method(job)
     for step in steps_for(job) if rungs or not job.stated else ():
@@ -155,7 +159,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
             continue
         rung = _rung(step, changed, rungs, estimator)
         if rungs and rung.saved <= 0 and stop and changed.method == recipe.method and step.key not in PAYS_LATER:
-            continue  # it buys nothing here
+            continue  # it saves nothing here
         rungs.append(rung)
         recipe = changed
     if not rungs:
@@ -164,7 +168,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
 
 
 def _only_a_start(job: Job, rung: Rung) -> bool:
-    """fp32 that nobody asked for is where the ladder starts, not an answer: it is several times slower."""
+    """Return whether a rung is the default start in fp32, which is no answer because it is several times slower."""
     asked = "precision" in dict(job.wanted) or "precision" in job.stated
     return rung.key == "plain" and rung.recipe.precision == "fp32" and not asked
 
@@ -177,7 +181,7 @@ def _plain_title(job: Job, start: Recipe) -> str:
     return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 
-def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
+def _applies(step: LadderStep, recipe: Recipe, method: str, wanted: dict[str, object]) -> bool:
     if step.sets and all(name in wanted for name in step.sets) and "method" not in step.sets:
         return False
     if _already(step, recipe):
@@ -191,8 +195,8 @@ def _applies(step: Step, recipe: Recipe, method: str, wanted: dict[str, object])
     return True
 
 
-def _already(step: Step, recipe: Recipe) -> bool:
-    """The recipe does at least as much as the rung would, in a way `backwards` does not see."""
+def _already(step: LadderStep, recipe: Recipe) -> bool:
+    """Return whether the recipe already does what the rung would, in a way `backwards` does not detect."""
     if step.key == "mixed":
         return recipe.precision != "fp32"
     if step.key == "accumulation":
@@ -200,8 +204,8 @@ def _already(step: Step, recipe: Recipe) -> bool:
     return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
 
 
-def _rung(step: Step, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
-    """What a step makes of the rungs before it; a file's own recipe is always replayed, as `memfit estimate` does."""
+def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
+    """Return the rung after a step; the recipe of a file is always replayed, as `memfit estimate` does."""
     footprint, judgement = estimator.shown(recipe, exact=bool(estimator.job.stated and not before))
     saved = before[-1].judgement.need - judgement.need if before else 0
     relative = _relative(estimator.seconds(recipe), estimator.seconds(before[0].recipe)) if before else 1.0
@@ -232,7 +236,7 @@ def _why(judgement: Judgement) -> str:
 
 
 def _search(job: Job, reached: Rung, estimator: Estimator) -> tuple[Recipe, tuple[Refusal, ...]]:
-    """The fastest candidate that is confirmed to fit; candidates that were faster but did not are the refusals."""
+    """Return the fastest candidate that a replay confirms to fit, and the faster ones that do not as refusals."""
     fitting, failing = ranked(job, reached.recipe, estimator)
     refused: list[Refusal] = []
     chosen = reached.recipe
@@ -273,35 +277,36 @@ def _limits(estimator: Estimator, recipe: Recipe) -> dict[str, int]:
 
 
 def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
-    """What is learned changes at LoRA and QLoRA: said, never silent."""
+    """Return a note where the plan fell from full fine-tuning to LoRA or QLoRA, which changes what is learned."""
     if job.method != "auto" or reached.recipe.method == "full":
         return ()
     full = next((r for r in reversed(rungs) if r.recipe.method == "full"), None)
     over = f" (closest: {rough(-full.judgement.headroom)} over)" if full else ""
     what = {"lora": "LoRA trains adapters beside frozen weights", "qlora": "QLoRA trains adapters on a 4-bit base"}
     return (
-        f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; --method full keeps full fine-tuning",
+        f"full fine-tuning does not fit without offloading{over}: {what[reached.recipe.method]}; "
+        "--method full keeps full fine-tuning",
     )
 
 
 def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
-    """An effective batch that cannot be split evenly is said, not hidden."""
+    """Return a note where the effective batch asked for cannot be split evenly."""
     if recipe.effective_batch == job.effective_batch:
         return ()
     return (f"effective batch {recipe.effective_batch}: {job.effective_batch} cannot be split evenly as asked",)
 
 
 def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
-    """What offloading asks of the host, in pinned memory over all processes."""
+    """Return a note on the pinned host memory that offloading needs, over all processes."""
     need = estimator.host_bytes(recipe)
     return (f"host RAM: about {rough(need)} for what is offloaded",) if need else ()
 
 
 def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tuple[str, ...]) -> Plan:
-    """The recipe that needs least."""
+    """Return the plan of the recipe that needs least, where none fits."""
     closest = min(rungs, key=lambda r: r.judgement.need)
     return Plan(
-        job, closest.recipe, _said(job, closest.footprint), closest.judgement, tuple(rungs),
+        job, closest.recipe, _with_cut_samples(job, closest.footprint), closest.judgement, tuple(rungs),
         seconds_per_step=estimator.seconds(closest.recipe), step_time=closest.step_time,
         notes=(f"nothing fits: the closest recipe is {rough(-closest.judgement.headroom)} over", *notes),
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each part.
+"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each
+part.
 
-Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares below.
+Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares
+below.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer
+from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import checkpointing_of
 
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
@@ -45,13 +48,13 @@ class StepTime:
 
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
-    """One optimizer step: `accumulation` micro-steps and the update."""
+    """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
-    if r.precision == "fp32":
+    width = BYTES[meaning(r).computed]
+    if width == 4:
         flops *= FP32_RATE
     bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE
     active = active_parameters(a)
-    width = 4 if r.precision == "fp32" else 2
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2
@@ -75,7 +78,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
 
 @lru_cache(maxsize=64)
 def active_parameters(a: Architecture) -> int:
-    """Parameters a token passes: all but the experts it is not routed to and the embedding it only looks up."""
+    """Return the parameters a token is multiplied with: not the embedding, nor the experts it is not routed to."""
     total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
     for layer in a.layers:
         for w in layer.weights:

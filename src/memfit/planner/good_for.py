@@ -28,13 +28,13 @@ RECIPES: dict[str, Recipe] = {
     "lora": _COMMON.but(method="lora"),
     "qlora": _COMMON.but(method="qlora", quantization="nf4-double"),
 }
-# bytes per parameter that no model can stay below, to skip the hopeless ones: AdamW in 16 bits, 16-bit and 4-bit bases
+# bytes per parameter that every model needs, to skip those that cannot fit: AdamW in 16 bits, 16-bit and 4-bit bases
 _LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
 VENDORS = ("NVIDIA", "AMD")  # those PyTorch's allocator and kernels, as modelled here, run on
 
 
-class Entry(Protocol):
-    """What views need of a catalogue entry."""
+class CatalogueModel(Protocol):
+    """The fields of a catalogue entry that reports and the search read."""
 
     @property
     def stem(self) -> str: ...
@@ -62,11 +62,11 @@ class GpuRow:
     good_for: Mapping[str, Largest]
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=CatalogueModel)
 
 
 def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Architecture | None]) -> tuple[GpuRow, ...]:
-    """One row per card. `load` is asked only for models that might fit; None: not modelled."""
+    """Return one row per card. `load` is called for models that might fit; None from it means not modelled."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
     newest = {
         (e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)
@@ -76,12 +76,12 @@ def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Arch
 
 
 def recipe_for(method: str, gpu: Gpu) -> Recipe:
-    """The stated setting on a card."""
+    """Return SETTING's recipe on a card."""
     return RECIPES[method] if gpu.bf16 else RECIPES[method].but(precision="fp16-mixed")
 
 
 class _Search(Generic[E]):
-    """Remembers what a model needs on one kind of chip, because cards share chips and differ in memory."""
+    """Searches the catalogue; caches needs by kind of chip, because cards share chips and differ in memory."""
 
     def __init__(self, entries: Sequence[E], load: Callable[[E], Architecture | None]) -> None:
         self.entries, self.load = entries, load
@@ -109,14 +109,14 @@ class _Search(Generic[E]):
 
 
 def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
-    """What about a chip matters here: its attention kernels, the size of its cuBLAS workspaces, and its 16-bit formats."""
+    """Return what of a chip changes the need: its attention kernels, cuBLAS workspaces and 16-bit formats."""
     capability = gpu.compute_capability or (8, 0)
     kernels = {attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in architecture.kinds}
     return frozenset(kernels), capability[0] >= 9
 
 
 def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
-    """(reserved, allocated) bytes at the worst instant of all phases; None where it is impossible or not modelled."""
+    """Return (reserved, allocated) bytes at the worst instant of all phases, None if impossible or not modelled."""
     if combinations.refusal(recipe, architecture, gpu):
         return None
     try:

@@ -9,8 +9,8 @@ from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
-from memfit.planner.candidates import Estimator
 from memfit.planner.rungs import worded
+from memfit.planner.search import Estimator
 
 SHOWN = 6  # cards
 COUNTS = (2, 4, 8)  # of the same card
@@ -20,7 +20,8 @@ Progress = Callable[[str, float], None]
 def cheaper(
     plan: Plan, cards: Iterable[Gpu], answer: Callable[[Job], Plan], tell: Progress
 ) -> tuple[tuple[Alternative, ...], str]:
-    """(cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence about them).
+    """Return (cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence on
+    them).
 
     Where the job's own card has no price, or the job does not fit it, any priced card that would do is listed.
     """
@@ -48,7 +49,7 @@ def _about(plan: Plan, limit: float | None, found: int) -> str:
 
 
 def _on(job: Job, answer: Callable[[Job], Plan]) -> Alternative | None:
-    """The job's own plan on another card; None where it does not fit or cannot be."""
+    """Return the plan of the job on another card, None where it does not fit or is impossible."""
     try:
         plan = answer(job)
     except MemfitError:  # what was asked for is impossible there
@@ -65,12 +66,13 @@ def _price(gpu: Gpu) -> float:
 
 
 def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """More of the same card, then a larger one: the smallest change of hardware that would do."""
+    """Return the smallest change of hardware that would do: more of the same card, then a larger one."""
     job, found = plan.job, []
     for count in COUNTS:
         if count > job.num_gpus:
             several = replace(job, num_gpus=count)
-            sharded = plan.recipe.but(num_gpus=count, shard="parameters", accumulation=max(job.effective_batch // count, 1),
+            sharded = plan.recipe.but(num_gpus=count, shard="parameters",
+                                      accumulation=max(job.effective_batch // count, 1),
                                       micro_batch=1, offload="none")  # fmt: skip
             if (option := _as_is(several, worded(sharded, several), job.gpu)) is not None:
                 found.append(option)
@@ -87,7 +89,7 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
 
 
 def _as_is(job: Job, recipe: Recipe, gpu: Gpu) -> Alternative | None:
-    """The very recipe on another card."""
+    """Return the same recipe on another card, None where it does not fit."""
     estimator = Estimator(job)
     if not estimator.possible(recipe):
         return None

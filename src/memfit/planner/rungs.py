@@ -13,7 +13,7 @@ Change = Callable[[Recipe, Job], Recipe]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LadderStep:
     """One row: what it changes, what it costs in quality, and the setting that turns it on in each framework."""
 
     key: str
@@ -26,14 +26,14 @@ class Step:
 
 
 def sixteen_bit(gpu: Gpu) -> str:
-    """The mixed precision a card can run."""
+    """Return the mixed precision a card can run."""
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
 
 
 def worded(r: Recipe, job: Job) -> Recipe:
-    """The recipe with its backend's word for mixed precision: a master copy under DeepSpeed, else fp32 weights.
+    """Return the recipe with its backend's mixed precision: a master copy under DeepSpeed, else fp32 weights.
 
-    What the user or a file of theirs named stays.
+    A precision that the user or their file set stays.
     """
     fixed = "precision" in job.stated or "precision" in dict(job.wanted)
     if fixed or r.method != "full" or r.precision not in ("bf16-mixed", "bf16-master"):
@@ -52,7 +52,7 @@ def _smallest_batch(r: Recipe, job: Job) -> Recipe:
 
 
 def half_precision(gpu: Gpu) -> str:
-    """What a frozen base is loaded in."""
+    """Return the precision a frozen base is loaded in."""
     return "bf16" if sixteen_bit(gpu) == "bf16-mixed" else "fp16-mixed"
 
 
@@ -74,7 +74,7 @@ EIGHT_BIT = {
 
 
 def _eight_bit(r: Recipe, job: Job) -> Recipe:
-    """The same rule with 8-bit states, torchao's where FSDP2 cuts the weights; without such a twin nothing changes."""
+    """Take the same optimizer with 8-bit states, torchao's under FSDP2; one without an 8-bit version stays."""
     twin = EIGHT_BIT.get(r.optimizer, r.optimizer)
     return r.but(optimizer="adamw-8bit-torchao" if twin == "adamw-8bit" and r.shard == "parameters" else twin)
 
@@ -86,7 +86,7 @@ def _fused(r: Recipe, job: Job) -> Recipe:
 def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
     """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host.
 
-    It steps with AdamW, so a file that chose another rule is not changed.
+    Its step is AdamW's, so a file that chose another optimizer is not changed.
     """
     if "optimizer" in job.stated and "adamw" not in r.optimizer:
         return r
@@ -94,60 +94,67 @@ def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
     return r.but(offload=what, optimizer="adamw", precision=precision if r.method == "full" else r.precision)
 
 
-LADDER: tuple[Step, ...] = (
-    Step("mixed", "16-bit mixed precision", lambda r, j: worded(r.but(precision=sixteen_bit(j.gpu)), j),
+LADDER: tuple[LadderStep, ...] = (
+    LadderStep("mixed", "16-bit mixed precision", lambda r, j: worded(r.but(precision=sixteen_bit(j.gpu)), j),
          "none: fp32 weights, 16-bit products",
          {"trl": "bf16=True", "transformers": "bf16=True", "axolotl": "bf16: true", "llamafactory": "bf16: true",
           "deepspeed": '"bf16": {"enabled": true}', "accelerate": "mixed_precision: bf16"}, sets=("precision",)),
-    Step("fused-loss", "+ fused loss", _fused, "none: the same numbers, the logits never exist whole",
-         {"trl": "default since 1.15", "transformers": "use_liger_kernel=True", "axolotl": "liger_fused_linear_cross_entropy: true",
+    LadderStep("fused-loss", "+ fused loss", _fused, "none: the same numbers, the logits never exist whole",
+         {"trl": "default since 1.15", "transformers": "use_liger_kernel=True",
+          "axolotl": "liger_fused_linear_cross_entropy: true",
           "llamafactory": "enable_liger_kernel: true"}, sets=("loss",)),
-    Step("checkpointing", "+ activation checkpointing", lambda r, j: r.but(checkpointing="full"),
+    LadderStep("checkpointing", "+ activation checkpointing", lambda r, j: r.but(checkpointing="full"),
          "none: the same values are computed twice",
          {"trl": "gradient_checkpointing=True", "transformers": "activation_checkpointing=True",
-          "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false"}, sets=("checkpointing",)),
-    Step("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
+          "axolotl": "gradient_checkpointing: true", "llamafactory": "disable_gradient_checkpointing: false"},
+          sets=("checkpointing",)),
+    LadderStep("8-bit-optimizer", "+ 8-bit optimizer", _eight_bit,
          "negligible in most fine-tunes; embeddings keep 32-bit states",
-         {"trl": 'optim="adamw_bnb_8bit" (FSDP2: "adamw_torch_8bit")', "transformers": 'optim="adamw_bnb_8bit"', "axolotl": "optimizer: adamw_bnb_8bit",
+         {"trl": 'optim="adamw_bnb_8bit" (FSDP2: "adamw_torch_8bit")', "transformers": 'optim="adamw_bnb_8bit"',
+          "axolotl": "optimizer: adamw_bnb_8bit",
           "llamafactory": "optim: adamw_bnb_8bit"}, sets=("optimizer",)),
-    Step("accumulation", "+ micro-batch 1, accumulated", _smallest_batch, "none at the same tokens per step",
+    LadderStep("accumulation", "+ micro-batch 1, accumulated", _smallest_batch, "none at the same tokens per step",
          {"trl": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
           "transformers": "per_device_train_batch_size=1, gradient_accumulation_steps=N",
           "axolotl": "micro_batch_size: 1, gradient_accumulation_steps: N",
           "llamafactory": "per_device_train_batch_size: 1, gradient_accumulation_steps: N",
           "deepspeed": '"train_micro_batch_size_per_gpu": 1'}, sets=("micro_batch",)),
-    Step("16-bit-weights", "+ 16-bit weights and states", lambda r, j: r.but(precision="bf16"),
+    LadderStep("16-bit-weights", "+ 16-bit weights and states", lambda r, j: r.but(precision="bf16"),
          "small updates are rounded away: bf16 keeps 8 bits of a weight",
          {"trl": 'model_init_kwargs={"dtype": "bfloat16"}', "transformers": "from_pretrained(dtype=torch.bfloat16)",
           "axolotl": "bf16: full", "llamafactory": "pure_bf16: true"}, sets=("precision",)),
-    Step("lora", "LoRA", _lora, "learns a low-rank change of the weights; heavy domain shifts may need more",
-         {"trl": "peft_config=LoraConfig(...)", "transformers": "get_peft_model(model, LoraConfig(...))", "axolotl": "adapter: lora",
+    LadderStep("lora", "LoRA", _lora, "learns a low-rank change of the weights; heavy domain shifts may need more",
+         {"trl": "peft_config=LoraConfig(...)", "transformers": "get_peft_model(model, LoraConfig(...))",
+          "axolotl": "adapter: lora",
           "llamafactory": "finetuning_type: lora"}, learns="lora", sets=("method",)),
-    Step("qlora", "QLoRA", _qlora, "as LoRA, on a base rounded to 4 bits: measure on your task",
+    LadderStep("qlora", "QLoRA", _qlora, "as LoRA, on a base rounded to 4 bits: measure on your task",
          {"trl": "quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...)",
           "transformers": "BitsAndBytesConfig(load_in_4bit=True, ...)", "axolotl": "adapter: qlora, load_in_4bit: true",
           "llamafactory": "quantization_bit: 4"}, learns="qlora", sets=("method", "quantization")),
-    Step("offload-checkpoints", "+ checkpoints kept in host RAM", lambda r, j: r.but(checkpointing="offload"),
+    LadderStep("offload-checkpoints", "+ checkpoints kept in host RAM", lambda r, j: r.but(checkpointing="offload"),
          "none; PCIe traffic every step",
          {"trl": 'gradient_checkpointing_kwargs={"offload": True}',
           "transformers": 'activation_checkpointing_kwargs={"offload": True}',
-          "axolotl": "activation_offloading: hidden_states", "llamafactory": "use_unsloth_gc: true"}, learns="", sets=("checkpointing",)),
-    Step("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, j, "optimizer"),
-         "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full", sets=("offload",)),
-    Step("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, j, "parameters"),
+          "axolotl": "activation_offloading: hidden_states", "llamafactory": "use_unsloth_gc: true"}, learns="",
+          sets=("checkpointing",)),
+    LadderStep("offload-optimizer", "+ optimizer states in host RAM", lambda r, j: _offloaded(r, j, "optimizer"),
+         "none; every step crosses PCIe", {"deepspeed": '"offload_optimizer": {"device": "cpu"}'}, learns="full",
+         sets=("offload",)),
+    LadderStep("offload-parameters", "+ weights in host RAM", lambda r, j: _offloaded(r, j, "parameters"),
          "none; every block crosses PCIe twice a step",
          {"deepspeed": '"offload_param": {"device": "cpu"}'}, learns="full",
          sets=("offload",)),
 )  # fmt: skip
 
-SHARDING: tuple[Step, ...] = (
-    Step("shard-optimizer", "+ optimizer states sharded (ZeRO-1)", _sharded("optimizer"),
+SHARDING: tuple[LadderStep, ...] = (
+    LadderStep("shard-optimizer", "+ optimizer states sharded (ZeRO-1)", _sharded("optimizer"),
          "none", {"deepspeed": '"zero_optimization": {"stage": 1}'}, sets=("shard",)),
-    Step("shard-gradients", "+ gradients sharded (ZeRO-2)", _sharded("gradients"),
+    LadderStep("shard-gradients", "+ gradients sharded (ZeRO-2)", _sharded("gradients"),
          "none", {"deepspeed": '"zero_optimization": {"stage": 2}'}, sets=("shard",)),
-    Step("shard-parameters", "+ weights sharded (FSDP, ZeRO-3)", _sharded("parameters"),
+    LadderStep("shard-parameters", "+ weights sharded (FSDP, ZeRO-3)", _sharded("parameters"),
          "none; weights cross the links in every pass",
-         {"deepspeed": '"zero_optimization": {"stage": 3}', "accelerate": "fsdp_reshard_after_forward: true"}, sets=("shard",)),
+         {"deepspeed": '"zero_optimization": {"stage": 3}', "accelerate": "fsdp_reshard_after_forward: true"},
+         sets=("shard",)),
 )  # fmt: skip
 
 # what a climb never takes back, each from the most memory to the least
@@ -161,13 +168,13 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 
 def backwards(before: Recipe, after: Recipe) -> bool:
-    """A step would undo something the recipe already does."""
+    """Return whether a step would undo something the recipe already does."""
     return any(
         values.index(getattr(after, name)) < values.index(getattr(before, name)) for name, values in ORDER.items()
     )
 
 
-def steps_for(job: Job) -> tuple[Step, ...]:
-    """The rungs of a job: sharding comes first when there are several cards, because it costs no quality."""
+def steps_for(job: Job) -> tuple[LadderStep, ...]:
+    """Return the rungs of a job; on several cards sharding comes first, because it costs no quality."""
     mixed, *rest = LADDER
     return (mixed, *SHARDING, *rest) if job.num_gpus > 1 else LADDER

@@ -1,25 +1,99 @@
-"""The search: every sensible recipe with the asked effective batch, the fastest of those that fit."""
+"""The search: every sensible recipe with the asked effective batch, each estimated, the fastest of those that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from math import log
 
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
+from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
-from memfit.planner.candidates import Candidate, Estimator
+from memfit.nouns.plan import Judgement, judge, verdict_of
+from memfit.planner.cost import step_time
 from memfit.planner.rungs import worded
+from memfit.tables import combinations
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
 
+NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe with its quick estimate."""
+
+    recipe: Recipe
+    judgement: Judgement
+    seconds: float  # of one optimizer step
+
+
+Known = Mapping[Recipe, tuple[Footprint, Judgement]]
+
+
+class Estimator:
+    """Estimates recipes of one job and keeps the results; those of `known` recipes come from a trace."""
+
+    def __init__(self, job: Job, known: Known | None = None) -> None:
+        self.job, self._known = job, known or {}
+        self._full: dict[tuple[Recipe, bool], Footprint] = {}
+
+    def possible(self, recipe: Recipe) -> bool:
+        """Return whether the combination is possible on this model and card."""
+        return combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
+
+    def quick(self, recipe: Recipe) -> Candidate:
+        """Estimate the training step alone by the closed form, in about 100 microseconds."""
+        account = Account(self.job.architecture, recipe, self.job.gpu)
+        worst = closed_form(account)
+        nccl = account.share.nccl
+        need = reserved_of(account, worst) + nccl
+        tensors = worst.requested + int(ROUNDING_SHARE * worst.requested) + nccl
+        found = verdict_of(need, tensors, self.job.gpu.usable_bytes(self.job.reserve))
+        found = self._known[recipe][1] if recipe in self._known else found
+        seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
+        return Candidate(recipe, found, seconds)
+
+    def footprint(self, recipe: Recipe, replay: bool) -> Footprint:
+        """Estimate all phases, with a replay of the allocator if `replay`."""
+        key = (recipe, replay)
+        if key not in self._full:
+            self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
+        return self._full[key]
+
+    def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
+        """Return what is printed for a recipe, replayed where the verdict could depend on that, or if `exact`."""
+        if recipe in self._known:
+            return self._known[recipe]
+        quick = self.footprint(recipe, replay=False)
+        found = judge(quick, self.job.gpu, self.job.reserve)
+        if exact or found.need <= NEAR * found.usable:
+            quick = self.footprint(recipe, replay=True)
+            found = judge(quick, self.job.gpu, self.job.reserve)
+        return quick, found
+
+    def host_bytes(self, recipe: Recipe) -> int:
+        """Return the bytes that offloading keeps in host memory, over all processes."""
+        if recipe.offload == "none":
+            return 0
+        s = Account(self.job.architecture, recipe, self.job.gpu).static
+        weights = s.base + s.adapter if recipe.offload == "parameters" else 0
+        return s.states + s.master + s.gradients + weights
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Return the roofline's seconds for one optimizer step."""
+        return self.quick(recipe).seconds
+
 
 def splits(per_gpu: int) -> list[int]:
-    """Micro-batches that divide a batch evenly, largest first."""
+    """Return the micro-batches that divide a batch evenly, largest first."""
     return [b for b in range(per_gpu, 0, -1) if per_gpu % b == 0]
 
 
 def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]:
-    """Recipes that learn what `rung` learns and give up no more than it does."""
+    """Yield the recipes that learn what `rung` learns and give up no more than it does."""
     wanted = dict(job.wanted)
     per_gpu = max(job.effective_batch // rung.num_gpus, 1)
     batches = [wanted["micro_batch"]] if "micro_batch" in wanted else splits(per_gpu)
@@ -28,7 +102,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
         return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
 
     checkpointing = options("checkpointing", ("none", "full"))
-    # another AdamW takes the same steps, another rule does not
+    # another implementation of AdamW takes the same steps, another optimizer does not
     same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
     optimizers = options("optimizer", ("adamw",) if same else ())
     losses = [rung.loss] if trainer(rung.trainer).one_loss else options("loss", ("fused", "full"))
@@ -45,7 +119,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
-    """(those that may fit, those that cannot), each fastest first."""
+    """Return (those that may fit, those that cannot), each fastest first."""
     found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
     found.sort(key=_preference)
     fitting = [c for c in found if c.judgement.verdict != "misfit"]
@@ -56,7 +130,7 @@ SAME_SPEED = 1.02  # the roofline cannot tell times apart that are closer than t
 
 
 def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Fastest first; of equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
+    """Sort fastest first; among equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
     return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
@@ -66,9 +140,9 @@ TRIES = 16  # steps from a value that the closed form takes for the largest down
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
-    """The largest value of a field that still fits with the rest as it is (0: not even 1). Doubling, then bisection."""
+    """Return the largest value of a field that fits, the rest unchanged (0: not even 1), by doubling and bisection."""
 
-    # where a replay had to say that the recipe fits, the closed form would say of each value that it does not
+    # where only the replay found that the recipe fits, the closed form would refuse every value
     replayed = estimator.quick(recipe).judgement.verdict != "fits"
 
     def fits(value: int, exact: bool = replayed) -> bool:

@@ -16,9 +16,9 @@ from memfit.report.words import DOT, tokens
 from memfit.units import GB, billions, gib
 
 if TYPE_CHECKING:
-    from memfit.planner.good_for import Entry, GpuRow, Largest
+    from memfit.planner.good_for import CatalogueModel, GpuRow, Largest
 
-    class ModelRow(Entry, Protocol):
+    class ModelRow(CatalogueModel, Protocol):
         """A model of the catalogue, as far as its row shows it."""
 
         @property

@@ -1,1 +1,1 @@
-"""Facts as tables, one row each: optimizers, quantisations, trainers, what cannot be combined, what must be said, kernels."""
+"""Facts as tables, one row each: optimizers, quantisations, precisions, trainers, rules, cautions, kernels."""

@@ -18,14 +18,16 @@ PLATFORMS: dict[Platform, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """A sentence, and when it holds."""
+    """A sentence to print, and the condition under which it holds."""
 
     when: Callable[[Architecture, Recipe, Gpu], bool]
     says: Callable[[Architecture, Recipe, Gpu], str]
 
 
 def _compiled(a: Architecture, r: Recipe) -> str:
-    """Steps traced compiled: of 135 M to 1.2 B weights 37 % less to as much, tiny ones with 2,048 tokens 59 % more, for the mask."""
+    """Say what was traced of compiled steps: 135 M to 1.2 B weights need 37 % less to as much, tiny ones with 2,048
+    tokens 59 % more, for the mask.
+    """
     told = "counted as without torch.compile, which mostly needs less (memfit trace compiles)"
     mask = max((x.attention.heads for x in a.kinds), default=0) * r.micro_batch * r.sequence_length**2 * 2
     if r.attention != "sdpa" or r.padding == "packing" or not mask:
@@ -74,5 +76,5 @@ CAUTIONS: tuple[Caution, ...] = (
 
 
 def cautions(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
-    """Everything to be said about this recipe on this card."""
+    """Return every caution about this recipe on this card."""
     return tuple(c.says(architecture, recipe, gpu) for c in CAUTIONS if c.when(architecture, recipe, gpu))

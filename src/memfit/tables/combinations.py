@@ -18,9 +18,11 @@ CardRule = Callable[[Recipe, Gpu], bool]
 # what ZeRO must have shared out before it can be moved to the host
 OFFLOADS = {"optimizer": ("optimizer", "gradients", "parameters"), "parameters": ("parameters",)}
 
-# Routers that are linear layers and return a tuple: PEFT 0.21 adapts them with "all-linear", and fails in the first forward.
+# Routers that are linear layers and return a tuple: PEFT 0.21 adapts them with "all-linear", and fails in the first
+# forward.
 ROUTERS = ("llama4_text", "phimoe")
-# TRL 1.16 asks the config of the one for num_experts, which it calls otherwise, and takes the head of the other for its base.
+# TRL 1.16 asks the config of the one for num_experts, which it calls otherwise, and takes the head of the other for its
+# base.
 NOT_BY_TRL = ("llama4_text", "phimoe")
 
 
@@ -51,12 +53,12 @@ def _bitsandbytes(r: Recipe) -> bool:
 
 
 def _triton_loss(r: Recipe) -> bool:
-    """A fused loss is a Triton kernel everywhere but in TRL, whose own has a path without Triton."""
+    """Return whether the loss needs Triton: every fused loss does, but TRL's has a path without it."""
     return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
 
 
 def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
-    """PEFT 0.21's ParamWrapper lacks the attributes that Liger 0.8's forward, bound to it, asks for."""
+    """Return whether adapters meet Liger's fused experts: PEFT 0.21's ParamWrapper lacks what Liger 0.8 reads."""
     fused = (
         r.loss == "fused" and trainer(r.trainer).liger_layers and a.model_type in LIGER and LIGER[a.model_type].experts
     )
@@ -69,21 +71,25 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.method == "qlora" and r.quantization == "none",
                "QLoRA needs a quantised base", "add --quantization nf4-double, or take --method lora"),
     Impossible(lambda r, a, g: r.method == "full" and r.quantization != "none",
-               "quantised weights cannot be trained by full fine-tuning", "take --method qlora, or --quantization none"),
+               "quantised weights cannot be trained by full fine-tuning",
+               "take --method qlora, or --quantization none"),
     Impossible(lambda r, a, g: r.method == "lora" and r.quantization != "none",
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
     Impossible(lambda r, a, g: r.attention == "flash" and r.precision == "fp32",
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),
                "transformers refuses SDPA for this model", "take --attention eager"),
-    Impossible(lambda r, a, g: r.loss == "fused" and trainer(r.trainer).liger_layers and a is not None and a.model_type not in LIGER,
+    Impossible(lambda r, a, g: r.loss == "fused" and trainer(r.trainer).liger_layers and a is not None
+               and a.model_type not in LIGER,
                "Liger fuses no loss of this model: use_liger_kernel would leave it as it is",
                "take --loss full, or --trainer trl, whose own fused loss knows every model"),
     Impossible(lambda r, a, g: a is not None and _adapters_on_fused_experts(r, a),
                "Liger's kernel for experts does not run with PEFT's adapters on them",
                "take --lora-targets attention, --loss full or --trainer trl"),
-    Impossible(lambda r, a, g: a is not None and a.model_type in ROUTERS and r.method != "full" and r.lora_targets == ("all-linear",),
-               "PEFT's adapter on the router of this model fails in the first forward pass", "take --lora-targets attention"),
+    Impossible(lambda r, a, g: a is not None and a.model_type in ROUTERS and r.method != "full"
+               and r.lora_targets == ("all-linear",),
+               "PEFT's adapter on the router of this model fails in the first forward pass",
+               "take --lora-targets attention"),
     Impossible(lambda r, a, g: a is not None and a.model_type in NOT_BY_TRL and r.trainer == "trl",
                "TRL's loss does not run this model", "take --trainer transformers"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
@@ -101,13 +107,16 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.offload != "none" and r.method == "full" and r.precision == "bf16",
                "DeepSpeed's CPU Adam keeps fp32 weights and states", "take --precision bf16-master with --offload"),
     Impossible(lambda r, a, g: r.shard == "parameters" and optimizer(r.optimizer).package == "bitsandbytes",
-               "bitsandbytes optimizers do not run on FSDP2's sharded weights", "take --optimizer adamw-8bit-torchao, or --shard gradients"),
+               "bitsandbytes optimizers do not run on FSDP2's sharded weights",
+               "take --optimizer adamw-8bit-torchao, or --shard gradients"),
     Impossible(lambda r, a, g: r.shard != "none" and bool(optimizer(r.optimizer).rank_of),
-               "low-rank optimizers need whole matrices, sharding cuts them", "take --optimizer adamw-8bit-torchao, or --shard none"),
+               "low-rank optimizers need whole matrices, sharding cuts them",
+               "take --optimizer adamw-8bit-torchao, or --shard none"),
     Impossible(lambda r, a, g: r.shard == "parameters" and r.quantization == "int8",
                "int8 weights cannot be sharded", "take --quantization nf4-double, or --shard none"),
     Impossible(lambda r, a, g: optimizer(r.optimizer).in_backward and (r.accumulation > 1 or r.num_gpus > 1),
-               "an optimizer in the backward pass sees one micro-batch on one GPU", "take --accumulation 1 --num-gpus 1"),
+               "an optimizer in the backward pass sees one micro-batch on one GPU",
+               "take --accumulation 1 --num-gpus 1"),
     Impossible(lambda r, a, g: optimizer(r.optimizer).in_backward and trainer(r.trainer).name != "torch",
                "only a hand-written loop can step in the backward pass", "take --trainer torch"),
     Impossible(lambda r, a, g: bool(optimizer(r.optimizer).rank_of) and r.method != "full",
@@ -116,12 +125,13 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "master weights belong to trained weights; a frozen base has none", "take --precision bf16"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.precision == "bf16-mixed" and r.quantization == "int8",
                "LLM.int8() computes in 16 bits", "take --precision bf16"),
-    Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions and r.sequence_length > a.max_positions,
+    Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
+               and r.sequence_length > a.max_positions,
                "the model has no positions that far", "take a shorter --sequence-length"),
 )  # fmt: skip
 
-# What cards cannot do. Sources: the support table of bitsandbytes 0.50, its backends/hpu (nf4 alone is dequantised there)
-# and its CUDA requirements; flash-attn's (CUDA and ROCm); Triton's back ends (CUDA, ROCm, XPU).
+# What cards cannot do. Sources: the support table of bitsandbytes 0.50, its backends/hpu (nf4 alone is dequantised
+# there) and its CUDA requirements; flash-attn's (CUDA and ROCm); Triton's back ends (CUDA, ROCm, XPU).
 ABSENT: tuple[Absent, ...] = (
     Absent(lambda r, g: not g.bf16 and r.precision.startswith("bf16"),
            "this card has no bf16 units (compute capability below 8.0)", "take --precision fp16-mixed"),
@@ -136,9 +146,11 @@ ABSENT: tuple[Absent, ...] = (
     Absent(lambda r, g: g.platform == "hpu" and r.quantization == "fp4",
            "bitsandbytes computes with nf4 alone on Gaudi", "take --quantization nf4-double"),
     Absent(lambda r, g: g.platform in ("hpu", "mps") and _triton_loss(r),
-           "Liger's fused loss needs Triton, which has no Gaudi or Apple back end", "take --loss chunked, or --trainer trl"),
+           "Liger's fused loss needs Triton, which has no Gaudi or Apple back end",
+           "take --loss chunked, or --trainer trl"),
     Absent(lambda r, g: g.unified and (r.offload != "none" or r.checkpointing == "offload"),
-           "this card shares the host's memory: offloading frees nothing", "take --offload none and --checkpointing full"),
+           "this card shares the host's memory: offloading frees nothing",
+           "take --offload none and --checkpointing full"),
     Absent(lambda r, g: g.platform == "mps" and r.num_gpus > 1,
            "a Mac has one GPU", "take --num-gpus 1"),
 )  # fmt: skip
@@ -155,11 +167,11 @@ def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | N
 def refusal(
     recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None
 ) -> Impossible | Absent | None:
-    """The first rule a recipe breaks, or None."""
+    """Return the first rule a recipe breaks, or None."""
     broken = next((rule for rule in IMPOSSIBLE if rule.when(recipe, architecture, gpu)), None)
     return broken or (absent(recipe, gpu) if gpu else None)
 
 
 def absent(recipe: Recipe, gpu: Gpu) -> Absent | None:
-    """The first thing a recipe needs that the card does not have, or None."""
+    """Return the first thing a recipe needs that the card does not have, or None."""
     return next((rule for rule in ABSENT if rule.when(recipe, gpu)), None)

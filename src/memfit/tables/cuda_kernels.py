@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
 Capability = tuple[int, int]
+SdpaKernel = Literal["flash", "efficient", "cudnn", "math"]
 
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 _WORKSPACES = ((9, 33_554_432), (0, 8_519_680))  # from that major capability on
 
 
 def threads_per_multiprocessor(capability: Capability) -> int:
-    """2048 on data-centre parts up to cc 9 and 10, 1536 on cc 8.6, 8.9 and 12, 1024 on 7.5."""
+    """Return 2048 on data-centre cards up to compute capability 10, 1536 on 8.6, 8.9 and 12, 1024 on 7.5."""
     return _THREADS.get(capability, 2048)
 
 
 def cublas_workspace(capability: Capability) -> int:
-    """Bytes that every thread which multiplies matrices on a stream takes once and keeps (CublasHandlePool.cpp)."""
+    """Return bytes a thread multiplying matrices on a stream allocates once and keeps (CublasHandlePool.cpp)."""
     return next(size for major, size in _WORKSPACES if capability[0] >= major)
 
 
 def reduction(
     inputs: int, outputs: int, *, fastest: bool, multiprocessors: int, threads: int, acc_bytes: int = 4
 ) -> tuple[int, ...]:
-    """(staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
+    """Return (staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
 
     inputs: elements that become one; fastest: they lie side by side. threads: per multiprocessor. Source: Reduce.cuh
     (setReduceConfig of at::native::gpu_reduce_kernel), checked against recorded kernels on cc 8.0 and 9.0.
@@ -61,7 +66,7 @@ _SPLIT_GOAL = 200  # blocks of keys times heads that the memory-efficient kernel
 
 
 def key_splits(heads: int, keys: int) -> int:
-    """Into how many parts the memory-efficient kernel's backward cuts the keys; heads: of the whole batch."""
+    """Return how many parts the memory-efficient kernel's backward cuts the keys into; heads: of the whole batch."""
     return min(max(_SPLIT_GOAL // heads, 1), _up(keys, 64))
 
 
@@ -71,3 +76,70 @@ def _up(a: int, b: int) -> int:
 
 def _power_below(n: int) -> int:
     return 1 << (n.bit_length() - 1) if n > 0 else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdpaCall:
+    """What PyTorch looks at in a call of scaled_dot_product_attention when it chooses the kernel."""
+
+    capability: Capability
+    dtype: Literal["bf16", "fp16", "fp32"]
+    head_dim: int  # width of each head of the queries and keys
+    value_dim: int  # ... and of the values
+    masked: bool = False  # an attn_mask is passed; is_causal alone is no mask
+    grouped: bool = False  # enable_gqa with fewer heads of keys than of queries
+    broadcast: bool = False  # fewer heads of keys than of queries without enable_gqa
+    dropout: float = 0.0
+    needs_grad: bool = True
+
+    @property
+    def half(self) -> bool:
+        """Whether the operands have 16 bits."""
+        return self.dtype != "fp32"
+
+    def aligned(self, elements: int) -> bool:
+        """Whether both head widths are multiples of `elements`."""
+        return self.head_dim % elements == 0 and self.value_dim % elements == 0
+
+
+def _takes_cudnn(c: SdpaCall) -> bool:
+    """cuDNN has heads up to 256 on Hopper and up to 128 on Blackwell, and dropout in steps of 1/16."""
+    widest = 256 if c.capability[0] == 9 else 128
+    return c.half and c.aligned(8) and max(c.head_dim, c.value_dim) <= widest and c.dropout * 16 % 1 == 0
+
+
+def _takes_flash(c: SdpaCall) -> bool:
+    """FlashAttention needs Ampere, keys and values of one width up to 256, and no mask.
+
+    Cards with little shared memory (compute capability 8.6 to 8.9 and 12) have no backward for heads of 193 to 224
+    elements, nor for wider ones with dropout.
+    """
+    if not (c.half and c.capability >= (8, 0) and not c.masked and c.head_dim == c.value_dim <= 256):
+        return False
+    small = (8, 6) <= c.capability <= (8, 9) or c.capability[0] == 12
+    return not (small and c.needs_grad and c.head_dim > 192 and (c.head_dim <= 224 or c.dropout > 0))
+
+
+def _takes_efficient(c: SdpaCall) -> bool:
+    """The memory-efficient kernel takes no grouped heads; below Ampere no bf16."""
+    modern = c.capability >= (8, 0)
+    return not c.grouped and (modern or c.dtype != "bf16") and c.aligned(8 if c.half else 4 if modern else 1)
+
+
+_TAKES: dict[SdpaKernel, Callable[[SdpaCall], bool]] = {
+    "cudnn": _takes_cudnn, "flash": _takes_flash, "efficient": _takes_efficient
+}  # fmt: skip
+
+
+def sdpa_kernel(call: SdpaCall, enabled: Collection[str] = _TAKES) -> SdpaKernel:
+    """Return the kernel PyTorch 2.13 picks. enabled: the fused kernels the program has not switched off.
+
+    Source: sdp_utils.cpp (select_sdp_backend, with cuDNN above 9.15: it comes first on compute capability 9 and 10 and
+    behind `math` elsewhere), checked against the choices of the real library on compute capability 7.5 to 12.0.
+    """
+    if call.broadcast:  # check_batch_size_and_num_heads_dense: no fused kernel broadcasts heads
+        return "math"
+    order: tuple[SdpaKernel, ...] = ("flash", "efficient")
+    if call.capability[0] in (9, 10):
+        order = ("cudnn", *order)
+    return next((kernel for kernel in order if kernel in enabled and _TAKES[kernel](call)), "math")

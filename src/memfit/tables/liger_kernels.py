@@ -1,4 +1,6 @@
-"""What `use_liger_kernel` replaces in each model type, beside its loss: liger-kernel 0.8.5, transformers/monkey_patch.py."""
+"""What `use_liger_kernel` replaces in each model type, beside its loss: liger-kernel 0.8.5,
+transformers/monkey_patch.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ class Liger:
     """The layers of one model type that run as one Triton kernel each; equal ones give equal styles."""
 
     norm: Literal["", "in_place", "copies"] = "in_place"  # whether the gradient is written over the incoming one
-    # norms of queries and keys: those of [B, N, S, H] are copied first; a model that stands already keeps its own where Liger
-    # does not look for them
+    # norms of queries and keys: those of [B, N, S, H] are copied first; a model that stands already keeps its own where
+    # Liger does not look for them
     head_norm: Literal["by_token", "by_head", "own"] = "by_token"
     activation: bool = True  # act(gate) * up, whose gradients are written over gate and up, or a squared ReLU
     rope: bool = True  # queries and keys are turned in place
@@ -26,8 +28,9 @@ _OWN_HEADS = Liger(norm="copies", head_norm="own")
 _LATENT = Liger(rope=False)
 _QWEN_NEXT = Liger(norm="copies", rope=False)
 
-# Others `use_liger_kernel` leaves as they are, with a line in the log; granite gets a kernel for the loss that still wants all
-# logits. llama4's norm after the rotation and its rotation by complex numbers are taken as transformers writes them
+# Others `use_liger_kernel` leaves as they are, with a line in the log; granite gets a kernel for the loss that still
+# wants all logits. llama4's norm after the rotation and its rotation by complex numbers are taken as transformers
+# writes them
 LIGER: dict[str, Liger] = {
     "deepseek_v2": _LATENT, "deepseek_v3": _LATENT,
     "exaone4": _GEMMA3,

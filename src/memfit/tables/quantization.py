@@ -74,7 +74,7 @@ CHECKPOINTS: dict[str, Quantization] = {
 
 
 def quantization(key: str) -> Quantization:
-    """The row of a quantisation."""
+    """Return the row of a quantisation."""
     if key not in QUANTIZATIONS:
         raise UnknownName("quantization", key, QUANTIZATIONS)
     return QUANTIZATIONS[key]

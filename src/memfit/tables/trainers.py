@@ -26,26 +26,15 @@ class Trainer:
     qlora_adapter_fp32: bool = True
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
     packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
-    label_tokens_only: bool = False  # the head sees label positions only
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
-    default_optimizer: str = "adamw"
-    chunk_tokens: int = 0  # tokens per chunk of a chunked loss; 0: PyTorch-free default
-    merged_qkv_lora: bool = False  # litgpt: one LoRA module over the fused qkv projection
-    clip_grad: bool = True
     warms_cache: bool = True  # transformers 5 asks for all bytes of a model before it loads it onto the card
     selective_adapters: bool = True  # selective checkpointing works on a PEFT model
-    returns_cache: bool = False  # use_cache stays on without checkpointing; accelerate casts keys and values to fp32
-    mask_per_head: bool = False  # PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads it
-    softmax_keeps_input: bool = (
-        False  # PyTorch before 1.11: softmax saves its input too, for its dtype (pull request 65242)
-    )
     zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
     optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
     keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over
-    code: str = "transformers"  # row of formula/codes.py: whose model code runs
+    code: str = "transformers"  # row of closed_form.style.CODES: whose model code runs
+    decayed_first: bool = False  # weights with decay are one group of the optimizer, norms and biases the next
     quantised_head: bool = False  # the output head is quantised like every other linear layer
-    quantised_keeps_input: bool = False  # bitsandbytes before 0.43.2: MatMul4Bit saves its input although it needs none
-    dequantised_cast: bool = False  # quantised from fp16 and computed in bf16: every dequantised weight is cast
     liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
     heads: tuple[tuple[str, str], ...] = (
         ("full", "full"),
@@ -53,57 +42,38 @@ class Trainer:
         ("fused", "liger"),
     )  # --loss -> code
 
-    @property
-    def decayed_first(self) -> bool:
-        """transformers' Trainer: weights with decay are one group of the optimizer, norms and biases the next."""
-        return self.code == "transformers" and self.name != "torch"
-
     def head(self, loss: str) -> str:
-        """Which implementation of the loss this trainer runs for a value of --loss: a row of formula.losses.LOSSES."""
+        """Return the row of closed_form.layers.head.LOSSES that this trainer runs for a value of --loss."""
         return dict(self.heads)[loss]
 
     @property
     def one_loss(self) -> bool:
-        """Whatever --loss says, the trainer computes it in one way."""
+        """Whether the trainer computes the loss in one way, whatever --loss asks for."""
         return len({code for _, code in self.heads}) == 1
 
 
 _TRL_HEADS = (("full", "fused"), ("chunked", "fused"), ("fused", "fused"))  # add_fused_lm_head() for every loss_type
-_SHIFTED_HEADS = (("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted"))
-_TORCHTUNE_HEADS = (("full", "full"), ("chunked", "torchtune"), ("fused", "torchtune"))
-_LITGPT_HEADS = (("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt"))
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
-    Trainer(name="torch", kbit_prepare=True, embeddings_32bit=False),
+    Trainer(name="torch"),
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
-    Trainer(name="transformers", autocast=True, logits_to_fp32=True, embeddings_32bit=True, liger_layers=True),
-    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of their own
-    Trainer(name="axolotl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
+    liger_layers=True),
+    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of
+    # their own
+    Trainer(name="axolotl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
-    Trainer(name="trl", autocast=True, logits_to_fp32=True, embeddings_32bit=True),
+    Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. What it wraps for selective checkpointing
     # is a method of the model that transformers 5.23 does not call on one with adapters
-    Trainer(name="trl", since=(1, 7), autocast=True, default_loss="chunked", embeddings_32bit=True,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True,
+    Trainer(name="trl", since=(1, 7), autocast=True, decayed_first=True, default_loss="chunked", embeddings_32bit=True,
+            qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
             selective_adapters=False),
-    Trainer(name="trl", since=(1, 15), autocast=True, default_loss="fused", embeddings_32bit=True, heads=_TRL_HEADS,
-            qlora_adapter_fp32=False, kbit_prepare=False, label_tokens_only=True, packs_into_one_row=True,
+    Trainer(name="trl", since=(1, 15), autocast=True, decayed_first=True, default_loss="fused", embeddings_32bit=True,
+            heads=_TRL_HEADS,
+            qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
             selective_adapters=False),
-    # litgpt and its own GPT class: no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128,
-    # fp32 logits from Fabric; Fabric quantises every nn.Linear, lm_head too, from fp16. bitsandbytes 0.42 until 0.5.3
-    Trainer(name="litgpt", code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked", adapter_fp32=False,
-            qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True, quantised_keeps_input=True,
-            dequantised_cast=True, keeps_loss=True, warms_cache=False),
-    Trainer(name="litgpt", since=(0, 5, 4), code="litgpt", heads=_LITGPT_HEADS, default_loss="chunked",
-            adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
-            dequantised_cast=True, keeps_loss=True, warms_cache=False),
-    # torchtune: its own TransformerDecoder in plain bf16, 16-bit LoRA layers, torchao NF4 without the head
-    Trainer(name="torchtune", code="torchtune", heads=_TORCHTUNE_HEADS, default_loss="chunked", adapter_fp32=False,
-            qlora_adapter_fp32=False, kbit_prepare=False, warms_cache=False),
-    # ms-swift 1.x: transformers.Trainer 4.3x, model classes of that time, its own fp32 LoRA layers, no k-bit preparation
-    Trainer(name="ms-swift", autocast=True, logits_to_fp32=True, heads=_SHIFTED_HEADS, kbit_prepare=False,
-            quantised_keeps_input=True, mask_per_head=True, returns_cache=True, warms_cache=False),
 )  # fmt: skip
 
 CURRENT = {
@@ -111,15 +81,12 @@ CURRENT = {
     "transformers": (5, 23),
     "axolotl": (0, 19),
     "torch": (2, 13),
-    "litgpt": (0, 5, 13),
-    "ms-swift": (1, 5),
-    "torchtune": (0, 6, 1),
 }
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 
 def trainer(spec: str) -> Trainer:
-    """'trl', 'trl==1.3' or 'transformers' -> its row. Without a version the current one is meant."""
+    """Return the row of 'trl', 'trl==1.3' or 'transformers'. Without a version it is the current one's."""
     found = _SPEC.match(spec.strip().lower())
     if found is None:
         raise BadInput(f"'{spec[:80]}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
@@ -136,20 +103,19 @@ def trainer(spec: str) -> Trainer:
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing:
-    """What really happens: selective checkpointing is plain where the trainer's does not reach a model with adapters."""
+    """Return the checkpointing that runs: selective is plain where the trainer's cannot handle adapters."""
     plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
     return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
 
 
 def script_of(spec: str) -> str:
-    """Which of memfit's two training scripts runs a recipe of this trainer: an export target."""
+    """Return which of memfit's two training scripts runs a recipe of this trainer (an export target)."""
     return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
 
 
 def taken_as(spec: str) -> str:
-    """The version whose facts stand for the one in `spec`, when it is newer than all known or of an older major one.
-
-    Empty when they are its own.
+    """Return the version whose facts stand in for the one in `spec` where that is newer than all known, or of an older
+    major version; "" where it has facts of its own.
     """
     name, _, version = spec.partition("==")
     if not version or trainer(spec) is not trainer(name):

@@ -1,1 +1,1 @@
-"""What each part of a model allocates, keeps for backward and needs there, transliterated from the libraries' own code."""
+"""What each part of a model allocates, keeps for backward and needs there, after the libraries' own code."""

@@ -1,19 +1,23 @@
-"""Softmax attention: projections, rotary embedding and the kernel each as the model's code calls them."""
+"""Attention sub-blocks, one function per kind: projections, rotation and kernel as the model's code calls them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention_kernels import scaled_dot_product_attention
-from memfit.closed_form.layers.modules import Block
-from memfit.closed_form.layers.norms import rms_without_weight
-from memfit.closed_form.layers.rotary import rotate
+from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
+from memfit.closed_form.layers.linear_attention import gated_delta_net
+from memfit.closed_form.layers.linears import LayerRun
+from memfit.errors import Unsupported
 from memfit.nouns.architecture import Attention
 
 
-def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
-    """LlamaAttention and all that follow it."""
+def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """LlamaAttention and the classes written after it."""
     q, k, v, gate = _project(block, x, a)
     if a.rotary_dim:
         if block.style.liger and block.style.liger.rope:
@@ -27,8 +31,8 @@ def softmax_attention(block: Block, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", out, block.width)
 
 
-def _gated_queries(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:
-    """Queries, and where q_proj is twice as wide the gate that lies beside them."""
+def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:
+    """Return the queries, and the gate where q_proj is twice as wide and holds both."""
     width = a.heads * a.head_dim
     if not a.gated:
         return block.linear("q", x, width), None
@@ -36,8 +40,8 @@ def _gated_queries(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tenso
     return q, ops.clone(block.rec, gate, "gate")
 
 
-def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys and values as [B, N, S, H] views, normed where the model does; and the gate of the output."""
+def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return queries, keys and values as [B, N, S, H] views, normed where the model does, and the output's gate."""
     widths = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim)
     if a.fused_qkv:
         q, k, v = ops.split(block.rec, block.linear("qkv", x, sum(widths)), widths)
@@ -48,7 +52,7 @@ def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Ten
     return q, k, v, gate
 
 
-def _as_heads(block: Block, x: Tensor, role: str, a: Attention) -> Tensor:
+def _as_heads(block: LayerRun, x: Tensor, role: str, a: Attention) -> Tensor:
     if role != "v" and a.qk_norm != "none":
         if block.style.liger and block.style.liger.head_norm == "by_head":
             x = ops.heads_first(block.rec, ops.split_heads(block.rec, x))
@@ -57,8 +61,8 @@ def _as_heads(block: Block, x: Tensor, role: str, a: Attention) -> Tensor:
     return ops.split_heads(block.rec, x)
 
 
-def llama4(block: Block, x: Tensor, a: Attention) -> Tensor:
-    """Llama4TextAttention: normed without weight after the rotation; layers without one scale their queries."""
+def llama4(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """Llama4TextAttention: norms without a weight after the rotation; layers without a rotation scale their queries."""
     rec, style = block.rec, block.style
     q, k, v = (
         block.linear(role, x, n * a.head_dim) for role, n in zip("qkv", (a.heads, a.kv_heads, a.kv_heads), strict=True)
@@ -74,8 +78,8 @@ def llama4(block: Block, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", interface(block, q, k, v, a), block.width)
 
 
-def cached(block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """DynamicCache.update concatenates even the first time; the cache lives until the model's output goes."""
+def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """DynamicCache.update concatenates even the first time; the cache lives as long as the model's output."""
     if not block.style.use_cache:
         return k, v
     rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
@@ -86,12 +90,12 @@ def cached(block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
     """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or the model's written-out attention, as [B, S, N * H]."""
     rec, style = block.rec, block.style
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
-    if style.kernel == "flash2" and style.mask == "rows" and style.code == "transformers":
+    if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
         return _unpadded(block, q, k, v, a)
     if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: else the kernel takes grouped heads as they are
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
@@ -100,8 +104,8 @@ def interface(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Te
     return ops.tokens_first(rec, out, "contiguous output")
 
 
-def _unpadded(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """_flash_attention_forward with a padding mask: the rows of real tokens are picked, end to end, and put back."""
+def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+    """_flash_attention_forward with a padding mask: copies the rows of real tokens, and puts the result back."""
     rec, style = block.rec, block.style
     tokens = rec.new({"T": 1}, 8, "indices of tokens")
     k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
@@ -110,15 +114,15 @@ def _unpadded(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Te
 
 
 def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
-    """Keys or values for every query head: a view when there is one head for all, else a copy."""
+    """Return keys or values for every query head: a view where one head serves all, else a copy."""
     if a.kv_heads == a.heads:
         return x
     every = {k: n // a.kv_heads * a.heads for k, n in x.elements.items()}
     return ops.expand(rec, x, every) if a.kv_heads == 1 else ops.repeat(rec, x, every)
 
 
-def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """eager_attention_forward: every score of every head exists, several times."""
+def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+    """eager_attention_forward: all scores of all heads exist at once, several times."""
     rec, style = block.rec, block.style
     keys, values = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     if a.sinks:
@@ -133,15 +137,15 @@ def eager(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor
     if rec.autocast and not a.upcast:
         weights = ops.cast(rec, weights, 4, "autocast copy")
     wide = 4 if a.upcast else weights.itemsize
-    weights = ops.softmax(rec, weights, wide, keeps_input=style.softmax_keeps_input)
+    weights = (style.code.softmax or ops.softmax)(rec, weights, wide)
     weights = ops.cast(rec, weights, q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
     return ops.tokens_first(rec, out, "contiguous output")
 
 
-def _eager_with_sinks(block: Block, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
-    """gpt-oss: one more score per row and head, shifted by its maximum; in fp32 where the sinks are."""
+def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
+    """gpt-oss: adds one score per row and head and subtracts the row's maximum; in fp32 where the sinks are fp32."""
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
@@ -159,3 +163,176 @@ def _eager_with_sinks(block: Block, q: Tensor, keys: Tensor, values: Tensor, a: 
     out = ops.tokens_first(rec, out, "contiguous output")
     del combined
     return out
+
+
+# Latent attention (MLA): queries, and keys with values, go through a low rank; the cache holds the latents
+
+
+def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """DeepseekV3Attention and the classes written after it."""
+    rec, rope = block.rec, _rope_width(block, a)
+    nope = a.head_dim - rope
+    q = ops.split_heads(rec, _queries(block, x, a))
+    q_nope, q_rot = ops.split(rec, q, (a.heads * nope, a.heads * rope), by_head=True)
+    compressed = block.linear("kv_a_proj_with_mqa", x, a.kv_lora_rank + rope)
+    kv, k_rot = ops.split(rec, compressed, (a.kv_lora_rank, rope))
+    if block.style.liger:
+        kv = liger.contiguous(block.rec, kv)
+    kv = block.norm(kv, "kv_a_layernorm", a.kv_lora_rank)
+    if a.rotary_dim:
+        q_rot, k_rot = rotate(rec, q_rot, k_rot, replace(a, head_dim=rope, rotary_dim=rope), block.style.residual)
+    kv, k_rot = cached(block, kv, k_rot)
+    q = ops.cat(rec, (q_nope, q_rot), "queries")
+    k, v = _expanded(block, kv, k_rot, a, nope, rope)
+    return block.linear("o", interface(block, q, k, v, a), block.width)
+
+
+def _rope_width(block: LayerRun, a: Attention) -> int:
+    """Return the width of each key's part that all heads share; Kimi Linear has one without rotating it."""
+    w = block.find("kv_a_proj_with_mqa", "attention")
+    return w.shape[0] - a.kv_lora_rank if w else a.rotary_dim
+
+
+def _queries(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    if not a.q_lora_rank:
+        return block.linear("q", x, a.heads * a.head_dim)
+    x = block.norm(block.linear("q_a_proj", x, a.q_lora_rank), "q_a_layernorm", a.q_lora_rank)
+    return block.linear("q_b_proj", x, a.heads * a.head_dim)
+
+
+def _expanded(block: LayerRun, kv: Tensor, k_rot: Tensor, a: Attention, nope: int, rope: int) -> tuple[Tensor, Tensor]:
+    """expand_kv: fills new keys in place with each head's own part and the shared part."""
+    rec = block.rec
+    both = ops.split_heads(rec, block.linear("kv_b_proj", kv, a.heads * (nope + a.value_dim)))
+    k_nope, v = ops.split(rec, both, (a.heads * nope, a.heads * a.value_dim), by_head=True)
+    shared = ops.expand(rec, k_rot, {"T": a.heads * rope})
+    keys = rec.new({"T": a.heads * a.head_dim}, kv.itemsize, "keys", heads_first=True)
+    keys = ops.copy_into(rec, keys, k_nope)
+    return ops.copy_into(rec, keys, shared), v
+
+
+# Model classes that predate the common interface write their attention out
+
+
+def bloom(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """BloomAttention: ALiBi enters the product; raw and masked scores live until the end."""
+    rec, scores = block.rec, {"TS": a.heads}
+    fused = block.linear("qkv", x, 3 * block.width)
+    q, k, v = (ops.split_heads(rec, ops.slice(rec, fused, {"T": block.width})) for _ in range(3))
+    k, v = cached(block, k, v)
+    q, k, v = (ops.heads_first(rec, t) for t in (q, k, v))
+    raw = ops.bmm(rec, q, k, scores, "scores")
+    masked = ops.add(rec, raw, ops.constant({"SS": 1}, block.style.norm_weight), "masked scores")
+    weights = ops.cast(rec, ops.softmax(rec, masked, 4), q.itemsize, "probabilities")
+    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
+    out = block.linear("o", context, block.width)
+    del fused, raw, masked
+    return out
+
+
+def mpt(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """MptAttention: an fp32 position bias makes the scores fp32; the mask is filled in, not added."""
+    rec = block.rec
+    fused = ops.split(rec, block.linear("qkv", x, 3 * block.width), (block.width,) * 3)
+    q, k, v = (ops.split_heads(rec, t) for t in fused)
+    k, v = cached(block, k, v)
+    scores = ops.scale(rec, ops.bmm(rec, q, k, {"TS": a.heads}, "scores"), "scaled scores")
+    scores = ops.add(rec, scores, ops.constant({"SS": 1}, 4), "biased scores")
+    scores = ops.unary(rec, scores, "masked scores", keeps="nothing")
+    weights = ops.cast(rec, ops.softmax(rec, scores, 4), v.itemsize, "probabilities")
+    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
+    out = block.linear("o", context, block.width)
+    del scores
+    return out
+
+
+def gptj(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """GPTJAttention, CodeGenAttention: queries, keys and scores in fp32."""
+    rec, style, n = block.rec, block.style, block.width
+    if a.fused_qkv:
+        q, v, k = ops.split(rec, block.linear("qkv", x, 3 * n), (n, n, n))
+    else:
+        q, k, v = (block.linear(role, x, n) for role in "qkv")
+    if a.rotary_dim:
+        k, q = rotate(rec, k, q, a, style.residual)
+    q, k, v = (ops.split_heads(rec, t) for t in (q, k, v))
+    k, v = cached(block, k, v)
+    out = _attend(block, q, k, v, a)
+    return block.linear("o", ops.tokens_first(rec, out), n)
+
+
+def _attend(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+    rec = block.rec
+    q, k = ops.cast(rec, q, 4, "fp32 queries"), ops.cast(rec, k, 4, "fp32 keys")
+    weights = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
+    weights = ops.scale(rec, weights, "scaled scores")
+    weights = ops.add(rec, weights, ops.constant({"SS": 1}, 4), "masked scores")
+    weights = ops.softmax(rec, weights, weights.itemsize)
+    weights = ops.cast(rec, weights, v.itemsize, "probabilities")
+    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    return ops.bmm(rec, weights, v, {"T": block.width}, "attention output")
+
+
+def falcon(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
+    """FalconAttention: the mask always exists, and one key head is broadcast, which only the math kernel takes."""
+    rec, style = block.rec, block.style
+    fused = block.linear("qkv", x, (a.heads + 2 * a.kv_heads) * a.head_dim)
+    q, k, v = _falcon_heads(rec, fused, a)
+    if a.rotary_dim:
+        q, k = rotate(rec, q, k, a, style.residual)
+    k, v = cached(block, k, v)
+    if style.kernel == "eager":
+        out = _falcon_eager(block, q, k, v, a)
+    else:
+        mask = ops.constant({"TS" if style.mask == "rows" else "SS": 1}, 1)
+        if a.alibi:  # added to the mask, for every head
+            mask = ops.constant({"TS": a.heads}, style.residual)
+        out = scaled_dot_product_attention(rec, style, q, k, v, a, 0.0, mask)
+    return block.linear("o", ops.tokens_first(rec, out), block.width)
+
+
+def _falcon_heads(rec: Recorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of the fused projection; keys and values are copied out where they are picked by index."""
+    n, kv = {"T": a.heads * a.head_dim}, {"T": a.kv_heads * a.head_dim}
+    q = ops.slice(rec, fused, n)
+    if a.kv_heads == a.heads:
+        k, v = ops.slice(rec, fused, n), ops.slice(rec, fused, n)
+    else:
+        k, v = (ops.clone(rec, ops.slice(rec, fused, kv), "picked heads") for _ in range(2))
+        if a.kv_heads > 1:  # the new decoder: one copy of keys and values for every query head
+            k, v = ops.repeat(rec, k, n), ops.repeat(rec, v, n)
+    return ops.split_heads(rec, q), ops.split_heads(rec, k), ops.split_heads(rec, v)
+
+
+def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
+    rec, dtype = block.rec, q.itemsize
+    k, v = (ops.expand(rec, t, q.elements) if t.elements != q.elements else t for t in (k, v))
+    weights = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
+    masked = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.residual), "masked scores")
+    weights = ops.softmax(rec, masked, dtype)
+    del masked
+    return ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output")
+
+
+MIXERS: dict[str, Callable[[LayerRun, Tensor, Attention], Tensor]] = {
+    "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, "bloom": bloom,
+    "mpt": mpt,
+    "gptj": gptj, "falcon": falcon,
+}  # fmt: skip
+
+
+def attention(block: LayerRun, x: Tensor) -> Tensor:
+    """Run one attention sub-block from normed hidden states to the output projection."""
+    a = block.layer.attention
+    mixer = MIXERS.get(a.code or a.kind)
+    if mixer is None:
+        raise Unsupported(
+            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
+        )
+    block.rec.enter("attention")
+    try:
+        return mixer(block, x, a)
+    finally:
+        block.rec.leave()

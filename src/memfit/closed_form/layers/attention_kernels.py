@@ -1,6 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention: what each of its kernels allocates, keeps and needs backward.
 
-Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every kernel.
+Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every
+kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Attention
 
 Grads = list[Tensor | None]
-MASK_ALIGNMENT = 16  # keys, of the efficient kernel's mask in PyTorch 2.0 and 2.1 (attention.cpp, preprocess_mask)
 
 
 def scaled_dot_product_attention(
@@ -31,8 +31,8 @@ def scaled_dot_product_attention(
         rec.autocast = compute
         return out
     bias = None if mask is None else _bias(rec, mask, q.itemsize)
-    if bias is not None and style.kernel == "efficient" and style.mask_per_head:
-        bias = rec.new({("mask", a.heads, MASK_ALIGNMENT): 1}, q.itemsize, "mask of every head")
+    if bias is not None and style.kernel == "efficient" and style.code.mask:
+        bias = style.code.mask(rec, bias, a.heads)
     return {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}[style.kernel](
         rec, q, k, v, a, bias
     )
@@ -88,7 +88,7 @@ def _head_tile(head: int) -> int:
 
 
 def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """The memory-efficient kernel: fp32 accumulators of the output and of the gradients of heads wider than one tile."""
+    """The memory-efficient kernel: fp32 accumulators for the output and the gradients of heads wider than one tile."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output")
     logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
@@ -113,7 +113,7 @@ def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bia
 
 
 def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
-    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per split of the keys for heads above 128."""
+    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per key split for heads above 128."""
     if a.head_dim <= 64:
         return {"T64": a.heads * 64, ("tiles", 64, a.heads): 4}
     columns = 128 if a.head_dim <= 128 else -(-a.head_dim // 64) * 64
@@ -140,7 +140,7 @@ def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: T
 
 
 def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None) -> Tensor:
-    """The fallback: fp32 copies of 16-bit operands and all scores, written out."""
+    """The math kernel: makes fp32 copies of 16-bit operands and all scores in full."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
     q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
     q = ops.scale(rec, q, "scaled queries")
@@ -172,7 +172,7 @@ def _causal_bias(rec: Recorder) -> Tensor:
 
 
 def _safe_softmax(rec: Recorder, scores: Tensor, heads: int) -> Tensor:
-    """_safe_softmax: looks for rows without any key."""
+    """_safe_softmax: a softmax, and a search for rows in which every key is masked."""
     out = ops.softmax(rec, scores, 4)
     equal = rec.new({"TS": heads}, 1, "masked scores")
     rows = rec.new({"T": heads}, 1, "masked rows")

@@ -2,18 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers import liger
-from memfit.closed_form.layers.activations import activation
-from memfit.closed_form.layers.mixers import attention
-from memfit.closed_form.layers.modules import Block
+from memfit.closed_form.layers.attention import attention
+from memfit.closed_form.layers.elementwise import activation, norm
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.moe import gated, mixture
-from memfit.closed_form.layers.per_layer import gated_in, scaled_in_place
+from memfit.closed_form.style import Style
 from memfit.errors import Unsupported
+from memfit.nouns.architecture import Architecture, Norm
+
+# Embeddings of each layer's own (Gemma 4) are looked up and projected once, then gated into each block. Source:
+# Gemma4TextModel.get_per_layer_inputs, project_per_layer_inputs and the end of Gemma4TextDecoderLayer.forward
 
 
-def forward(block: Block, x: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PerLayer:
+    """The one table that holds every layer's own embeddings."""
+
+    rows: int
+    joint: int  # width of all layers' together
+    own: int  # width of one layer's
+    norm: Norm
+
+
+def per_layer_of(a: Architecture) -> PerLayer | None:
+    """Return the table of a model, None for all but Gemma 4's small ones."""
+    table = next((w for w in a.embedding if w.module == "embed_tokens_per_layer"), None)
+    if table is None:
+        return None
+    rows, joint = table.shape
+    return PerLayer(rows, joint, joint // len(a.layers), a.final_norm or Norm("rms"))
+
+
+def inputs(rec: Recorder, p: PerLayer, x: Tensor, width: int, itemsize: int, style: Style) -> Tensor:
+    """(scaled embedding + normed projection of the token embeddings), scaled: [B, S, L, own]."""
+    table = ops.weight(p.rows * p.joint, itemsize, "embed_tokens_per_layer", style.trained)
+    own = rec.new({"T": p.joint}, itemsize, "embedding of every layer")
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        dense = rec.new({"1": p.rows * p.joint}, itemsize, "embedding gradient")
+        rec.buffer({("embed", p.joint, itemsize): 1}, "embedding sort buffers")
+        return [dense]
+
+    own = ops.scale(rec, rec.record(own, [table], [], backward), "scaled embedding of every layer")
+    w = ops.weight(p.joint * width, style.weight, "per_layer_model_projection.weight", style.trained)
+    projected = ops.scale(rec, ops.linear(rec, x, w, {"T": p.joint}), "scaled projection")
+    projected = norm(rec, projected, p.norm, p.own, style, "per_layer_projection_norm")
+    return ops.scale(rec, ops.add(rec, projected, own, "projection + embedding"), "inputs of every layer")
+
+
+def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
+    """x + norm(up(act(down(x)) * own input)); the own input's gradient is written into zeros for all layers."""
+    rec, style = block.rec, block.style
+    given = Tensor(None, {"T": own}, x.itemsize, style.own_input_grad)
+    if given.requires_grad:
+
+        def backward(g: Tensor) -> list[Tensor | None]:
+            """SelectBackward: makes a gradient as large as all layers' inputs, which is added to the sum at once."""
+            rec.new({"T": style.per_layer}, g.itemsize, "gradient of every layer's input")
+            return [None]
+
+        given = rec.record(given.view(), [given], [], backward)
+    gate = activation(rec, block.linear("per_layer_input_gate", x, own), block.layer.mlp.activation)
+    product = ops.mul(rec, gate, given, "gated input of the layer")
+    del gate
+    projected = block.linear("per_layer_projection", product, block.width)
+    del product
+    projected = block.norm(projected, "post_per_layer_input_norm")
+    return ops.add(rec, x, projected, "residual")
+
+
+def scaled_in_place(rec: Recorder, x: Tensor) -> Tensor:
+    """hidden_states *= layer_scalar: allocates nothing forward and a product backward."""
+    return rec.record(x.view(), [x], [], lambda g: [rec.like(g, "scaled gradient")])
+
+
+def forward(block: LayerRun, x: Tensor) -> Tensor:
     """Run the block's own code; local variables live as long as they do in the model's Python."""
     if block.layer.attention.code == "falcon":
         return _falcon(block, x)
@@ -22,7 +90,7 @@ def forward(block: Block, x: Tensor) -> Tensor:
     }[block.layer.placement](block, x)  # fmt: skip
 
 
-def _pre(block: Block, x: Tensor) -> Tensor:
+def _pre(block: LayerRun, x: Tensor) -> Tensor:
     residual = x
     x = block.norm(x, "input_norm") if block.layer.norms > 1 else x  # ModernBERT's first block has none there
     x = _dropout(block, attention(block, x))
@@ -33,7 +101,7 @@ def _pre(block: Block, x: Tensor) -> Tensor:
     return ops.add(block.rec, residual, x, "residual")
 
 
-def _sandwich(block: Block, x: Tensor) -> Tensor:
+def _sandwich(block: LayerRun, x: Tensor) -> Tensor:
     residual = x
     x = block.norm(x, "input_norm")
     x = attention(block, x)
@@ -49,7 +117,7 @@ def _sandwich(block: Block, x: Tensor) -> Tensor:
     return x if own is None else scaled_in_place(block.rec, gated_in(block, x, own.shape[0]))
 
 
-def _post_inner(block: Block, x: Tensor) -> Tensor:
+def _post_inner(block: LayerRun, x: Tensor) -> Tensor:
     residual = x
     x = attention(block, x)
     x = block.norm(x, "post_attention_norm")
@@ -60,12 +128,12 @@ def _post_inner(block: Block, x: Tensor) -> Tensor:
     return ops.add(block.rec, residual, x, "residual")
 
 
-def _post(block: Block, x: Tensor) -> Tensor:
+def _post(block: LayerRun, x: Tensor) -> Tensor:
     x = block.norm(ops.add(block.rec, _dropout(block, attention(block, x)), x, "residual"), "attention_norm")
     return block.norm(ops.add(block.rec, _dropout(block, mlp(block, x)), x, "residual"), "output_norm")
 
 
-def _parallel(block: Block, x: Tensor) -> Tensor:
+def _parallel(block: LayerRun, x: Tensor) -> Tensor:
     residual = x
     x = block.norm(x, "input_norm")
     attended = _dropout(block, attention(block, x))
@@ -75,8 +143,8 @@ def _parallel(block: Block, x: Tensor) -> Tensor:
     return ops.add(block.rec, ops.add(block.rec, fed, attended, "attention + mlp"), residual, "residual")
 
 
-def _falcon(block: Block, x: Tensor) -> Tensor:
-    """FalconDecoderLayer: what is normed and attended stays a local variable; one sum of a parallel block is in place."""
+def _falcon(block: LayerRun, x: Tensor) -> Tensor:
+    """FalconDecoderLayer: normed and attended states stay local variables; one sum of a parallel block is in place."""
     rec, parallel = block.rec, block.layer.placement == "parallel"
     residual, normed = x, block.norm(x, "input_norm")
     fed = block.norm(x, "mlp_norm") if parallel and block.layer.norms > 1 else normed
@@ -90,12 +158,12 @@ def _falcon(block: Block, x: Tensor) -> Tensor:
     return ops.add(rec, residual, _dropout(block, out), "residual")
 
 
-def _dropout(block: Block, x: Tensor) -> Tensor:
+def _dropout(block: LayerRun, x: Tensor) -> Tensor:
     return ops.dropout(block.rec, x, block.layer.dropout if block.style.dropout else 0.0)
 
 
-def mlp(block: Block, x: Tensor) -> Tensor:
-    """The feed-forward sub-block."""
+def mlp(block: LayerRun, x: Tensor) -> Tensor:
+    """Run the feed-forward sub-block."""
     block.rec.enter("mlp")
     try:
         kind = block.layer.mlp.kind
@@ -112,7 +180,7 @@ def mlp(block: Block, x: Tensor) -> Tensor:
         block.rec.leave()
 
 
-def _gated(block: Block, x: Tensor) -> Tensor:
+def _gated(block: LayerRun, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     m, rec = block.layer.mlp, block.rec
     if m.fused_gate_up and block.style.liger and block.style.liger.activation:
@@ -128,7 +196,7 @@ def _gated(block: Block, x: Tensor) -> Tensor:
     return gated(block, x, m.width)
 
 
-def _plain(block: Block, x: Tensor) -> Tensor:
+def _plain(block: LayerRun, x: Tensor) -> Tensor:
     """fc2(act(fc1(x)))."""
     m, rec = block.layer.mlp, block.rec
     x = block.linear("fc1", x, m.width, "mlp")

@@ -1,23 +1,245 @@
-"""The upper end of a model: the last norm, the output projection and the loss."""
+"""The upper end of a model: the last norm, the output projection, and the loss of each training framework."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Recorder, Tensor
-from memfit.closed_form.layers.activations import activation
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.losses import LOSSES
-from memfit.closed_form.layers.norms import norm
+from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.layers.elementwise import activation, norm
 from memfit.closed_form.layers.program import Program, finished, recorder, sharded
+from memfit.closed_form.size import TILE_TOKENS
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Norm
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStyle:
+    """What runs above the blocks of a model."""
+
+    vocabulary: int
+    width: int
+    norm: Norm | None
+    loss: str = "full"  # a row of LOSSES
+    tied: bool = False
+    trained: bool = True
+    itemsize: int = 2  # of the head's weight
+    holds_logits: bool = False
+    softcap: bool = False
+    scaled: bool = False  # Cohere multiplies the logits
+    transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
+    bias: bool = False
+    upcast: bool = True  # logits are cast to fp32 for the loss
+    returns_fp32: bool = False  # accelerate makes an fp32 copy of the logits that the loss has left in 16 bits
+    causal: bool = True  # labels are shifted
+    pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
+
+
+def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
+    """lm_head(x), scaled and capped where the model does."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None
+    logits = ops.linear(rec, x, w, {"T": h.vocabulary}, b, "logits")
+    if h.scaled:
+        logits = ops.scale(rec, logits, "scaled logits")
+    if h.softcap:
+        logits = ops.scale(rec, logits, "logits / cap")
+        logits = ops.unary(rec, logits, "tanh", keeps="output")
+        logits = ops.scale(rec, logits, "capped logits")
+    return logits
+
+
+Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward
+
+
+def _loss_function(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
+    """ForCausalLMLoss, ForMaskedLMLoss, or a bare CrossEntropyLoss."""
+    logits = ops.cast(rec, logits, 4, "fp32 logits") if h.upcast else logits
+    labels = _shifted_labels(rec) if h.causal else None
+    return ops.cross_entropy(rec, logits, labels)
+
+
+def _shifted_labels(rec: Recorder) -> Tensor:
+    padded = rec.new({"T": 1}, 8, "padded labels")
+    shifted = rec.new({"T": 1}, 8, "shifted labels")
+    del padded
+    return shifted
+
+
+def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """All logits, an fp32 copy, and their log_softmax at once."""
+    logits = logits_of(rec, h, x)
+    held = [logits] if h.holds_logits or not style.grad else []
+    if h.holds_logits and logits.storage:
+        rec.lingering.add(logits.storage.id)
+    loss = _loss_function(rec, h, logits)
+    if h.returns_fp32 and logits.itemsize != 4:  # else the loss has made a copy as wide already, and let go of it
+        copied = rec.like(logits, "fp32 copy of the returned logits", 4)
+        del copied
+    return loss, held
+
+
+TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
+
+
+def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """TRL's fused LM head (trl/kernels/chunked_logprob.py): one tile of logits at a time, gradients summed in fp32."""
+    rows = labelled(rec, x, h.width)
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    compute = rec.autocast or x.itemsize
+    targets = rec.new({"L": 1}, 8, "targets")
+    running = [rec.new({"L": 1}, 4, "running statistics") for _ in range(7)]
+    tile = [
+        rec.new({"tile": TILE_VOCABULARY}, compute, "tile of logits"),
+        _narrow(rec, {"tile": h.width}, rows, compute),
+    ]
+    _narrow(rec, _vocabulary_chunk(h), w, compute)
+    kept = [rec.new({"L": 1}, 4, label) for label in ("log-sum-exp", "log-probabilities", "entropy")]
+    running.clear()
+    tile.clear()
+    need, like, weight_like = w.requires_grad, rows.blueprint(), w.blueprint()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        hidden = rec.like(like, "fp32 gradient of hidden states", 4)
+        grad_weight = rec.like(weight_like, "fp32 gradient of the head", 4) if need else None
+        tile = [
+            rec.new({"tile": TILE_VOCABULARY}, compute, "tile of logits"),
+            _narrow(rec, {"tile": h.width}, like, compute),
+        ]
+        tile.append(_narrow(rec, _vocabulary_chunk(h), weight_like, compute))
+        rec.multiplies()
+        tile.append(_narrow(rec, _next_chunk(h), weight_like, compute))
+        del tile[2:]
+        result = ops.cast(rec, hidden, like.itemsize, "gradient of hidden states")
+        return [
+            result,
+            None if grad_weight is None else ops.cast(rec, grad_weight, weight_like.itemsize, "head gradient"),
+        ]
+
+    loss = rec.new({"1": 1}, 4, "loss")
+    return rec.record(loss, [rows, w], [rows, w, targets, *kept], backward), []
+
+
+def _narrow(rec: Recorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
+    """Return a piece of x cast to the compute dtype, None where x has it already."""
+    return rec.new(elements, itemsize, "piece in the compute dtype") if x.itemsize != itemsize else None
+
+
+def _vocabulary_chunk(h: HeadStyle) -> Elements:
+    return {"1": min(TILE_VOCABULARY, h.vocabulary) * h.width}
+
+
+def _next_chunk(h: HeadStyle) -> Elements:
+    """Return the chunk made while the one before is alive: the rest of the vocabulary, or the next tokens' first."""
+    rest = h.vocabulary - TILE_VOCABULARY
+    if rest > 0:
+        return {"1": min(TILE_VOCABULARY, rest) * h.width}
+    return {("past", TILE_TOKENS, 0): h.vocabulary * h.width}
+
+
+def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:
+    """hidden_states[:, :-1][labels[:, 1:] != -100]: a copy of the rows that have a label."""
+    body = ops.slice(rec, x, {"L": width})
+    rec.new({"L": 1}, 16, "indices")
+    out = rec.new({"L": width}, x.itemsize, "labelled hidden states")
+    return rec.record(out, [body], [], lambda g: [rec.like(g, "scattered gradient")])
+
+
+CHUNK_TOKENS = 256  # of TRL's chunked loss
+
+
+def _chunked(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time, checkpointed, head weight and logits in fp32."""
+    contiguous = rec.new({"L": h.width}, x.itemsize, "contiguous hidden states")
+    rows = labelled(rec, x, h.width)
+    del contiguous
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    logits: Elements = {("rows", CHUNK_TOKENS, 0): h.vocabulary}
+    operands = _wide_operands(rec, h, rows, w)
+    first = rec.new(logits, rec.autocast or 4, "logits of a chunk")
+    operands.clear()
+    scored = [ops.cast(rec, first.detach(), 4, "fp32 logits"), rec.new(logits, 4, "log_softmax of a chunk")]
+    scored += [rec.new(logits, 4, label) for label in ("probabilities of a chunk", "entropy of a chunk")]
+    scored.clear()
+    del first
+    need, like, weight_like = w.requires_grad, rows.blueprint(), w.blueprint()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        result = rec.like(like, "gradient of hidden states")
+        head = rec.like(weight_like, "head gradient") if need else None
+        operands = _wide_operands(rec, h, like, weight_like)
+        kept = [rec.new(logits, 4, label) for label in ("log_softmax of a chunk", "probabilities of a chunk")]
+        kept += [rec.new(logits, 4, label) for label in ("nll gradient of a chunk", "logits gradient of a chunk")]
+        del kept[:3]
+        if need:
+            product = rec.like(weight_like, "head gradient of a chunk", rec.autocast or 4)
+            summand = ops.cast(
+                rec, ops.cast(rec, product, 4, "fp32 head gradient"), weight_like.itemsize, "cast head gradient"
+            )
+            del product, summand
+        rows_gradient = rec.like(like, "gradient of hidden states of a chunk")
+        del rows_gradient, kept, operands
+        return [result, head]
+
+    loss = rec.new({"1": 1}, 4, "loss")
+    return rec.record(loss, [rows, w], [rows, w], backward), []
+
+
+def _wide_operands(rec: Recorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
+    """h.float() @ w.float().t(): fp32 copies, and under autocast 16-bit copies of those."""
+    chunk: Elements = {("rows", CHUNK_TOKENS, 0): h.width}
+    made = [rec.new(chunk, 4, "fp32 hidden states of a chunk")] if x.itemsize != 4 else []
+    made += [rec.new(w.elements, 4, "fp32 head")] if w.itemsize != 4 else []
+    if rec.autocast:
+        made += [rec.new(chunk, rec.autocast, "autocast copy"), rec.new(w.elements, rec.autocast, "autocast copy")]
+    return made
+
+
+def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """Liger's fused linear cross entropy 0.8: gradients are made in the forward, chunk by chunk of tokens."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    share = -(-h.vocabulary // h.width)  # one chunk of logits takes about as much as the hidden states
+    compute = rec.autocast or x.itemsize
+    grads = [rec.like(x, "gradient of hidden states") if x.requires_grad else None]
+    grads.append(rec.like(w, "head gradient") if w.requires_grad and rec.grad else None)
+    losses = rec.new({"T": 1}, 4, "losses")
+    operands = [_narrow(rec, {("liger", share, 0): h.width}, x, compute), _narrow(rec, w.elements, w, compute)]
+    logits = rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")
+    del logits, operands, losses
+    held = [None if g is None else g.detach() for g in grads]
+    grads.clear()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        return [held.pop(0), held.pop(0)]
+
+    loss = rec.new({"1": 1}, 4, "loss")
+    return rec.record(loss, [x, w], [], backward), []
+
+
+def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """Classify each token, or each sequence by its first token as BertForSequenceClassification does."""
+    basis = "B" if h.pooled else "T"
+    if h.pooled:
+        x = ops.slice(rec, x, {"B": h.width})
+        dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
+        bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
+        x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", h.trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", h.trained) if h.bias else None
+    logits = ops.linear(rec, x, w, {basis: h.vocabulary}, b, "logits")
+    return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
+
+
+LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": _liger, "classes": _classes
+}  # fmt: skip
+
+
 @lru_cache(maxsize=1024)
 def head_program(h: HeadStyle, style: Style) -> Program:
-    """Final norm, head and loss, forward and backward."""
+    """Trace final norm, head and loss, forward and backward."""
     rec = recorder(style)
     rec.awaited = "embedding" if h.tied and rec.accumulating else ""
     x = rec.new({"T": h.width}, style.residual, "hidden states")

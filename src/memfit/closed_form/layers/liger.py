@@ -1,7 +1,7 @@
 """Liger's Triton kernels on sized tensors: one autograd function each, which saves little and writes over what it can.
 
-Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its inputs
-contiguous first. Under autocast they compute in the dtype they are given.
+Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its
+inputs contiguous first. Under autocast they compute in the dtype they are given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from memfit.closed_form.engine import Elements, Recorder, Tensor
 
 
 def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
-    """LigerRMSNormFunction: keeps x, the weight and one fp32 number a row; the weight's gradient is summed by multiprocessor."""
+    """LigerRMSNormFunction: keeps x, weight and an fp32 number a row; sums the weight's gradient by multiprocessor."""
     out, rstd = rec.like(x, "normalised"), rec.new(rows, 4, "rstd")
     columns, width, trained, heads_first = w.elements["1"], w.itemsize, w.requires_grad, x.heads_first
 
@@ -29,7 +29,7 @@ def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: b
 
 
 def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
-    """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients are written over the two saved tensors."""
+    """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients overwrite the two saved tensors."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
         assert rec.running is not None
@@ -40,14 +40,14 @@ def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def halves(rec: Recorder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of a joint projection."""
+    """Return the two halves of a joint projection, each copied."""
     count = next(iter(x.elements.values()))
     gate, up = ops.split(rec, x, (count // 2, count // 2))
     return contiguous(rec, gate), contiguous(rec, up)
 
 
 def contiguous(rec: Recorder, part: Tensor) -> Tensor:
-    """The copy of a part of a tensor that a function makes before it begins."""
+    """Copy a part of a tensor, as a Liger function does before it begins."""
     copied = rec.new(part.elements, part.itemsize, "contiguous part")
     return rec.record(copied, [part], [], lambda g: [ops.viewed(g.detach())])
 
@@ -68,7 +68,7 @@ def rotate(rec: Recorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor,
 
 
 def _by_token(rec: Recorder, x: Tensor, label: str, part: bool = False) -> Tensor:
-    """x.transpose(1, 2).contiguous() inside a function: no node of its own."""
+    """x.transpose(1, 2).contiguous() inside an autograd function, so it adds no node to the graph."""
     if not (x.heads_first or part):
         return x.view()
     copied = rec.new(x.elements, x.itemsize, label)

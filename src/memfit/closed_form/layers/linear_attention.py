@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.modules import Block
-from memfit.closed_form.layers.norms import l2_norm, mean, rsqrt
+from memfit.closed_form.layers.elementwise import l2_norm, mean, rsqrt
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.errors import Unsupported
 from memfit.nouns.architecture import Attention
 
 CHUNK = 64
 
 
-def gated_delta_net(block: Block, x: Tensor, a: Attention) -> Tensor:
+def gated_delta_net(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     """Qwen3_5GatedDeltaNet; K = kv_heads heads of queries and keys, N = heads of values."""
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is None and block.find("in_proj_qkvz", "attention") is None:
@@ -45,7 +45,7 @@ def gated_delta_net(block: Block, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", out, block.width)
 
 
-def _gated_norm(block: Block, x: Tensor, z: Tensor, a: Attention) -> Tensor:
+def _gated_norm(block: LayerRun, x: Tensor, z: Tensor, a: Attention) -> Tensor:
     """Qwen3_5RMSNormGated: normed in fp32, scaled in the dtype of the hidden states, gated in fp32."""
     rec, style, before = block.rec, block.style, x.itemsize
     wide = ops.cast(rec, x, 4, "fp32 copy")
@@ -59,7 +59,7 @@ def _gated_norm(block: Block, x: Tensor, z: Tensor, a: Attention) -> Tensor:
     return ops.cast(rec, gated, before, "gated output")
 
 
-def _project(block: Block, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values together; the gate of the output; learning rate and decay."""
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is not None:
@@ -87,7 +87,7 @@ def _last_tokens(rec: Recorder, x: Tensor) -> Tensor:
     return ops.slice(rec, x, x.elements)
 
 
-def _causal_conv(block: Block, x: Tensor, kernel: int) -> Tensor:
+def _causal_conv(block: LayerRun, x: Tensor, kernel: int) -> Tensor:
     """A convolution of each channel with padding on both sides, the tail cut off; it copies its transposed input."""
     rec, style, channels = block.rec, block.style, x.elements["T"]
     w = ops.autocast(rec, ops.weight(channels * kernel, style.weight, "conv1d.weight", style.trained))
@@ -109,7 +109,7 @@ def _causal_conv(block: Block, x: Tensor, kernel: int) -> Tensor:
     return ops.slice(rec, out, x.elements)
 
 
-def _decay(block: Block, x: Tensor, a: Attention) -> Tensor:
+def _decay(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     """-exp(A_log) * softplus(a + dt_bias) in fp32."""
     rec, style = block.rec, block.style
     rate = ops.cast(rec, ops.weight(a.heads, style.weight, "A_log", style.trained), 4, "fp32 A_log")
@@ -119,7 +119,7 @@ def _decay(block: Block, x: Tensor, a: Attention) -> Tensor:
     return ops.mul(rec, rate, step, "decay")
 
 
-def _chunk_rule(block: Block, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a: Attention) -> Tensor:
+def _chunk_rule(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, a: Attention) -> Tensor:
     """torch_chunk_gated_delta_rule."""
     rec, before = block.rec, q.itemsize
     if a.kv_heads != a.heads:

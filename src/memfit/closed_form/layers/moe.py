@@ -2,6 +2,11 @@
 
 Source: transformers.integrations.moe.grouped_mm_experts_forward and the routers of the modeling files. How many tokens
 an expert gets changes no size: every product runs over all tokens times the experts per token.
+
+Stacked experts and routers are no linear layers, so their LoRA is peft.tuners.lora.ParamWrapper's: while the wrapped
+module runs, its weight is a parametrization. W + s * B A is computed in full, once to check it when it is registered
+and once for the product, and is cached until the module returns. autograd keeps the second one, and its gradient is as
+large again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 """
 
 from __future__ import annotations
@@ -9,14 +14,83 @@ from __future__ import annotations
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers import liger
-from memfit.closed_form.layers.activations import activation
-from memfit.closed_form.layers.modules import Block
-from memfit.closed_form.layers.stacked import expert_factors, expert_weight, router_weight
+from memfit.closed_form.layers.elementwise import activation
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.nouns.architecture import Mlp
 
+Factors = tuple[Tensor, Tensor]  # B [experts, out, rank] and A [experts, rank, in] in the dtype of the weight
 
-def mixture(block: Block, x: Tensor) -> Tensor:
-    """The sparse block: routed experts, and the dense expert that every token passes."""
+
+def expert_factors(block: LayerRun) -> dict[str, Factors]:
+    """Return the adapters' factors by parameter, the outermost wrapper first; they live until the experts return."""
+    m, style = block.layer.mlp, block.style
+    ranks = {"down_proj": style.lora_rank, "gate_up_proj": 2 * style.lora_rank}  # two layers became one
+    shapes = {"down_proj": (block.width, m.width), "gate_up_proj": (2 * m.width, block.width)}
+    found: dict[str, Factors] = {}
+    for name, rank in ranks.items():
+        if style.lora_rank and f"experts.{name}" in style.lora_targets:
+            outs, ins = shapes[name]
+            found[name] = _factors(block, f"experts.{name}", m.experts * outs * rank, m.experts * rank * ins)
+            _folded(block.rec, m.experts * outs * ins, found[name])
+    return found
+
+
+def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, Factors]) -> Tensor:
+    """Return the weight the product reads: the stored one, or a new one with the adapter folded in (torch.baddbmm)."""
+    rec, style = block.rec, block.style
+    if name not in factors:
+        return ops.weight(elements, style.weight, f"experts.{name}", style.trained)
+    lhs, rhs = factors[name]
+    b_like, a_like = lhs.blueprint(), rhs.blueprint()
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        product = rec.like(b_like, "gradient of B")
+        b_grad = rec.like(product, "scaled gradient of B")
+        product = rec.like(a_like, "gradient of A")
+        copied = rec.like(b_like, "contiguous B")
+        del copied
+        return [b_grad, rec.like(product, "scaled gradient of A")]
+
+    return rec.record(_folded(rec, elements, factors[name]), [lhs, rhs], [lhs, rhs], backward)
+
+
+def router_weight(block: LayerRun, elements: int) -> Tensor:
+    """Return the router's weight. PEFT adapts it as one matrix: scales and adds B A twice, to check and to use it."""
+    rec, style = block.rec, block.style
+    if not style.lora_rank or "gate.weight" not in style.lora_targets:
+        return ops.weight(elements, style.weight, "router.weight", style.trained)
+    rank, outs = style.lora_rank, block.layer.mlp.experts
+    a = ops.weight(elements // outs * rank, style.adapter, "router.lora_A", True)
+    b = ops.weight(outs * rank, style.adapter, "router.lora_B", True)
+    delta = ops.scale(rec, ops.linear(rec, b, a, {"1": elements}, label="B A"), "scaled B A")
+    delta = ops.cast(rec, delta, style.weight, "scaled B A")
+    stored = ops.constant({"1": elements}, style.weight)
+    checked = ops.add(rec, stored, delta, "weight with adapter")
+    del checked
+    return ops.add(rec, stored, delta, "weight with adapter")
+
+
+def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
+    """Return B and A as views per expert, cast where the adapter is wider. The gradient of the permuted B is copied."""
+    rec, style = block.rec, block.style
+    a, b = (
+        ops.weight(of_a, style.adapter, f"{name}.lora_A", True),
+        ops.weight(of_b, style.adapter, f"{name}.lora_B", True),
+    )
+    by_expert = rec.record(b.view(), [b], [], lambda g: [rec.like(g, "contiguous gradient")])
+    return ops.cast(rec, by_expert, style.weight, "lora_B"), ops.cast(rec, a, style.weight, "lora_A")
+
+
+def _folded(rec: Recorder, elements: int, factors: Factors) -> Tensor:
+    """torch.baddbmm: copies the weight and adds the product to it; the permuted B is copied first."""
+    out = rec.new({"1": elements}, factors[0].itemsize, "experts with adapters")
+    copied = rec.like(factors[0], "contiguous B")
+    del copied
+    return out
+
+
+def mixture(block: LayerRun, x: Tensor) -> Tensor:
+    """Run the sparse block: routed experts, and the dense expert that every token passes."""
     m, rec = block.layer.mlp, block.rec
     if m.every_token:
         return _every_token(block, x)
@@ -30,11 +104,11 @@ def mixture(block: Block, x: Tensor) -> Tensor:
     return routed
 
 
-def _gated_sharing(block: Block) -> bool:
+def _gated_sharing(block: LayerRun) -> bool:
     return block.find("shared_expert_gate", "mlp") is not None
 
 
-def gated(block: Block, x: Tensor, width: int) -> Tensor:
+def gated(block: LayerRun, x: Tensor, width: int) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     rec = block.rec
     if block.style.liger and block.style.liger.activation:
@@ -49,8 +123,8 @@ def gated(block: Block, x: Tensor, width: int) -> Tensor:
     return block.linear("down", product, block.width, "mlp")
 
 
-def _router_logits(block: Block, x: Tensor, m: Mlp, wide: bool) -> Tensor:
-    """A plain product, in fp32 where the router asks for it."""
+def _router_logits(block: LayerRun, x: Tensor, m: Mlp, wide: bool) -> Tensor:
+    """Return the router's product, in fp32 where its code asks for that."""
     style, rec = block.style, block.rec
     w = router_weight(block, m.experts * block.width)
     if wide:
@@ -59,7 +133,7 @@ def _router_logits(block: Block, x: Tensor, m: Mlp, wide: bool) -> Tensor:
     return ops.linear(rec, x, w, {"T": m.experts}, b, "router logits")
 
 
-def _route_softmax(block: Block, x: Tensor, m: Mlp) -> Tensor:
+def _route_softmax(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
     """Probabilities in fp32, the best of them scaled to a sum of one and cast back."""
     logits = _router_logits(block, x, m, wide=False)
     return ops.cast(
@@ -67,13 +141,13 @@ def _route_softmax(block: Block, x: Tensor, m: Mlp) -> Tensor:
     )
 
 
-def _route_fp32_scores(block: Block, x: Tensor, m: Mlp) -> Tensor:
-    """Mixtral: the scores stay in fp32, and so does what they are multiplied with."""
+def _route_fp32_scores(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
+    """Mixtral: scores stay in fp32, so products with them are fp32 too."""
     logits = _router_logits(block, x, m, wide=False)
     return _best(block.rec, ops.softmax(block.rec, logits, 4), m, normed=True)
 
 
-def _route_fp32(block: Block, x: Tensor, m: Mlp) -> Tensor:
+def _route_fp32(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
     """DeepSeek, GLM: hidden states and router in fp32; groups of experts are chosen first."""
     rec = block.rec
     scores = ops.unary(rec, _router_logits(block, x, m, wide=True), "scores", keeps="output")
@@ -83,13 +157,13 @@ def _route_fp32(block: Block, x: Tensor, m: Mlp) -> Tensor:
     return ops.scale(rec, weights, "scaled scores")
 
 
-def _route_fp32_softmax(block: Block, x: Tensor, m: Mlp) -> Tensor:
+def _route_fp32_softmax(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
     """DeepSeek-V2: as above with a softmax, chosen from all experts at once and not normalised."""
     scores = ops.softmax(block.rec, _router_logits(block, x, m, wide=True), 4)
     return ops.scale(block.rec, _best(block.rec, scores, m, normed=False), "scaled scores")
 
 
-def _route_topk(block: Block, x: Tensor, m: Mlp) -> Tensor:
+def _route_topk(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
     """gpt-oss: the softmax is taken over the chosen experts alone."""
     logits = _router_logits(block, x, m, wide=False)
     return ops.softmax(block.rec, _best(block.rec, logits, m, normed=False), logits.itemsize)
@@ -114,7 +188,7 @@ def _best(rec: Recorder, scores: Tensor, m: Mlp, *, normed: bool) -> Tensor:
     return rec.record(divided, [values], [values, total], lambda g: [rec.like(g, "division gradient")])
 
 
-def _experts(block: Block, x: Tensor, scores: Tensor) -> Tensor:
+def _experts(block: LayerRun, x: Tensor, scores: Tensor) -> Tensor:
     """grouped_mm_experts_forward: tokens sorted by expert, two grouped products, and back."""
     m, rec, k = block.layer.mlp, block.rec, block.layer.mlp.experts_per_token
     adapters = expert_factors(block)
@@ -170,10 +244,10 @@ def _sum_over_experts(rec: Recorder, x: Tensor, width: int) -> Tensor:
     return rec.record(out, [x], [], lambda g: [rec.like(like, "expanded gradient")])
 
 
-def _grouped(block: Block, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
+def _grouped(block: LayerRun, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
     """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first.
 
-    On older cards transformers' own operator: it keeps both operands and makes both gradients, whoever needs them.
+    On older cards transformers' own operator runs: it keeps both operands and makes both gradients, needed or not.
     """
     rec, m = block.rec, block.layer.mlp
     x = ops.cast(rec, x, w.itemsize, "in the dtype of the experts")
@@ -189,7 +263,7 @@ def _grouped(block: Block, x: Tensor, w: Tensor, out: int, biases: Tensor | None
     return y if biases is None else rec.record(y.view(), [y, biases], [], lambda g: [g, g])
 
 
-def _expert_bias(block: Block, out: int, name: str) -> Tensor | None:
+def _expert_bias(block: LayerRun, out: int, name: str) -> Tensor | None:
     """bias[expert of each row]: a row for every token and expert, added in place."""
     m, rec, style = block.layer.mlp, block.rec, block.style
     if not m.bias:
@@ -226,7 +300,7 @@ def _clamp(rec: Recorder, x: Tensor, bounds: int) -> Tensor:
     return rec.record(out, [x], [x], backward)
 
 
-def _every_token(block: Block, x: Tensor) -> Tensor:
+def _every_token(block: LayerRun, x: Tensor) -> Tensor:
     """Llama 4: every expert computes every token, weighted by a score that is nearly always zero."""
     m, rec, style = block.layer.mlp, block.rec, block.style
     logits = _router_logits(block, x, m, wide=False)
@@ -250,7 +324,7 @@ def _every_token(block: Block, x: Tensor) -> Tensor:
     return rec.record(out.view(), [out, summed], [], lambda g: [g, g])
 
 
-def _bmm_experts(block: Block, x: Tensor, out: int, name: str) -> Tensor:
+def _bmm_experts(block: LayerRun, x: Tensor, out: int, name: str) -> Tensor:
     """torch.bmm of every token with every expert."""
     m, rec, style = block.layer.mlp, block.rec, block.style
     ins = x.elements["T"] // m.experts

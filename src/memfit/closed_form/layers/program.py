@@ -1,4 +1,4 @@
-"""Block programs: one block traced forward and backward, folded into what it keeps and how high it reaches."""
+"""Block programs: the events of one block, forward and backward, what it keeps and the highest levels it reaches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from memfit.closed_form.engine import Recorder, Tensor
-from memfit.closed_form.layers.implementations import CODES
-from memfit.closed_form.layers.modules import Block
+from memfit.closed_form.layers.block import forward as transformers_block
+from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.size import Basis, Size, added, covers
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
@@ -20,8 +20,8 @@ INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradi
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """A run of events inside a program: the peaks above its start and what it leaves behind."""
+class ProgramPart:
+    """Consecutive events of a program: the peaks above the level at their start, and what they leave allocated."""
 
     events: tuple[int, ...]
     peaks: tuple[tuple[Size, int], ...]  # candidates for the highest level, with the event index
@@ -31,7 +31,7 @@ class Segment:
     product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
 
     @staticmethod
-    def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> Segment:
+    def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> ProgramPart:
         product = events.index(0) if 0 in events else -1
         events = [event for event in events if event]
         level: dict[Basis, int] = {}
@@ -48,7 +48,7 @@ class Segment:
                 if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
-        return Segment(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
+        return ProgramPart(tuple(events), tuple(peaks), {k: v for k, v in level.items() if v}, sizes, roles, product)
 
     @property
     def marked(self) -> list[int]:
@@ -65,7 +65,7 @@ class Segment:
 def by_role(
     events: Iterable[int], sizes: Mapping[int, Size], roles: Mapping[int, Role]
 ) -> dict[Role, dict[Basis, int]]:
-    """The level after `events`, split by role."""
+    """Return the level after `events`, by role."""
     split: dict[Role, dict[Basis, int]] = {}
     for id in events:
         added(split.setdefault(roles[abs(id)], {}), sizes[abs(id)], 1 if id > 0 else -1)
@@ -74,12 +74,12 @@ def by_role(
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced block. Ids are local; INPUT and GRADIENT come from outside, `output` and `input_gradient` go out."""
+    """A traced block with ids of its own: INPUT and GRADIENT come in, `output` and `input_gradient` are its results."""
 
-    forward: Segment
-    leave: Segment  # when the model's body returns, before the head
-    exit: Segment  # when the whole forward returns: the autocast region ends, the model's output goes
-    backward: Segment
+    forward: ProgramPart
+    leave: ProgramPart  # when the model's body returns, before the head
+    exit: ProgramPart  # when the whole forward returns: the autocast region ends, the model's output goes
+    backward: ProgramPart
     sizes: dict[int, dict[Basis, int]]
     roles: dict[int, Role]
     labels: dict[int, str]
@@ -91,7 +91,7 @@ class Program:
 
 
 def recorder(style: Style) -> Recorder:
-    """A recorder that follows a style."""
+    """Return a recorder set up for a style."""
     rec = Recorder(style.autocast, style.grad)
     # sharded gradients are whole and new in every micro-batch
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
@@ -102,7 +102,8 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
     """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
 
     beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
-    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
+    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of
+    foreach_reduce).
     """
     if not style.shards or not rec.gradients:
         return
@@ -119,14 +120,15 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
 
 
 def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
-    """The program of what `rec` has seen in four parts; what dies with the recorder from here on is no event.
+    """Return the program of what `rec` has recorded in four parts; what the recorder frees from here on is no event.
 
-    What flows between programs has one role on both sides: hidden states are activations, their gradients temporary.
+    Tensors passed between programs have one role on both sides: hidden states are activations, their gradients
+    temporary.
     """
     input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"
     rec.roles[GRADIENT] = rec.roles[input_gradient] = "temporaries"
-    forward, leave, exit, backward = (Segment.of(events, rec.sizes, rec.roles) for events in parts)
+    forward, leave, exit, backward = (ProgramPart.of(events, rec.sizes, rec.roles) for events in parts)
     rec.events = []
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
@@ -148,7 +150,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
-    block = Block(rec, layer, style, width)
+    block = LayerRun(rec, layer, style, width)
     out, kept, saves = _run_forward(block, x)
     held = x if style.holds_input else None
     del x
@@ -165,12 +167,12 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     return finished(rec, [forward, leave, exits, backward], output, result)
 
 
-def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """The forward; with checkpointing the input stays (`kept`), unless offloaded, and what the policy saves."""
+def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    """Run the forward. With checkpointing, `kept` holds the input, unless offloaded, and what the policy saves."""
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
     kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
-    out = CODES[style.code].block(block, x)
+    out = (style.code.block or transformers_block)(block, x)
     saves, rec.saves, rec.keep = rec.saves, 0, True
     if style.grad and style.checkpointing in ("full", "selective"):
         rec.roles[INPUT] = "activations"
@@ -178,8 +180,8 @@ def _run_forward(block: Block, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
     return out, kept, saves
 
 
-def _policy(block: Block) -> list[Tensor]:
-    """What TRL's selective policy saves: the outputs of a fused attention kernel, whoever needs them."""
+def _policy(block: LayerRun) -> list[Tensor]:
+    """Return what TRL's selective policy saves: the outputs of a fused attention kernel, needed or not."""
     rec, style, a = block.rec, block.style, block.layer.attention
     if a.kind == "linear" or style.kernel in ("math", "eager"):
         return []
@@ -190,8 +192,10 @@ def _policy(block: Block) -> list[Tensor]:
     ]
 
 
-def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]) -> Tensor | None:
-    """The backward; with checkpointing the forward runs again first, up to its last saved tensor."""
+def _run_backward(
+    block: LayerRun, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]
+) -> Tensor | None:
+    """Run the backward; with checkpointing the forward runs again first, up to its last saved tensor."""
     rec, style = block.rec, block.style
     if style.checkpointing == "none":
         root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
@@ -205,7 +209,7 @@ def _run_backward(block: Block, out: Tensor, kept: list[Tensor], saves: int, gra
     left, waiting = rec.run_ahead(root, gradient)
     del root
     rec.stop_at, held = saves, len(rec.attributes)
-    again = CODES[style.code].block(block, x)
+    again = (style.code.block or transformers_block)(block, x)
     rec.stop_at, rec.silent = None, False
     del rec.attributes[held:]  # what ran again lost its graph, and kept its saved tensors alone
     rec.exit_autocast()

@@ -19,7 +19,7 @@ NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (
 
 
 def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
-    """How the static bytes of a recipe lie on one GPU."""
+    """Return one GPU's share of the static bytes of a recipe."""
     weights = s.base + s.scales + s.upcast + s.adapter
     whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES if r.num_gpus > 1 else 0)
     if r.shard == "parameters" and not r.zero:
@@ -39,7 +39,8 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
         part(x, r.num_gpus) for x in (whole.weights, whole.gradients, whole.states, whole.master)
     )
     share = Share(
-        weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams, by_block=True
+        weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
+        by_block=True
     )  # fmt: skip
     if a.tied:
         return share
@@ -56,19 +57,19 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
 
 
 def _width(r: Recipe, n: Numerics, s: Static) -> float:
-    """Bytes per gathered element."""
+    """Return bytes per gathered element."""
     return (s.base + s.scales) / s.parameters if r.method == "qlora" else n.autocast or n.weight
 
 
 def whole_at_load(a: Architecture, n: Numerics) -> int:
-    """Bytes of whole weights while FSDP2 cuts them: of a block, or of both ends, which accelerate holds until it is done."""
+    """Return bytes of whole weights while FSDP2 shards them: a block, or both ends, which accelerate holds."""
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
     ends = sum(w.numel for w in tables) * n.weight
     return max(ends, max(x.parameters for x in a.kinds) * n.weight)
 
 
 def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:
-    """See there."""
+    """Return FSDP2's gathered weights in each part of a pass, its streams' pools, and the levels between groups."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
     adapters = 0 if full else max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds)
@@ -81,7 +82,8 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
     if a.tied:
         ends = head + embedding
         whole = Gathered(
-            2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block, ends + 2 * block + reduced,
+            2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block,
+            ends + 2 * block + reduced,
             ends + block + reduced, ends + reduced,
         )  # fmt: skip
         outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
@@ -89,7 +91,8 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         streams = Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs, share)
         return whole, streams, Transitions(2 * (ends + block), (ends + 3 * block) * several, 0)
     whole = Gathered(
-        2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full, 2 * block + reduced, block + embedding + reduced,
+        2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full,
+        2 * block + reduced, block + embedding + reduced,
         embedding + reduced,
     )  # fmt: skip
     outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)

@@ -1,4 +1,4 @@
-"""What one GPU holds of a run that is spread: its share of the static bytes, and the buffers of every part of a pass."""
+"""What one GPU holds of a run on several: its share of the static bytes, and the buffers of every part of a pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Bytes of gathered weights and communication buffers while the parts of a pass run, under FSDP2 as accelerate wraps it.
+    """Bytes of gathered weights and communication buffers while the parts of a pass run, under FSDP2 as accelerate
+    wraps it.
 
     Embedding, blocks, and (norm, head) are groups of their own; tied, the ends are one group. Source, and what the
     recorded runs confirm: torch 2.13 _fsdp_param_group.py, _fsdp_collectives.py; accelerate 1.15 utils/fsdp_utils.py.
@@ -28,7 +29,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Bytes of buffers while FSDP2 gathers a group beside what the one before leaves: its all-gather output, and whole ends."""
+    """Bytes of buffers while FSDP2 gathers a group beside the all-gather output of the one before, and whole ends."""
 
     first: int  # block, beside the embedding's
     last: int  # block, beside another's
@@ -37,11 +38,11 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Bytes that the pools of a framework's own streams hold: what one stream has cached, no other can use.
+    """Bytes in the pools of a framework's own streams: no other stream can use what one has cached.
 
     All-gather outputs come from one stream's pool and reduced gradients from another's; `gathering` and `reducing` are
-    their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and `kept`
-    the sharded gradients among the reduced.
+    their highest levels, `gathered` what of both is in use in each part of a pass and so counted in Gathered, and
+    `kept` the sharded gradients among the reduced.
     """
 
     gathering: int
@@ -54,7 +55,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of one GPU."""
+    """Bytes that one GPU holds of a run."""
 
     weights: int
     gradients: int
@@ -78,5 +79,5 @@ class Share:
 
 
 def part(size: int, gpus: int) -> int:
-    """An equal share, rounded up."""
+    """Return an equal share, rounded up."""
     return -(-size // gpus)

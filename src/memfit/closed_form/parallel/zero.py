@@ -1,18 +1,262 @@
 """One GPU's share under DeepSpeed's ZeRO, with the settings that memfit exports: buckets, gathered weights, copies.
 
-Source: DeepSpeed 0.19.8 stage_1_and_2.py and stage3.py, traced and recorded (tests/data/deepspeed_runs.json).
+ZeRO-3's coordinator decides which parameters are whole while a pass runs; it is played here over counts of elements.
+The first two passes only record the order of the modules: each is gathered when it runs and released at once. From then
+on what comes next is gathered ahead, and what comes again soon is kept, up to a billion elements: 2 GB of 16-bit
+weights, on every card, whatever their number.
+
+Source: DeepSpeed 0.19.8 stage_1_and_2.py, stage3.py, partitioned_param_py and partition_parameters.py, with
+the defaults of zero/config.py; traced and recorded (tests/data/deepspeed_runs.json).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
-from memfit.closed_form.parallel import zero3 as coordinator
 from memfit.closed_form.parallel.share import Gathered, Share, Streams, part
 from memfit.closed_form.static import Static
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, Layer, Weight
 from memfit.nouns.job import Recipe
+
+# DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
+BUCKET = 50_000_000  # reduce_bucket_size and stage3_prefetch_bucket_size as memfit's exports write them: elements
+MOST_LIVE = 1_000_000_000  # stage3_max_live_parameters, DeepSpeed's default: elements
+REUSED_WITHIN = 1_000_000_000  # stage3_max_reuse_distance, DeepSpeed's default: elements
+PERSISTENT = 100_000  # stage3_param_persistence_threshold, DeepSpeed's default: smaller weights stay whole
+STAGES = ("entry", "forward", "loss", "loss_backward", "last", "middle", "first", "embedding")
+
+
+class Level(NamedTuple):
+    """Elements held beside the shards during one part of a pass."""
+
+    fetching: int = 0  # while gathered parameters are copied out of the collective's output
+    running: int = 0  # while a module runs
+
+    def most(self, other: Level) -> Level:
+        return Level(max(self.fetching, other.fetching), max(self.running, other.running))
+
+
+@dataclass(slots=True, eq=False)
+class _Parameter:
+    """One weight. `handle`: the all-gather it is part of."""
+
+    numel: int
+    available: bool  # gathered and waited for; what persists is from the first step on, and counted elsewhere
+    handle: _Handle | None = None
+    used_last: int = -1  # the step up to which it has been fetched
+    block: int = 0  # what it lies in, by number
+
+    @property
+    def persists(self) -> bool:
+        return self.numel <= PERSISTENT
+
+
+@dataclass(slots=True, eq=False)
+class _Handle:
+    """Parameters gathered together, and the collective's output they are copied out of (0: they are the output)."""
+
+    waited: set[_Parameter]
+    members: tuple[_Parameter, ...]
+    flat: int
+    block: int = 0
+    complete: bool = False
+
+
+class _Step(NamedTuple):
+    """A call of a module, forward or backward."""
+
+    stage: str
+    parameters: tuple[_Parameter, ...]
+
+
+@dataclass(slots=True)
+class _Coordinator:
+    """PartitionedParameterCoordinator; levels in elements."""
+
+    steps: Sequence[_Step]
+    gpus: int
+    level: int = 0
+    born: list[int] = field(default_factory=list)  # elements of every block
+    events: list[int] = field(default_factory=list)  # n > 0: a block of n elements; n < 0: the end of block -n, from 1
+    available: int = 0
+    highest: int = 0
+    queue: deque[tuple[_Parameter, int]] = field(default_factory=deque)
+    passed: list[int] = field(default_factory=list)  # elements of the modules before each step
+    again: list[tuple[int | None, ...]] = field(default_factory=list)  # when the parameters of a step come next
+
+    def __post_init__(self) -> None:
+        total, coming = 0, dict[_Parameter, int]()
+        for step in self.steps:
+            self.passed.append(total)
+            total += sum(p.numel for p in step.parameters)
+        for at in range(len(self.steps) - 1, -1, -1):
+            self.again.append(tuple(coming.get(p) for p in self.steps[at].parameters))
+            coming.update(dict.fromkeys(self.steps[at].parameters, at))
+        self.again.reverse()
+        self.passed.append(total)
+
+    def run(self, count: int, *, recorded: bool = True) -> Iterator[tuple[str, Level]]:
+        """The first `count` steps of a pass; `recorded`: the order of the modules is known."""
+        for p in dict.fromkeys(p for step in self.steps for p in step.parameters if p.handle is not None):
+            self._wait(p)  # it was fetched ahead, and nothing used it
+            self._give_back(p)
+        self.available = 0
+        self.queue = (
+            deque((p, at) for at, step in enumerate(self.steps) for p in step.parameters) if recorded else deque()
+        )
+        for step in self.steps:
+            for p in step.parameters:
+                p.used_last = -1
+        for at, step in enumerate(self.steps[:count]):
+            self.highest = self.level
+            self._fetch(at, step.parameters, recorded)
+            yield step.stage, Level(self.highest, self.level)
+            self._release(at, recorded)
+
+    def _fetch(self, at: int, wanted: tuple[_Parameter, ...], recorded: bool) -> None:
+        self._gather([p for p in wanted if not p.available and p.handle is None])
+        for p in wanted:
+            self._wait(p)
+        if not recorded:
+            return
+        for _ in range(sum(p.used_last < at for p in wanted)):
+            p, used = self.queue.popleft()
+            p.used_last = used
+        limit, found, size = min(MOST_LIVE - self.available, BUCKET), list[_Parameter](), 0
+        while self.queue and size < limit:
+            p, used = self.queue.popleft()
+            p.used_last = max(p.used_last, used)
+            if not p.available and p.handle is None and p not in found:
+                found.append(p)
+                size += p.numel
+        self._gather(found)
+
+    def _gather(self, found: list[_Parameter]) -> None:
+        if not found:
+            return
+        self.available += sum(p.numel for p in found)
+        padded = [-(-p.numel // self.gpus) * self.gpus for p in found]
+        together = len(found) > 1 and self.gpus > 1
+        handle = _Handle(set(found), tuple(found), sum(padded) if together else 0)
+        if together:
+            handle.block = self._malloc(sum(padded))
+        for p, size in zip(found, padded, strict=True):
+            p.handle = handle
+            p.block = 0 if together else self._malloc(size)
+
+    def _wait(self, p: _Parameter) -> None:
+        handle = p.handle
+        if handle is None:
+            return
+        if not handle.complete:
+            handle.complete = True
+            for member in handle.members:
+                member.available = True
+                if handle.flat:
+                    member.block = self._malloc(member.numel)
+        p.handle = None
+        handle.waited.discard(p)
+        if not handle.waited and handle.flat:
+            self._free(handle.block)
+
+    def _malloc(self, numel: int) -> int:
+        self.level += numel
+        self.highest = max(self.highest, self.level)
+        self.events.append(numel)
+        self.born.append(numel)
+        return len(self.born)
+
+    def _free(self, block: int) -> None:
+        self.level -= self.born[block - 1]
+        self.events.append(-block)
+
+    def _release(self, at: int, recorded: bool) -> None:
+        for p, coming in zip(self.steps[at].parameters, self.again[at], strict=True):
+            soon = coming is not None and self.passed[coming] - self.passed[at + 1] < REUSED_WITHIN
+            if p.available and not p.persists and not (recorded and (p.used_last > at + 1 or soon)):
+                self._give_back(p)
+
+    def _give_back(self, p: _Parameter) -> None:
+        p.available = False
+        self._free(p.block)
+        self.available -= p.numel
+
+
+@lru_cache(maxsize=256)
+def levels(
+    a: Architecture, gpus: int, rank: int, targets: frozenset[str], recomputed: bool, recorded: bool, evaluated: bool
+) -> tuple[dict[str, Level], tuple[int, ...]]:
+    """Return the highest level in each part of a pass, and the allocations as events. rank: of the adapters, or 0."""
+    ends, blocks = _modules(a, rank, targets)
+    embedding, *head = ends
+    loss = [_Step("loss", m) for m in head]
+    forward = [_Step("entry", embedding), *(_Step("forward", m) for block in blocks for m in block), *loss]
+    steps = [*forward, *(_Step("loss_backward", m) for m in reversed(head))]
+    for at in range(len(blocks) - 1, -1, -1):
+        stage = "last" if at == len(blocks) - 1 else "middle" if at else "first"
+        again = blocks[at] if recomputed else []
+        steps += [_Step(stage, m) for m in (*again, *reversed(blocks[at]))]
+    steps.append(_Step("embedding", embedding))
+    coordinator = _Coordinator(steps, gpus)
+    found: dict[str, Level] = dict.fromkeys(STAGES, Level())
+    for _ in range(2):
+        for stage, level in coordinator.run(len(forward) if evaluated else len(steps), recorded=recorded):
+            found[stage] = found[stage].most(level)
+    return found, tuple(coordinator.events)
+
+
+def fills(a: Architecture) -> tuple[int, ...]:
+    """Elements that are reduced together when a bucket is full, one bucket after the other."""
+    found, filled = [], 0
+    blocks = [w for layer in reversed(a.layers) for w in reversed(layer.weights)]
+    for w in (*reversed((*a.final, *a.head)), *blocks, *a.embedding):
+        if filled and filled + w.numel > BUCKET:
+            found.append(filled)
+            filled = 0
+        filled += w.numel
+    return tuple(size for size in (*found, filled) if size <= BUCKET)
+
+
+def _modules(
+    a: Architecture, rank: int, targets: frozenset[str]
+) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
+    """Return the modules in the order of their calls, with their own parameters: embedding, ends, every block."""
+
+    def of(weights: Iterable[Weight]) -> list[tuple[_Parameter, ...]]:
+        modules: dict[str, list[_Parameter]] = {}
+        for w in weights:
+            path = w.name.rpartition(".")[0]
+            for parent in _parents(path):
+                modules.setdefault(parent, [])
+            modules.setdefault(path, []).append(_Parameter(w.numel, w.numel <= PERSISTENT))
+        return [tuple(m) for m in modules.values()]
+
+    def block(layer: Layer) -> list[tuple[_Parameter, ...]]:
+        adapters = adapter_weights(layer.weights, targets, rank) if rank else []
+        return [(), *of([*layer.weights, *adapters])]
+
+    embedding = tuple(p for m in of(a.embedding) for p in m)
+    ends = [embedding, *of((*a.final, *a.head))]
+    if a.tied:
+        ends.append(embedding)
+    return ends, [block(layer) for layer in a.layers]
+
+
+def _parents(path: str) -> list[str]:
+    pieces = path.split(".")
+    return [".".join(pieces[:n]) for n in range(1, len(pieces))]
+
+
+def persisting(a: Architecture, rank: int, targets: frozenset[str]) -> int:
+    """Elements of the weights that stay whole from the first step on."""
+    adapters = adapter_weights(a.weights, targets, rank) if rank else []
+    return sum(w.numel for w in (*a.weights, *adapters) if w.numel <= PERSISTENT)
+
 
 NORM_BYTES = 8  # per element: the norm of the gradients is taken in fp64 (get_norm_dtype), one weight's part at a time
 SUB_GROUP = 1_000_000_000  # sub_group_size, DeepSpeed's default: elements that ZeRO-3 steps at once
@@ -20,14 +264,14 @@ NOTHING = Gathered(*[0] * 8)
 
 
 def in_backward(held: Gathered, size: int) -> Gathered:
-    """The same with `size` bytes more in every part of the backward that blocks take part in."""
+    """Return `held` with `size` more bytes in every part of the backward that runs blocks."""
     return replace(
         held, last=held.last + size, middle=held.middle + size, first=held.first + size, embedding=held.embedding + size
     )
 
 
 def stage_0(s: Static, n: Numerics, whole: Share) -> Share:
-    """BF16_Optimizer, which steps once while it is made; it widens all gradients before it steps."""
+    """BF16_Optimizer takes a step while it is constructed, and widens all gradients before each step."""
     widened = s.trained * n.master
     return replace(whole, gradients=s.gradients + widened, early_states=True, loading=s.base + widened)
 
@@ -41,11 +285,11 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     away = r.offload != "none"
     released = r.shard == "gradients" or away or r.accumulation == 1
     share, largest = part(s.trained, r.num_gpus), _largest_trained(a, r, s)
-    cut = max((largest - share) * n.gradient, _apart_in_blocks(a, r, n)) if largest > coordinator.BUCKET else 0
+    cut = max((largest - share) * n.gradient, _apart_in_blocks(a, r, n)) if largest > BUCKET else 0
     shared = 0 if away else share * n.gradient + cut if released else s.gradients
     apart, waiting = _apart(a, r, n, s)
     reduced, at_end = _reduced(n, s)
-    buckets = 2 * coordinator.BUCKET * n.gradient
+    buckets = 2 * BUCKET * n.gradient
     copied = max(reduced, _apart_in_blocks(a, r, n))
     late = buckets + waiting + copied
     gathered = replace(in_backward(NOTHING, late), last=late + apart, embedding=late + apart)
@@ -53,18 +297,20 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     norm = NORM_BYTES * min(largest, share)
     kept = shared if released else 0
     return replace(
-        whole, gradients=shared, states=_left(r, whole.states), master=_left(r, whole.master), release_gradients=released,
+        whole, gradients=shared, states=_left(r, whole.states), master=_left(r, whole.master),
+        release_gradients=released,
         buckets=largest * n.gradient if away else 0,  # temp_grad_buffer_for_gpu_offload
-        gathered=gathered, streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
+        gathered=gathered,
+        streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
         step_bytes=max(at_end + buckets, norm + buckets * away, _widened(r, n, s)), loading=_flattened(r, s),
         late=(buckets // 2, buckets // 2, waiting), step_tensors=() if away else ((norm,), _parts_and_whole(r, n, s)),
     )  # fmt: skip
 
 
 def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
-    """Weights in shares; one bucket and the shares of the gradients exist from the beginning on."""
+    """ZeRO-3: weights lie in shares; one bucket and the shares of the gradients exist from the beginning on."""
     on_card = r.offload == "none"
-    bucket = coordinator.BUCKET * n.gradient
+    bucket = BUCKET * n.gradient
     apart, waiting = _apart(a, r, n, s)
     reduced, at_end = _reduced(n, s)
     # of each offloaded gradient there is a copy on the card, and one in fp64 for its norm
@@ -92,21 +338,21 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
         return replace(found, gathered=gathered, streams=pools, step_bytes=step)
 
     steady = during(recorded=True)
-    persisting = coordinator.persisting(a, *_adapters(a, r)) * n.weight
+    whole_weights = persisting(a, *_adapters(a, r)) * n.weight
     return replace(
-        steady, buckets=bucket + persisting, first=during(recorded=r.accumulation > 1),
+        steady, buckets=bucket + whole_weights, first=during(recorded=r.accumulation > 1),
         evaluated=during(recorded=True, evaluated=True),
     )  # fmt: skip
 
 
 def _live(
     a: Architecture, r: Recipe, n: Numerics, s: Static, *, recorded: bool, evaluated: bool
-) -> tuple[list[coordinator.Level], tuple[int, ...]]:
-    """Bytes of gathered weights in the parts of a pass; of 4-bit ones, as if all were as wide as they are on average."""
+) -> tuple[list[Level], tuple[int, ...]]:
+    """Return bytes of gathered weights in each part of a pass; 4-bit weights count with their average width."""
     width = (s.base + s.scales) / s.parameters if r.method == "qlora" else n.weight
-    found, events = coordinator.levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
-    levels = [coordinator.Level(*(int(numel * width) for numel in found[stage])) for stage in coordinator.STAGES]
-    return levels, tuple(int(event * width) if event > 0 else event for event in events)
+    found, events = levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
+    live = [Level(*(int(numel * width) for numel in found[stage])) for stage in STAGES]
+    return live, tuple(int(event * width) if event > 0 else event for event in events)
 
 
 def _adapters(a: Architecture, r: Recipe) -> tuple[int, frozenset[str]]:
@@ -114,26 +360,26 @@ def _adapters(a: Architecture, r: Recipe) -> tuple[int, frozenset[str]]:
 
 
 def _left(r: Recipe, size: int) -> int:
-    """What is left on the card of the optimizer's."""
+    """Return what of the optimizer's bytes stays on the card."""
     return part(size, r.num_gpus) if r.offload == "none" else 0
 
 
 def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """The largest gradient that no bucket holds, and a tied embedding's, which waits for its second half."""
+    """Return the largest gradient no bucket holds, and a tied embedding's, which waits for its second half."""
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
-    return largest if s.largest > coordinator.BUCKET else 0, largest if a.tied else 0
+    return largest if s.largest > BUCKET else 0, largest if a.tied else 0
 
 
 def _apart_in_blocks(a: Architecture, r: Recipe, n: Numerics) -> int:
-    """The largest gradient of a block, where no bucket holds it."""
+    """Return the largest gradient of a block where no bucket holds it, else 0."""
     largest = max(w.numel for layer in a.kinds for w in layer.weights) if r.method == "full" else 0
-    return largest * n.gradient if largest > coordinator.BUCKET else 0
+    return largest * n.gradient if largest > BUCKET else 0
 
 
 def _parts_and_whole(r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """The parts of the gradients put together, and again in the width of the master copy; ZeRO-3 goes by sub-groups."""
+    """Return bytes of this rank's gradients joined, and of the same in fp32; ZeRO-3 goes by sub-groups."""
     share = part(s.trained, r.num_gpus)
     share = min(share, SUB_GROUP) if r.shard == "parameters" else share
     return share * n.gradient, share * n.master
@@ -151,13 +397,13 @@ def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
 
 
 def _flattened(r: Recipe, s: Static) -> int:
-    """ZeRO-1 and -2 hold what they train twice while they flatten it, before there is a master copy."""
+    """ZeRO-1 and -2 hold trained weights twice while they flatten them, before the master copy exists."""
     trained = s.base if r.method == "full" else s.adapter
     return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
 
 
 def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
-    """A whole weight at a time and its share on the way to the host, beside the bucket where all weights are trained."""
+    """Return bytes of a whole weight and its share on the way to the host, beside the bucket in full fine-tuning."""
     whole = s.base + s.scales if r.method == "qlora" else s.largest * n.weight
     arriving = whole + (part(whole, r.num_gpus) if r.offload == "parameters" else 0)
     if r.method != "full":
@@ -168,10 +414,10 @@ def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
 
 
 def _reduced(n: Numerics, s: Static) -> tuple[int, int]:
-    """What is copied out of a full bucket on a stream of its own: during the backward, or at its end, if none fills before."""
-    size = min(coordinator.BUCKET, s.trained) * n.gradient
-    return (size, 0) if s.trained > coordinator.BUCKET else (0, size)
+    """Return what is copied out of a full bucket: (during the backward, at its end if none fills before)."""
+    size = min(BUCKET, s.trained) * n.gradient
+    return (size, 0) if s.trained > BUCKET else (0, size)
 
 
 def _fills(a: Architecture, r: Recipe, n: Numerics) -> tuple[int, ...]:
-    return tuple(numel * n.gradient for numel in coordinator.fills(a)) if r.method == "full" else ()
+    return tuple(numel * n.gradient for numel in fills(a)) if r.method == "full" else ()

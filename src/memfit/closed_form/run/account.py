@@ -7,7 +7,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from memfit.closed_form.layers.implementations import CODES
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share
@@ -17,6 +16,7 @@ from memfit.closed_form.run.peak import Peak, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of
+from memfit.closed_form.style import CODES
 from memfit.errors import Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -57,7 +57,8 @@ class Account:
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
-        architecture = CODES[self.trainer.code].stored(architecture)
+        stored = CODES[self.trainer.code].stored
+        architecture = stored(architecture) if stored else architecture
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         if self.trainer.optimizer_in_backward:

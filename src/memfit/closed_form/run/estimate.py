@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
-from memfit.closed_form.parallel.zero3 import BUCKET
+from memfit.closed_form.parallel.zero import BUCKET
 from memfit.closed_form.run import fsdp2 as gathering
 from memfit.closed_form.run import pools
 from memfit.closed_form.run.account import Account, Instant

@@ -9,9 +9,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
-from memfit.closed_form.layers.head import head_program
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.program import Program, Segment, block_program
+from memfit.closed_form.layers.head import HeadStyle, head_program
+from memfit.closed_form.layers.program import Program, ProgramPart, block_program
 from memfit.closed_form.size import Basis, Size, added
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture
@@ -31,14 +30,14 @@ class Step:
     """A segment at its moment."""
 
     instant: str
-    segment: Segment
+    segment: ProgramPart
     part: Part
 
 
 class Run(NamedTuple):
     """Neighbouring steps that share a segment: `times` of them from step `first` on."""
 
-    segment: Segment
+    segment: ProgramPart
     first: int
     times: int
 

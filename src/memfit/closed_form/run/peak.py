@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from memfit.closed_form.layers.program import Segment, by_role
+from memfit.closed_form.layers.program import ProgramPart, by_role
 from memfit.closed_form.run.micro_step import Step, Stretch
 from memfit.closed_form.size import Basis, Dims, Size, added
 from memfit.nouns.tape import Role
@@ -19,7 +19,7 @@ class Meter:
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
         self.values: dict[Basis, int] = {}
-        self.tops: dict[Segment, tuple[int, int, int]] = {}
+        self.tops: dict[ProgramPart, tuple[int, int, int]] = {}
         self.peaks: dict[Stretch, Peak] = {}
 
     def bytes(self, size: Size) -> int:
@@ -33,7 +33,7 @@ class Meter:
             total += coefficient * value
         return total
 
-    def top(self, segment: Segment) -> tuple[int, int, int]:
+    def top(self, segment: ProgramPart) -> tuple[int, int, int]:
         """The highest level inside a segment above its start, the index of its event, and what the segment leaves."""
         best, at = 0, -1
         for size, index in segment.peaks:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.closed_form.layers import legacy_loss as shifted
-from memfit.closed_form.layers.embedding import EmbeddingStyle
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.masks import MaskStyle
-from memfit.closed_form.layers.per_layer import per_layer_of
-from memfit.closed_form.layers.rotary import ROTARY
-from memfit.closed_form.numerics import Capability, Numerics, adapted, attention_kernel, kernel_width
+from memfit.closed_form.layers.block import per_layer_of
+from memfit.closed_form.layers.elementwise import ROTARY
+from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
+from memfit.closed_form.layers.head import HeadStyle
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
-from memfit.closed_form.style import Kernel, Mask, Style
+from memfit.closed_form.style import CODES, Kernel, Mask, Style
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER, Liger
 from memfit.tables.optimizers import Optimizer
+from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import Trainer
 
 
@@ -44,11 +44,10 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
         checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
-        shards=s.shards, shard_gradient=4 if r.precision.endswith("mixed") or not full else n.weight,
+        shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
-        liger=_liger(a, r, t), code=t.code, quantised_keeps_input=t.quantised_keeps_input, dequantised_cast=t.dequantised_cast,
-        mask_per_head=t.mask_per_head, softmax_keeps_input=t.softmax_keeps_input, per_layer=own.joint if own else 0,
+        liger=_liger(a, r, t), code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
     made: dict[int, Style] = {}
@@ -58,7 +57,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         if style is None:
             mask = _mask(layer.attention, r, s)
             style = made[id(layer)] = replace(
-                common, kernel=_kernel(layer, r, n, capability, mask != "none"), mask=mask
+                common, kernel=_kernel(layer, r, n, capability, mask != "none", s.train), mask=mask
             )
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
@@ -83,8 +82,8 @@ def _embedding_norm(a: Architecture) -> Norm | None:
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
 
 
-def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool) -> Kernel:
-    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked)
+def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool, train: bool) -> Kernel:
+    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked, train)
 
 
 def _written_out(a: Attention, r: Recipe) -> bool:
@@ -161,22 +160,16 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
-        upcast=a.logits_upcast and a.family not in shifted.SIXTEEN_BIT, batched=r.micro_batch > 1,
+        upcast=a.logits_upcast,
         returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
-        cached=_returned_cache(a) if t.returns_cache and r.checkpointing == "none" and s.train else (),
     )  # fmt: skip
-    return embedding, head
+    own = CODES[t.code].head
+    return embedding, own(head, a, r, s.train) if own else head
 
 
 def _classes(a: Architecture) -> int:
     """How many classes a classifier tells apart; 0 for a head that predicts tokens."""
     return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
-
-
-def _returned_cache(a: Architecture) -> tuple[int, ...]:
-    """Elements per token of the keys and values of every layer."""
-    attentions = [layer.attention for layer in a.layers]
-    return tuple(n for x in attentions for n in (x.kv_heads * x.head_dim, x.kv_heads * x.value_dim))
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,

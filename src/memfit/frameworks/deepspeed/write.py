@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import memfit.frameworks.process_layout as launch
-from memfit.closed_form.parallel.zero3 import BUCKET
+from memfit.closed_form.parallel.zero import BUCKET
 from memfit.nouns.job import Recipe
+from memfit.tables.precisions import meaning
 
 
 def to_json(settings: dict[str, Any]) -> str:
@@ -22,12 +23,13 @@ def config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
-    if recipe.precision == "fp32":
+    meant = meaning(recipe, "deepspeed")
+    if meant.computed == "fp32":
         return {}
-    if recipe.precision == "fp16-mixed":
+    if meant.computed == "fp16":
         return {"fp16": {"enabled": True}}
     settings = {"enabled": True}
-    if recipe.precision == "bf16" and recipe.method == "full":  # else bf16 weights get an fp32 master copy
+    if not meant.master:  # else bf16 weights get an fp32 master copy
         settings |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {"bf16": settings}
 

@@ -1,54 +1,44 @@
-"""scaled_dot_product_attention on the card: which kernel PyTorch would choose, and the composite code above it.
+"""scaled_dot_product_attention on the virtual GPU: the composite operator that calls the kernel PyTorch would choose.
 
-The C++ composite asks a dispatch stub for the choice that builds without CUDA lack, so it is written again here, from
-aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp of PyTorch 2.13.
+PyTorch's own composite asks a dispatch stub for the choice, which builds without CUDA lack. It is rewritten here after
+aten/src/ATen/native/transformers/attention.cpp of PyTorch 2.13; the choice itself is tables.cuda_kernels.sdpa_kernel.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memfit.tables.cuda_kernels import SdpaCall, SdpaKernel, sdpa_kernel
+
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
+_DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
+}  # fmt: skip
 
 
-def choose(
-    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, masked: bool, dropout: float, grouped: bool
-) -> str:
-    """flash, efficient, cudnn or math, as the default order of PyTorch 2.13 settles it.
-
-    q: [B, N, S, H]; k, v: [B, K, S, H]; grouped: enable_gqa with fewer heads of keys than of queries.
-    """
-    width, widest = q.shape[-1], max(q.shape[-1], v.shape[-1])
-    if q.shape[-3] != k.shape[-3] and not grouped:  # check_batch_size_and_num_heads_dense: no fused kernel broadcasts
+def _kernel(
+    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, masked: bool, dropout: float, enable_gqa: bool
+) -> SdpaKernel:
+    """The kernel for q: [B, N, S, H] and k, v: [B, K, S, H], of those that the program has left enabled."""
+    flags = torch.backends.cuda
+    enabled = {
+        "cudnn": flags.cudnn_sdp_enabled(), "flash": flags.flash_sdp_enabled(),
+        "efficient": flags.mem_efficient_sdp_enabled()
+    }  # fmt: skip
+    if q.dtype not in _DTYPES:
         return "math"
-    enabled = torch.backends.cuda
-    half, aligned = q.dtype in _HALF, width % 8 == 0 and v.shape[-1] % 8 == 0
-    if capability[0] in (9, 10) and half and aligned and enabled.cudnn_sdp_enabled():
-        whole = dropout == 0 or (dropout * 16) % 1 == 0
-        if whole and widest <= (256 if capability[0] == 9 else 128) and not _needs_grad_beyond(capability, q, k, v):
-            return "cudnn"
-    if half and capability >= (8, 0) and not masked and widest <= 256 and enabled.flash_sdp_enabled():
-        consumer = capability not in ((8, 0), (9, 0), (10, 0))
-        needs_grad = any(t.requires_grad for t in (q, k, v))
-        # consumer cards lack the shared memory for the backward of wide heads with dropout
-        if width == v.shape[-1] and not (consumer and widest > 224 and dropout and needs_grad):
-            return "flash"
-    dtypes = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALF, torch.float32)
-    if q.dtype in dtypes and not grouped and enabled.mem_efficient_sdp_enabled():
-        step = 4 if q.dtype == torch.float32 else 8
-        if width % step == 0 and v.shape[-1] % step == 0:
-            return "efficient"
-    return "math"
-
-
-def _needs_grad_beyond(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Heads above 128 have a cuDNN backward on Hopper only."""
-    return capability[0] != 9 and max(q.shape[-1], v.shape[-1]) > 128 and any(t.requires_grad for t in (q, k, v))
+    fewer = q.shape[-3] != k.shape[-3]
+    call = SdpaCall(
+        capability=capability, dtype=_DTYPES[q.dtype], head_dim=q.shape[-1], value_dim=v.shape[-1], masked=masked,
+        grouped=enable_gqa and fewer, broadcast=fewer and not enable_gqa, dropout=dropout,
+        needs_grad=any(t.requires_grad for t in (q, k, v)),
+    )  # fmt: skip
+    return sdpa_kernel(call, [kernel for kernel, on in enabled.items() if on])
 
 
 def sdpa(
@@ -56,7 +46,7 @@ def sdpa(
     scale: float | None, grouped: bool,
 ) -> Tensor:  # fmt: skip
     """The output [B, N, S, Hv], through the autograd of the chosen kernel."""
-    kernel = choose(capability, q, k, v, mask is not None, dropout, grouped and q.shape[-3] != k.shape[-3])
+    kernel = _kernel(capability, q, k, v, mask is not None, dropout, grouped)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask = _as_float(mask, q)
     if kernel == "flash":

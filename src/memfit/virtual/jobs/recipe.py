@@ -12,6 +12,7 @@ from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer
+from memfit.tables.precisions import meaning
 from memfit.tables.trainers import trainer
 from memfit.virtual.jobs.setup import Setup
 
@@ -37,12 +38,11 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
     kind = launch.backend(recipe)
-    numbers = names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, kind)
-    half = recipe.method != "full" and recipe.precision == "fp16-mixed"  # a frozen base needs no fp32 weights
+    numbers = launch.numbers(recipe, "plain" if name == "torch" else kind)
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
-        config=config, trainer=name, method=recipe.method, dtype="fp16" if half else _DTYPES[numbers.weights],
-        autocast="" if name == "torch" and not recipe.precision.endswith("mixed") else mixed,
+        config=config, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
+        autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
         quantization=_quantization(recipe, numbers), prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.allocator import Allocator, OutOfMemory, PlainAllocator
-from memfit.closed_form.layers.program import Program, Segment
+from memfit.closed_form.layers.program import Program, ProgramPart
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.micro_step import MicroStep
 from memfit.closed_form.run.peak import Meter
@@ -94,9 +94,9 @@ def thinned(micro: MicroStep) -> MicroStep:
 
 
 def _thin(program: Program) -> Program:
-    def kept(whole: Segment) -> Segment:
+    def kept(whole: ProgramPart) -> ProgramPart:
         brief = {e for e in whole.events if e > 0} & {-e for e in whole.events if e < 0}
-        return Segment.of([e for e in whole.marked if abs(e) not in brief], program.sizes, program.roles)
+        return ProgramPart.of([e for e in whole.marked if abs(e) not in brief], program.sizes, program.roles)
 
     forward, leave, out, backward = map(kept, (program.forward, program.leave, program.exit, program.backward))
     return replace(program, forward=forward, leave=leave, exit=out, backward=backward)

@@ -1,4 +1,4 @@
-"""nn.Module-level pieces of a block: a linear layer with its adapter or quantised base, and norms by role."""
+"""Linear layers: a projection by its role, its adapter, and a weight that is stored quantised."""
 
 from __future__ import annotations
 
@@ -6,10 +6,92 @@ from dataclasses import replace
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.norms import norm
-from memfit.closed_form.layers.quantised import quantised
+from memfit.closed_form.layers.elementwise import norm
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer, Norm, Weight
+
+
+def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+    """Return the product, of `shape`, of x and a quantised weight of `numel` elements."""
+    own = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
+    return own(rec, x, numel, shape, style)
+
+
+def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+    """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
+
+    MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the
+    weight.
+    """
+    width, elements, need = x.itemsize, x.elements, x.requires_grad
+    half, rows = rec.new(elements, 2, "fp16 input"), rec.new({"T": 1}, 4, "row scales")
+    small, absolute = rec.new(elements, 1, "int8 input"), rec.new(elements, 2, "absolute values")
+    outliers = rec.new(elements, 1, "outliers")
+    del absolute, outliers, half
+    product, narrow = rec.new(shape, 4, "int32 product"), rec.new(shape, 2, "fp16 output")
+    y = rec.new(shape, width, "output")
+    del narrow, product, small, rows
+    if need and rec.grad:
+        rec.hold(x)
+
+    def backward(g: Tensor) -> ops.Grads:
+        weight = rec.new({"1": numel}, width, "dequantised weight")
+        g = ops.cast(rec, g, width, "gradient in the dtype of the input")
+        result = rec.product(elements, width, "input gradient")
+        del weight
+        return [ops.viewed(result)]
+
+    return rec.record(y, [x], [], backward)
+
+
+def four_bits(
+    rec: Recorder,
+    x: Tensor,
+    numel: int,
+    shape: Elements,
+    style: Style,
+    *,
+    keeps_input: bool = False,
+    casts: bool = False,
+) -> Tensor:
+    """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
+
+    MatMul4Bit keeps no activation. Its backward restores the weight in the dtype that was quantised and casts it to the
+    compute dtype, its forward restores it in the compute dtype at once (gemm_4bit, since bitsandbytes 0.50). Double
+    quantisation first restores the fp32 scales.
+
+    keeps_input: bitsandbytes before 0.43.2, whose MatMul4Bit saves its input although it needs none. casts: the weight
+    was quantised from another 16-bit dtype than is computed in, so every dequantised weight is cast.
+    """
+    before, compute = x.itemsize, style.autocast or style.weight
+    x = ops.cast(rec, x, compute, "quantised input")
+    need, elements, double = x.requires_grad, x.elements, style.quantization == "nf4-double"
+
+    def dequantised(width: int) -> Tensor:
+        scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
+        weight = rec.new({"1": numel}, width, "dequantised weight")
+        del scales
+        wanted = casts or width != compute
+        return rec.new({"1": numel}, compute, "cast weight") if wanted else weight
+
+    weight = dequantised(compute)
+    y = rec.product(shape, compute, "output")
+    del weight
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        held = dequantised(style.weight)
+        result = rec.product(elements, compute, "input gradient") if need else None
+        del held
+        return [result]
+
+    if keeps_input and need:
+        y = rec.record(y, [x], [x], backward)
+        rec.lingering |= {x.storage.id} if x.storage else set()
+    else:
+        y = rec.record(y, [x], [], backward)
+    del x
+    return ops.cast(rec, y, before, "quantised output")
+
 
 # where a family keeps each projection: the first module name found in the layer counts
 NAMES: dict[str, tuple[str, ...]] = {
@@ -28,15 +110,15 @@ NAMES: dict[str, tuple[str, ...]] = {
 MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_forward", "block_sparse_moe")
 
 
-class Block:
-    """One layer being run under a style: gives its modules to the code of attention and MLP."""
+class LayerRun:
+    """One layer being traced under a style; the code of attention and MLP calls its projections and norms."""
 
     def __init__(self, rec: Recorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
         self.hidden: Elements = {"T": width}
 
     def find(self, role: str, part: str) -> Weight | None:
-        """The weight of a projection; `part` is "attention" or "mlp"."""
+        """Return the weight of a projection; `part` is "attention" or "mlp"."""
         for name in NAMES.get(role, (role,)):
             for w in self.layer.weights:
                 if w.module == name or (name in ("intermediate", "output") and f"{name}.dense" in w.name):
@@ -46,12 +128,12 @@ class Block:
         return None
 
     def bias_of(self, weight: Weight) -> Weight | None:
-        """The bias beside a weight, when stored."""
+        """Return the bias of a weight, None where it has none."""
         name = weight.name.removesuffix("weight") + "bias"
         return next((w for w in self.layer.weights if w.name == name), None)
 
     def linear(self, role: str, x: Tensor, out: int, part: str = "attention") -> Tensor:
-        """The projection `role`, with quantised base and adapter as the style says."""
+        """Run the projection `role`, quantised and with an adapter where the style has them."""
         rec, style = self.rec, self.style
         w = self.find(role, part)
         name, key = (w.module, w.name) if w else (role, role)
@@ -69,7 +151,7 @@ class Block:
             rec.leave()
 
     def _base(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
-        """The layer itself, as the family's class of linear layer runs it."""
+        """Run the linear layer without its adapter."""
         rec, style = self.rec, self.style
         if self.layer.attention.code == "falcon" and style.quantization == "none":
             return _falcon_linear(rec, style, x, numel, shape, bias, name)
@@ -78,7 +160,7 @@ class Block:
     def _adapted(self, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
         """peft.tuners.lora.Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's dtype.
 
-        The one for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
+        PEFT's class for bitsandbytes layers clones the base's output first and casts the delta back to its dtype.
         """
         rec, style, rank = self.rec, self.style, self.style.lora_rank
         y = self._base(x, numel, shape, bias, name)
@@ -107,7 +189,7 @@ class Block:
         return norm(self.rec, x, kind or self.layer.norm, width or self.width, self.style, label)
 
     def head_norm(self, x: Tensor, label: str, width: int) -> Tensor:
-        """A norm inside attention, which Liger may leave as it is."""
+        """Run a norm inside attention, which Liger does not replace in every model."""
         own = self.style.liger and self.style.liger.head_norm == "own"
         return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
@@ -122,7 +204,7 @@ def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Eleme
 
 
 def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
-    """FalconLinear: x @ weight.T, a view, whose cast autocast does not cache; the bias is added afterwards, uncast."""
+    """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added after, uncast."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
     y = ops.linear(rec, x, turned, shape)

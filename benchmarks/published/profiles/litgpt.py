@@ -1,22 +1,24 @@
 """litgpt's own model: fused qkv with one merged adapter, expanded key heads, and a chunked head under Fabric.
 
+`PROFILE` is the training loop of litgpt up to 0.5.3, whose quantised weights come from bitsandbytes 0.42.
+
 Source: litgpt/model.py, lora.py and utils.py of lit-gpt 2023-11 and litgpt 0.3 to 0.4, Lightning 2.1 to 2.4.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, Recorder, Tensor
-from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
-from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.modules import Block, base_linear
-from memfit.closed_form.layers.rotary import rotate
-from memfit.closed_form.style import Style
+from memfit.closed_form.layers.elementwise import activation, rotate
+from memfit.closed_form.layers.head import LOSSES, HeadStyle
+from memfit.closed_form.layers.linears import LayerRun, base_linear, four_bits
+from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture, Layer, Norm, Weight
+from memfit.tables.trainers import Trainer
 
 CHUNK = 128  # tokens of a sequence whose logits are made, or scored, together
 
@@ -54,7 +56,7 @@ def _layer(layer: Layer, width: int) -> Layer:
     return replace(layer, attention=attention, weights=tuple(weights), norm=_norm(layer.norm))
 
 
-def block(block: Block, x: Tensor) -> Tensor:
+def block(block: LayerRun, x: Tensor) -> Tensor:
     """litgpt.model.Block.forward; local variables live as long as they do there."""
     rec, layer = block.rec, block.layer
     normed = block.norm(x, "norm_1")
@@ -72,7 +74,7 @@ def block(block: Block, x: Tensor) -> Tensor:
     return ops.add(rec, h, x, "residual")
 
 
-def _attention(block: Block, x: Tensor) -> Tensor:
+def _attention(block: LayerRun, x: Tensor) -> Tensor:
     """CausalSelfAttention: grouped heads are expanded before the rotation, whose tables are fp32."""
     rec, a = block.rec, block.layer.attention
     n, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -90,7 +92,7 @@ def _attention(block: Block, x: Tensor) -> Tensor:
     return _linear(block, interface(block, q, k, v, every), "attn.projection", block.width)
 
 
-def _qkv(block: Block, x: Tensor) -> Tensor:
+def _qkv(block: LayerRun, x: Tensor) -> Tensor:
     """LoRAQKVLinear: one adapter for the enabled of q, k and v, its result padded with zeros to the full width."""
     rec, style, a = block.rec, block.style, block.layer.attention
     widths = {"query": a.heads * a.head_dim, "key": a.kv_heads * a.head_dim, "value": a.kv_heads * a.head_dim}
@@ -118,7 +120,7 @@ def _zero_pad(rec: Recorder, x: Tensor, total: int) -> Tensor:
     return rec.record(out, [x], [x], lambda g: [rec.like(like, "selected gradient")])
 
 
-def _mlp(block: Block, x: Tensor) -> Tensor:
+def _mlp(block: LayerRun, x: Tensor) -> Tensor:
     m, rec = block.layer.mlp, block.rec
     if m.kind == "gated":
         first, second = _linear(block, x, "mlp.fc_1", m.width), _linear(block, x, "mlp.fc_2", m.width)
@@ -128,7 +130,7 @@ def _mlp(block: Block, x: Tensor) -> Tensor:
     return _linear(block, x, "mlp.mlp_projection", block.width)
 
 
-def _linear(block: Block, x: Tensor, name: str, out: int) -> Tensor:
+def _linear(block: LayerRun, x: Tensor, name: str, out: int) -> Tensor:
     bias = any(w.name == f"{name}.bias" for w in block.layer.weights)
     return lora_linear(block.rec, block.style, x, name.rsplit(".", 1)[-1], out, bias)
 
@@ -171,7 +173,7 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     chunk: Elements = {("chunk", CHUNK, 0): h.vocabulary}
     weight: Elements = {"1": h.vocabulary * h.width}
     adapted, rank = style.lora_rank and "lm_head" in style.lora_targets, style.lora_rank
-    kept: list[Tensor | None] = [x] if style.quantised_keeps_input and style.quantization != "none" else []
+    kept: list[Tensor | None] = [x] if style.quantization != "none" else []
     if rec.autocast and h.itemsize != rec.autocast:  # a frozen weight is cast, and its copy kept, for every chunk
         casts = rec.new({("chunks", CHUNK, 0): h.vocabulary * h.width}, rec.autocast, "autocast copies of the head")
         kept.append(casts)
@@ -213,9 +215,9 @@ def _head_weight(rec: Recorder, style: Style, weight: Elements) -> list[Tensor]:
     if style.quantization == "none":
         return []
     first = rec.new(weight, 2, "dequantised weight")
-    if not style.dequantised_cast:
-        return [first]
-    return [rec.new(weight, 2, "cast weight")]
+    cast = rec.new(weight, 2, "cast weight")
+    del first
+    return [cast]
 
 
 def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> Tensor:
@@ -236,4 +238,12 @@ def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> T
     return rec.record(loss, [kept], [], lambda g: [rec.new({"1": 1}, 4, "gradient of the mean")])
 
 
-LOSSES = {"litgpt": head}
+CODES["litgpt"] = Code(stored=stored, block=block, quantised=partial(four_bits, keeps_input=True, casts=True))
+LOSSES["litgpt"] = head
+# no autocast under bf16-true, 16-bit adapters, lm_head and loss by chunks of 128, fp32 logits from Fabric; Fabric
+# quantises every nn.Linear, lm_head too, from fp16
+PROFILE = Trainer(
+    name="litgpt", code="litgpt", heads=(("full", "full"), ("chunked", "litgpt"), ("fused", "litgpt")),
+    default_loss="chunked", adapter_fp32=False, qlora_adapter_fp32=False, kbit_prepare=False, quantised_head=True,
+    keeps_loss=True, warms_cache=False,
+)  # fmt: skip

@@ -1,0 +1,70 @@
+"""The table of precisions: precision, backend and method -> the dtypes a run stores, computes and accumulates in.
+
+A precision names what the user wants; the backend decides what it means. DeepSpeed has no fp32 weights under autocast:
+it keeps 16-bit weights and gradients and shards an fp32 master copy of what is trained, and casts adapters with the
+rest. A frozen base in fp16 is loaded as such, while fp16 training of all weights needs them in fp32. fp16's loss scaler
+and accelerate's FSDP2 train fp32 copies of adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from memfit.nouns.job import Recipe
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+Backend = Literal["plain", "ddp", "fsdp", "deepspeed"]
+BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a run does with its numbers. Gradients of trained base weights are as wide as the weights."""
+
+    stored: Dtype  # base weights that are not quantised
+    computed: Dtype  # matrix products
+    autocast: Literal["always", "if the trainer does", "never"]
+    master: bool = False  # an fp32 copy of trained weights beside them
+    # "fp32" under a trainer that autocasts; "stored" as the base; "library" as PEFT or the trainer decides
+    adapters: Literal["library", "fp32", "stored"] = "library"
+
+
+_HALF = Meaning("bf16", "bf16", "if the trainer does")
+_FP16 = Meaning("fp16", "fp16", "always", adapters="fp32")
+_SINGLE, _ADAPTED, _ALL = ("plain", "ddp"), ("lora", "qlora"), ("full", "lora", "qlora")
+_ANYWHERE: tuple[Backend, ...] = ("plain", "ddp", "fsdp", "deepspeed")
+_ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Meaning], ...] = (
+    ("fp32", _ANYWHERE, _ALL, Meaning("fp32", "fp32", "never")),
+    ("bf16", _ANYWHERE, ("full",), _HALF),
+    ("bf16", _SINGLE, _ADAPTED, _HALF),
+    ("bf16", ("fsdp",), ("lora",), Meaning("bf16", "bf16", "if the trainer does", adapters="fp32")),
+    ("bf16", ("fsdp",), ("qlora",), _HALF),
+    ("bf16", ("deepspeed",), _ADAPTED, Meaning("bf16", "bf16", "if the trainer does", master=True, adapters="stored")),
+    ("bf16-mixed", (*_SINGLE, "fsdp"), _ALL, Meaning("fp32", "bf16", "always")),
+    ("bf16-mixed", ("deepspeed",), _ALL, Meaning("bf16", "bf16", "always", master=True, adapters="stored")),
+    ("bf16-master", _ANYWHERE, _ALL, Meaning("bf16", "bf16", "if the trainer does", master=True, adapters="stored")),
+    ("fp16-mixed", (*_SINGLE, "fsdp"), ("full",), Meaning("fp32", "fp16", "always")),
+    ("fp16-mixed", (*_SINGLE, "fsdp"), _ADAPTED, _FP16),
+    ("fp16-mixed", ("deepspeed",), _ALL, Meaning("fp16", "fp16", "always", master=True, adapters="stored")),
+)
+PRECISIONS: dict[tuple[str, str, str], Meaning] = {
+    (precision, backend, method): meaning
+    for precision, backends, methods, meaning in _ROWS
+    for backend, method in product(backends, methods)
+}
+
+
+def backend(recipe: Recipe) -> Backend:
+    """FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, for offload and for a master copy."""
+    if recipe.zero:
+        return "deepspeed"
+    if recipe.shard == "parameters":
+        return "fsdp"
+    return "ddp" if recipe.num_gpus > 1 else "plain"
+
+
+def meaning(recipe: Recipe, by: Backend | None = None) -> Meaning:
+    """Return what a recipe's precision means, under its own backend or the one named."""
+    return PRECISIONS[recipe.precision, by or backend(recipe), recipe.method]
