@@ -125,7 +125,7 @@ def replayed() -> dict[str, float]:
 
 def _tape(path: Path) -> tuple[Callable[[], object], int]:
     """(what replays a recorded run, its number of events)."""
-    from memfit.allocator.replay import run
+    from memfit.allocator.compact import run
     from memfit.nouns.alloc_settings import AllocSettings
 
     with gzip.open(path, "rt") as stream:

@@ -9,8 +9,9 @@ import pytest
 
 from memfit.allocator import Allocator, restore
 from memfit.allocator.capacity import CONTEXT_BAND, Capacity, capacity
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import alive_at, begun, replay, run, to_ops
+from memfit.allocator.compact import run, to_ops
+from memfit.allocator.player import alive_at, begun
+from memfit.allocator.replay import replay, retrace
 from memfit.allocator.smallest_capacity import smallest_capacity
 from memfit.documents.snapshot import read
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from memfit import Recipe, find_gpu, resolve_model
-from memfit.allocator.replay import alive_at, replay
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import replay
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import estimate, tape_of
 from memfit.closed_form.run.recording import _names, recorded

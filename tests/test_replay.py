@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
+from memfit.allocator.compact import EMPTY_CACHE, Peaks, run, to_ops
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import replay
 from memfit.allocator.smallest_capacity import (
     Attempt,
     SharedBeginning,

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot.writing import snapshot_pickle

@@ -38,9 +38,9 @@ from memfit.allocator.blocks import Block
 from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
 from memfit.allocator.plain import PlainAllocator
+from memfit.allocator.player import restore
 from memfit.allocator.quick import QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
-from memfit.allocator.start import restore
 from memfit.nouns.alloc_settings import AllocSettings
 
 __all__ = [

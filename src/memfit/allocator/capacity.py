@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import Timeline, replay, to_ops
+from memfit.allocator.compact import to_ops
+from memfit.allocator.replay import Timeline, replay, retrace
 from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity_of
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.gpu import Gpu

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
 from memfit.allocator.beginning import Beginning, Undecided
-from memfit.allocator.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
+from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
+from memfit.allocator.player import begun
+from memfit.allocator.replay import DEFAULTS
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Event, Segment
@@ -107,7 +109,7 @@ def from_the_start(
         allocator = Allocator(capacity, settings, torch)
         fits = True
         try:
-            play(allocator, ops, streams, list(begun(allocator, start).values()))
+            play_ops(allocator, ops, streams, list(begun(allocator, start).values()))
         except OutOfMemory:
             fits = False
         return Attempt(fits, allocator.requested_peak, allocator.reserved_peak, allocator.least_refused)
@@ -138,7 +140,7 @@ class SharedBeginning:
         self._advance(low)
         allocator, fits = self._shared.copy(capacity), True
         try:
-            play(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
+            play_ops(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
         except OutOfMemory:
             fits = False
         return Attempt(fits, requested, allocator.reserved_peak, allocator.least_refused)
@@ -146,7 +148,7 @@ class SharedBeginning:
     def _advance(self, low: int) -> None:
         self._shared.above(low)
         try:
-            play(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
+            play_ops(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
             self._at = len(self._ops)
         except Undecided:
             self._at = self._births[len(self._blocks)]

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.allocator.replay import Span, Timeline, alive_at
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import Span, Timeline
 from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import msgspec
 
-from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
-from memfit.allocator.replay import alive_at_start, begun
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
-from memfit.nouns.tape import ROLES, WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
+from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.words import part_word, phase_title, visible
 from memfit.units import gib, human
 
@@ -97,52 +97,31 @@ def sample(
     drawing = Drawing([], [], [], [], len(tape.events), None)
     try:
         live = begun(allocator, tape.start)
-        for index, event in enumerate(tape.events):
-            if index % width == 0:
-                top = -1
-            passing: Block | None = None
-            if isinstance(event, Alloc):
-                live[event.id] = allocator.malloc(event.size, event.stream)
-                owner[event.id] = event
-                roles[place[part_of(event)]] += event.size
-            elif isinstance(event, Free):
-                allocator.free(live.pop(event.id))
-                gone = owner.pop(event.id)
-                roles[place[part_of(gone)]] -= gone.size
-            elif isinstance(event, Mark):
-                drawing.marks.append((index // width, event))
-            elif isinstance(event, EmptyCache):
-                allocator.empty_cache()
-            elif isinstance(event, RecordStream):
-                allocator.record_stream(live[event.id], event.stream)
-            elif isinstance(event, Oom) and not go_on:
-                passing = allocator.malloc(event.size)
-            elif isinstance(event, Oom):
-                drawing.oom = _refused(allocator, event) or drawing.oom
-            if allocator.allocated > top:
-                if top < 0:
-                    drawing.columns.append(Column(index, [], 0, 0, 0))
-                top = allocator.allocated
-                column = drawing.columns[-1]
-                column.event, column.roles, column.total = index, roles.copy(), allocator.requested
-                column.allocated, column.reserved = top, max(column.reserved, allocator.reserved)
-            if passing is not None:
-                drawing.columns[-1].roles[place["temporaries"]] += passing.requested
-                allocator.free(passing)
     except OutOfMemory as error:
-        drawing.oom = error
+        live, tape, drawing.oom = {}, replace(tape, events=()), error
+    for index, event, block in play(allocator, live, tape.events, go_on=go_on):
+        if isinstance(block, OutOfMemory):
+            drawing.oom = block
+            if not (go_on and isinstance(event, Oom)):
+                break
+        if index % width == 0:
+            drawing.columns.append(Column(index, [], -1, -1, 0))
+        column = drawing.columns[-1]
+        if isinstance(event, Alloc):
+            owner[event.id] = event
+            roles[place[part_of(event)]] += event.size
+        elif isinstance(event, Free):
+            gone = owner.pop(event.id)
+            roles[place[part_of(gone)]] -= gone.size
+        elif isinstance(event, Mark):
+            drawing.marks.append((index // width, event))
+        if allocator.allocated > column.allocated:
+            column.event, column.roles, column.total = index, roles.copy(), allocator.requested
+            column.allocated, column.reserved = allocator.allocated, max(column.reserved, allocator.reserved)
+        if isinstance(event, Oom) and isinstance(block, Block):  # a request that is given back at once
+            column.roles[place["temporaries"]] += block.requested
     _name(drawing, tape, start)
     return drawing
-
-
-def _refused(allocator: Allocator, event: Oom) -> OutOfMemory | None:
-    """A request that failed in the recorded run, made again on its card: cached blocks are given back before."""
-    try:
-        if allocator.capacity < UNLIMITED:
-            allocator.free(allocator.malloc(event.size))
-    except OutOfMemory as error:
-        return error
-    return None
 
 
 def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator import Allocator, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
-from memfit.allocator.recorded_card import made_with, room_of
-from memfit.allocator.replay import alive_at_start, begun
+from memfit.allocator.player import Live, alive_at_start, begun, play
+from memfit.allocator.replay import made_with, room_of
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.nouns.finding import Part
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
+from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Segment, Tape
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
@@ -79,7 +77,7 @@ class _Play:
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
         self.start = tape.start
         self.first = set(self.owner)  # there before the first event
-        self.live: dict[int, Block | None] = {}
+        self.live: Live = {}
         self.mark, self.marks = Mark("load", "load"), 0
         self.floors: list[int] = []
         self.peaks: list[int] = []
@@ -92,39 +90,28 @@ class _Play:
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
-        """Play; the bytes of the request that failed at the end, 0 when none did."""
-        asked = 0
+        """Play the events; returns the bytes of the request that failed at the end, 0 when none did."""
+        allocator, asked = self.allocator, 0
         try:
-            live = self.live = begun(self.allocator, self.start)
-            for event in events:
-                if type(event) is Alloc:
-                    asked = event.size
-                    live[event.id] = self.allocator.malloc(event.size, event.stream)
-                    self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
-                    if event.size > self.sizes.get(event.label, 0):
-                        self.sizes[event.label] = event.size
-                    if self.peaks and self.mark.instant != STEPPED and self.allocator.requested > self.peaks[-1]:
-                        self.peaks[-1] = self.allocator.requested
-                elif type(event) is Free:
-                    self.allocator.free(live.pop(event.id))
-                    del self.owner[event.id]
-                    self.low = min(self.low, self.allocator.requested)
-                elif type(event) is Mark:
-                    self._begin(event)
-                elif type(event) is EmptyCache:
-                    self.allocator.empty_cache()
-                elif type(event) is Oom:
-                    self._fail(event.size)
-                    self.caught |= {len(self.floors) - 1} if event is not events[-1] else set()
-                asked = event.size if type(event) is Oom else 0
-        except OutOfMemory as error:
-            return error.requested or asked
+            self.live = begun(allocator, self.start)
+        except OutOfMemory:
+            return 0
+        for index, event, block in play(allocator, self.live, events, go_on=True):
+            asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
+            if type(event) is Alloc and not asked:
+                self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
+                if event.size > self.sizes.get(event.label, 0):
+                    self.sizes[event.label] = event.size
+                if self.peaks and self.mark.instant != STEPPED and allocator.requested > self.peaks[-1]:
+                    self.peaks[-1] = allocator.requested
+            elif type(event) is Free:
+                del self.owner[event.id]
+                self.low = min(self.low, allocator.requested)
+            elif type(event) is Mark:
+                self._begin(event)
+            elif type(event) is Oom and index + 1 < len(events):
+                self.caught.add(len(self.floors) - 1)
         return asked
-
-    def _fail(self, asked: int) -> None:
-        """A request that failed, and was perhaps caught: cached blocks were given back before."""
-        with suppress(OutOfMemory):
-            self.allocator.free(self.allocator.malloc(asked))
 
     def _begin(self, mark: Mark) -> None:
         self.mark, self.marks = mark, self.marks + 1

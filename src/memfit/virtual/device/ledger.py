@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.replay import EMPTY_CACHE, NOBODY, use, used
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
+from memfit.allocator.compact import EMPTY_CACHE, NOBODY, to_events, use
+from memfit.nouns.tape import Alloc, Event, Mark, Oom, Phase, Role
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
@@ -21,7 +21,7 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` and `streams` are what `memfit.allocator.replay.run` takes.
+    """Allocations are numbered from 0; `ops` and `streams` are those of `memfit.allocator.compact`.
 
     labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
     allocation at an address that a tensor shows.
@@ -111,26 +111,15 @@ class Ledger:
             self.labels[number] = label
 
     def events(self, named: Callable[[int], tuple[Role, str]]) -> Iterator[Event]:
-        """What happened, as a Tape has it; named: the role and the label of an allocation."""
-        marks: dict[int, list[Event]] = {}
-        for position, phase, instant in self.marks:
-            marks.setdefault(position, []).append(Mark(phase, instant))
-        number = 0
-        for position, op in enumerate(self.ops):
-            yield from marks.get(position, ())
-            if op >= 0:
-                if number in self.refused:
-                    yield Oom(op, label=f"{self.places[number]}: {self.labels[number]}")
-                else:
-                    yield Alloc(number, op, *named(number), self.streams.get(number, 0))
-                number += 1
-            elif op == EMPTY_CACHE:
-                yield EmptyCache()
-            elif op < EMPTY_CACHE:
-                yield RecordStream(*used(op))
-            elif ~op not in self.refused:
-                yield Free(~op)
-        yield from marks.get(len(self.ops), ())  # instants in which nothing was allocated any more
+        """Return what happened as a Tape has it; `named` gives the role and the label of an allocation."""
+
+        def born(number: int, size: int) -> Alloc | Oom:
+            if number in self.refused:
+                return Oom(size, label=f"{self.places[number]}: {self.labels[number]}")
+            return Alloc(number, size, *named(number), self.streams.get(number, 0))
+
+        marks = ((position, Mark(phase, instant)) for position, phase, instant in self.marks)
+        return to_events(self.ops, born, marks)
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""

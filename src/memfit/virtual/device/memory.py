@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._package import FOLDER
-from memfit.allocator.replay import EMPTY_CACHE
+from memfit.allocator.compact import EMPTY_CACHE
 from memfit.closed_form.run.recording import WORKSPACE
 from memfit.documents.snapshot.writing import snapshot
 from memfit.errors import Unsupported

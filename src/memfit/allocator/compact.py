@@ -1,0 +1,181 @@
+"""The compact form of a tape, for speed: one integer for each event, and the allocator run on them.
+
+    n >= 0        allocates n bytes; allocations are numbered from 0 in their order
+    ~k            frees allocation k, so -1 frees the first
+    EMPTY_CACHE   empty_cache()
+    use(k, s)     record_stream of allocation k on stream s
+
+`streams` names the allocations that are not on stream 0, by number. `to_ops` makes this form of a tape's events,
+`to_events` makes events of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from memfit.allocator import QUICK, Allocator, QuickAllocator
+from memfit.allocator.player import alive_at_start, bad_event
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, Segment
+
+ONE_STREAM: Mapping[int, int] = {}
+NOBODY = -1  # the allocation in `streams` of a tape on whose stream 0 others only use what is there
+EMPTY_CACHE = -(1 << 62)
+_STREAM_BITS = 64  # of the number of a stream within a `use`, which so lies below EMPTY_CACHE
+
+
+class Peaks(NamedTuple):
+    """The highest of each level over a run, in bytes."""
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+def use(number: int, stream: int) -> int:
+    """The operation for `run` that record_stream was called for an allocation; then `streams` must not be empty."""
+    return -((number + 1) << _STREAM_BITS | stream)
+
+
+def used(op: int) -> tuple[int, int]:
+    """(number of the allocation, stream) of a `use`."""
+    number, stream = divmod(-op, 1 << _STREAM_BITS)
+    return number - 1, stream
+
+
+def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
+    """Events -> what `run` takes: sizes and frees, and the streams of the allocations that are not on stream 0.
+
+    What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does.
+    """
+    ops: list[int] = []
+    streams: dict[int, int] = {}
+    number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
+    born = len(number_of)
+    for index, event in enumerate(events):
+        if isinstance(event, Alloc):
+            if event.id in number_of or event.size < 0:
+                raise bad_event(index, event)
+            ops.append(event.size)
+            number_of[event.id] = born
+            if event.stream:
+                streams[born] = event.stream
+            born += 1
+        elif isinstance(event, Free):
+            if event.id not in number_of:
+                raise bad_event(index, event)
+            ops.append(~number_of.pop(event.id))
+        elif isinstance(event, Oom):
+            ops += (event.size, ~born)
+            born += 1
+        elif isinstance(event, EmptyCache):
+            ops.append(EMPTY_CACHE)
+        elif isinstance(event, RecordStream):
+            if event.id not in number_of:
+                raise bad_event(index, event)
+            ops.append(use(number_of[event.id], event.stream))
+            streams[NOBODY] = 0
+    return ops, streams
+
+
+def to_events(
+    ops: Sequence[int], born: Callable[[int, int], Alloc | Oom], marks: Iterable[tuple[int, Mark]] = ()
+) -> Iterator[Event]:
+    """Turn operations into the events of a tape, each mark before the operation at its position.
+
+    `born` makes the event of an allocation from its number and size: an Oom where the request was refused, whose free
+    is then left out.
+    """
+    at: dict[int, list[Mark]] = {}
+    for position, mark in marks:
+        at.setdefault(position, []).append(mark)
+    refused: set[int] = set()
+    number = 0
+    for position, op in enumerate(ops):
+        yield from at.get(position, ())
+        if op >= 0:
+            event = born(number, op)
+            if type(event) is Oom:
+                refused.add(number)
+            yield event
+            number += 1
+        elif op == EMPTY_CACHE:
+            yield EmptyCache()
+        elif op < EMPTY_CACHE:
+            yield RecordStream(*used(op))
+        elif ~op not in refused:
+            yield Free(~op)
+    yield from at.get(len(ops), ())
+
+
+def run(
+    ops: Sequence[int],
+    *,
+    capacity: int | None = None,
+    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
+    torch: Torch = LATEST_TORCH,
+    streams: Mapping[int, int] = ONE_STREAM,
+) -> Peaks:
+    """Run operations on a card with `capacity` bytes (None: any number) and return the highest of each level.
+
+    Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
+    """
+    if settings in QUICK and torch == LATEST_TORCH and not streams:
+        return _run_quick(ops, QUICK[settings](capacity))
+    allocator = Allocator(capacity, settings, torch)
+    play_ops(allocator, ops, streams, [])
+    return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
+
+
+def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
+    """`run` on an allocator that counts no requests and would not notice a second free."""
+    malloc, free = allocator.malloc, allocator.free
+    blocks: list[int | None] = []
+    sizes: list[int] = []
+    requested = peak = 0
+    for op in ops:
+        if op >= 0:
+            blocks.append(malloc(op))
+            sizes.append(op)
+            requested += op
+            if requested > peak:
+                peak = requested
+        elif op != EMPTY_CACHE:
+            block = blocks[~op]
+            if block is None:
+                raise ValueError(f"allocation {~op} is not allocated")
+            free(block)
+            blocks[~op] = None
+            requested -= sizes[~op]
+        else:
+            allocator.empty_cache()
+    return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
+
+
+def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
+    """What `run` does on any allocator (a quick one has no streams); adds to `blocks`, those of the first allocations.
+
+    Raises OutOfMemory.
+    """
+    malloc, free = allocator.malloc, allocator.free
+    born = blocks.append
+    if not streams:
+        for op in ops:
+            if op >= 0:
+                born(malloc(op))
+            elif op != EMPTY_CACHE:
+                free(blocks[~op])
+            else:
+                allocator.empty_cache()
+        return
+    for op in ops:
+        if op >= 0:
+            born(malloc(op, streams.get(len(blocks), 0)))
+        elif op > EMPTY_CACHE:
+            free(blocks[~op])
+        elif op < EMPTY_CACHE:
+            number, stream = used(op)
+            allocator.record_stream(blocks[number], stream)
+        else:
+            allocator.empty_cache()
