@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memfit.closed_form.numerics import Numerics
-from memfit.closed_form.run.unroll import Memory
+from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.static import Static, static_of
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
@@ -44,7 +44,7 @@ class Merge:
         """The most that is there at once."""
         return sum(self.before) + self.delta + max(self.delta, sum(self.after))
 
-    def play(self, memory: Memory) -> None:
+    def play(self, memory: Heap) -> None:
         """All of it on a memory, and gone."""
         blocks = [memory.malloc(size) for size in (*self.before, self.delta, self.delta)]
         memory.free(blocks.pop(len(self.before)))

@@ -12,8 +12,8 @@ from memfit.closed_form.parallel.zero3 import BUCKET
 from memfit.closed_form.run import fsdp2 as gathering
 from memfit.closed_form.run import pools
 from memfit.closed_form.run.account import Account, Instant
-from memfit.closed_form.run.timeline import Schedule, play
-from memfit.closed_form.run.unroll import Memory, Pass, Tape
+from memfit.closed_form.run.timeline import played, replayable
+from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
@@ -83,30 +83,6 @@ def reserved_of(account: Account, instant: Instant) -> int:
         + int(ROUNDING_SHARE * instant.requested)
         + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
     )
-
-
-def replayable(recipe: Recipe) -> bool:
-    """Is the run unrolled tensor by tensor? Those of several cards and DeepSpeed's are known by their sums alone."""
-    return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
-
-
-def played(account: Account, memory: Memory) -> Iterator[Phase]:
-    """Play the run's own allocations on `memory`: load, first step, later step; yields each at its end."""
-    s, r = account.static, account.recipe
-    passes = 1 if account.released else r.accumulation
-    schedule = Schedule(
-        s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, account.warmup, passes
-    )
-    return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, memory)
-
-
-def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
-    """The same as integers by phase: n > 0 allocates, n < 0 frees allocation -n (from 1)."""
-    tape, sections = Tape(), []
-    for phase in played(account, tape):
-        sections.append((phase, tape.events))
-        tape.events = []
-    return sections
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:

@@ -16,7 +16,7 @@ from memfit.closed_form.parallel.share import part
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.micro_step import Step
 from memfit.closed_form.run.timeline import load, optimizer_step
-from memfit.closed_form.run.unroll import Memory, Pass
+from memfit.closed_form.run.unroll import Heap, Pass
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
@@ -110,7 +110,7 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
     )  # fmt: skip
 
 
-def _load(account: Account, groups: Groups, memory: Memory) -> None:
+def _load(account: Account, groups: Groups, memory: Heap) -> None:
     """Every group comes whole and is cut; accelerate holds both ends until it is done. 4-bit weights come all at once."""
     if account.recipe.method == "qlora":
         _load_quantised(account, groups, memory)
@@ -132,7 +132,7 @@ def _load(account: Account, groups: Groups, memory: Memory) -> None:
     load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
-def _load_quantised(account: Account, groups: Groups, memory: Memory) -> None:
+def _load_quantised(account: Account, groups: Groups, memory: Heap) -> None:
     """Every rank reads all 4-bit weights, group after group, before they are cut."""
     memory.free(memory.malloc(account.warmup))
     every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
@@ -173,7 +173,7 @@ def _step(account: Account, groups: Groups, memories: tuple[Any, Any, Any], *, f
         reducing.free(block)
 
 
-def _save(groups: Groups, memory: Memory) -> None:
+def _save(groups: Groups, memory: Heap) -> None:
     """A full state dict gathers one weight after the other."""
     for group in (groups.first, groups.blocks[0], groups.last):
         for size in group.whole if group else ():
@@ -210,8 +210,8 @@ class _Pass(Pass):
 
     memory: _Reducing
     groups: Groups
-    gathering: Memory
-    reducing: Memory
+    gathering: Heap
+    reducing: Heap
     train: bool = True
     early: bool = False  # the last block is gathered before the loss goes backward
     whole: dict[Group, list[Any]] = field(default_factory=dict)  # gathered weights

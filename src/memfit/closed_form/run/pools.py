@@ -8,7 +8,7 @@ from typing import Any
 from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
 from memfit.closed_form.parallel.share import Share
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.unroll import Memory, Pass
+from memfit.closed_form.run.unroll import Heap, Pass
 from memfit.nouns.tape import Phase
 
 
@@ -65,7 +65,7 @@ def _lasting(account: Account) -> list[int]:
     return [share.weights, share.master, gradients, share.buckets, account.static.buffers]
 
 
-def _step(account: Account, memory: Memory, *, states: bool) -> None:
+def _step(account: Account, memory: Heap, *, states: bool) -> None:
     """The passes of one step, then the step itself, which makes the optimizer's states the first time."""
     gradients: list[Any] = []
     for number in range(1 if account.released else min(account.recipe.accumulation, 2)):

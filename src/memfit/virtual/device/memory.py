@@ -10,7 +10,7 @@ import torch
 
 from memfit._package import FOLDER
 from memfit.allocator.compact import EMPTY_CACHE
-from memfit.closed_form.run.recording import WORKSPACE
+from memfit.closed_form.run.unroll import WORKSPACE
 from memfit.documents.snapshot.writing import snapshot
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
@@ -162,9 +162,9 @@ class Stacks:
 
     def whole(self, label: str, frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With the operator, which is known once it has run: `label`."""
-        if not self.cpp or not (label == WORKSPACE[1] or label.isidentifier()):
+        if not self.cpp or not (label == WORKSPACE or label.isidentifier()):
             return frames
-        name = "at::cuda::getCurrentCUDABlasHandle()" if label == WORKSPACE[1] else f"at::_ops::{label}::call()"
+        name = "at::cuda::getCurrentCUDABlasHandle()" if label == WORKSPACE else f"at::_ops::{label}::call()"
         return [self._frame(name, "??", 0), *frames]
 
     def _frame(self, name: str, path: str, line: int) -> dict[str, Any]:
