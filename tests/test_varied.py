@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from memfit.catalogue.cards import find_gpu
-from memfit.closed_form.run import varied
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.size import Dims
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from published import varied
 
 MODEL = resolve_model("qwen-1_8b-chat", offline=True)
 LENGTHS = (700, 1500, 301, 1999, 64, 1204, 2000, 512)

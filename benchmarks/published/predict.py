@@ -6,9 +6,9 @@ from statistics import mean, pstdev
 
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import estimate
-from memfit.closed_form.run.varied import levels_over, reserved_over
 from memfit.nouns.alloc_settings import LATEST_TORCH
 from published.case import Case
+from published.varied import levels_over, reserved_over
 
 TRAINING = ("load", "first_step", "step")
 

@@ -27,7 +27,7 @@ def levels_over(
     account: Account, lengths: Sequence[int], *, capacity: int | None = None, torch: Torch = LATEST_TORCH,
     empty_every: int = 0,
 ) -> Levels:  # fmt: skip
-    """The highest levels of a run over micro-batches of these sequence lengths, in this order; device = reserved.
+    """Return the highest levels of a run over micro-batches of these sequence lengths, in this order; device = reserved.
 
     capacity: bytes the driver can hand out; when they are used up the cache is given back, as on a card. empty_every:
     steps between two calls of empty_cache by the loop. Raises OutOfMemory where the card would.
@@ -38,10 +38,10 @@ def levels_over(
 
 
 def reserved_over(account: Account, lengths: Sequence[int], *, capacity: int, torch: Torch = LATEST_TORCH) -> int:
-    """Bytes reserved by such a run; `capacity` where the card is full to the last block.
+    """Return the bytes reserved by such a run; `capacity` where the card is full to the last block.
 
-    While the card has room the plain allocator answers, in less time. Its tie-break is torch 2.13's, which matters as
-    little as which of two equal blocks is taken: no order of the published runs tried reserves a byte more or less.
+    While the card has room the quick allocator is played, which takes less time. It breaks ties as torch 2.13 does,
+    whatever `torch` is: of the published runs no order that was tried reserves a byte more or less for that.
     """
     if parse_alloc_conf(account.recipe.alloc_conf, torch) == AllocSettings():
         plain = PlainAllocator()
@@ -83,7 +83,7 @@ WHOLE_BLOCKS = 1  # at the end of the model whose working tensors are replayed; 
 
 
 def thinned(micro: MicroStep) -> MicroStep:
-    """The same pass, where blocks before the last only make what they keep and free what they kept before."""
+    """Return the pass in which blocks before the last only make what they keep and free what they kept before."""
     thin: dict[int, Program] = {}
     last = len(micro.blocks) - WHOLE_BLOCKS
     blocks = [
