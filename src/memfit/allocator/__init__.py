@@ -35,11 +35,9 @@ of the settings is not known to matter and not looked at.
 from collections.abc import Mapping
 
 from memfit.allocator.blocks import Block
-from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
-from memfit.allocator.plain import PlainAllocator
 from memfit.allocator.player import restore
-from memfit.allocator.quick import QuickAllocator
+from memfit.allocator.quick import GrowingAllocator, PlainAllocator, QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
 from memfit.nouns.alloc_settings import AllocSettings
 

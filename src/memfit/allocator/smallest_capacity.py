@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
-from memfit.allocator.beginning import Beginning, Undecided
+from memfit.allocator.blocks import K_SMALL_BUFFER
 from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
 from memfit.allocator.player import begun
-from memfit.allocator.replay import DEFAULTS
+from memfit.allocator.quick import LARGE_SEGMENT, SMALL, ExpandablePool, QuickAllocator, SegmentPool
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Event, Segment
@@ -35,7 +35,7 @@ Try = Callable[[int | None, int], Attempt]  # capacity (None: any), one that is 
 
 def smallest_capacity(
     events: Iterable[Event],
-    settings: AllocSettings = DEFAULTS,
+    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
@@ -48,7 +48,7 @@ def smallest_capacity(
 def smallest_capacity_of(
     ops: Sequence[int],
     streams: Mapping[int, int] = ONE_STREAM,
-    settings: AllocSettings = DEFAULTS,
+    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
@@ -115,6 +115,61 @@ def from_the_start(
         return Attempt(fits, allocator.requested_peak, allocator.reserved_peak, allocator.least_refused)
 
     return attempt
+
+
+class Undecided(Exception):
+    """From here on the run is another on one card than on the next."""
+
+
+class AnyLengthPool(ExpandablePool):
+    """A pool of one segment of any length from `shortest` on."""
+
+    __slots__ = ("shortest",)
+
+    def __init__(self, granule: int) -> None:
+        super().__init__(granule, UNLIMITED)
+        self.shortest = 0
+
+    def candidate(self, wanted: int) -> int:
+        """The same, unless a short segment ends before."""
+        start = super().candidate(wanted)
+        if start + wanted > self.granule + self.shortest:
+            raise Undecided
+        return start
+
+    def best_fit(self, position: int) -> int:
+        """The same, unless the last block of a short segment could grow less than another."""
+        found, last = super().best_fit(position), max(self.unmapped)
+        end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
+        shortest = super().best_fit(position)
+        self.unmapped[last] = end
+        if found != shortest:
+            raise Undecided
+        return found
+
+
+class Beginning(QuickAllocator):
+    """Raises Undecided instead of changing anything that is not the same on every card above `capacity`."""
+
+    __slots__ = ()
+
+    def __init__(self, *, expandable_segments: bool) -> None:
+        if expandable_segments:
+            super().__init__(0, AnyLengthPool(K_SMALL_BUFFER), AnyLengthPool(LARGE_SEGMENT))
+        else:
+            super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
+
+    def above(self, capacity: int) -> None:
+        """From here on be what it is on every card above that."""
+        self.capacity = capacity
+        for pool in (self._small, self._large):
+            if isinstance(pool, AnyLengthPool):
+                pool.shortest = pool.length_on(capacity)
+
+    def _charge(self, units: int) -> bool:
+        if not super()._charge(units):
+            raise Undecided
+        return True
 
 
 class SharedBeginning:
