@@ -13,8 +13,7 @@ from typing import Any
 from memfit.allocator import Allocator, OutOfMemory, PlainAllocator
 from memfit.closed_form.layers.program import Program, Segment
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.micro_step import MicroStep
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import MicroStep, SizeMeter
 from memfit.closed_form.run.timeline import load, optimizer_step
 from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
@@ -67,7 +66,7 @@ def _play(account: Account, lengths: Sequence[int], allocator: Cache, empty_ever
         for old in batch:
             allocator.free(old)
         batch = fresh
-        one = Pass(allocator, Meter(replace(dims, sequence=length)), passes[number % every > 0])
+        one = Pass(allocator, SizeMeter(replace(dims, sequence=length)), passes[number % every > 0])
         one.run(account.workspace if number == 0 else 0)
         gradients += one.gradients
         if (number + 1) % every == 0:

@@ -9,9 +9,8 @@ from typing import Any
 from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
 from memfit.closed_form.parallel.zero3 import BUCKET
-from memfit.closed_form.run import fsdp2 as gathering
-from memfit.closed_form.run import pools
 from memfit.closed_form.run.account import Account, Instant
+from memfit.closed_form.run.sharded_runs import deepspeed_reserved, fsdp2_reserved
 from memfit.closed_form.run.timeline import played, replayable
 from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
@@ -54,7 +53,7 @@ def estimate(
     exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
     if replay and real and account.share.streams:
         allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
-        play_streams = pools.reserved if recipe.zero else gathering.reserved
+        play_streams = deepspeed_reserved if recipe.zero else fsdp2_reserved
         exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:

@@ -1,24 +1,29 @@
-"""One micro-step as a list of segments: embedding, blocks, head and back, ready to be folded or unrolled."""
+"""One micro-step as a list of segments: embedding, blocks, head and back; and the highest level a stretch of it reaches.
+
+The same steps are unrolled tensor by tensor in `unroll`; here they are folded into one peak, in requested bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
 from memfit.closed_form.layers.head import head_program
 from memfit.closed_form.layers.logits import HeadStyle
-from memfit.closed_form.layers.program import Program, Segment, block_program
-from memfit.closed_form.size import Basis, Size, added
+from memfit.closed_form.layers.program import Program, Segment, block_program, by_role
+from memfit.closed_form.size import Basis, Dims, Size, added
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.tape import Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class PlacedProgram:
     """A program in its place: block `index` (from 0), or an end of the model."""
 
     program: Program
@@ -27,15 +32,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlacedSegment:
     """A segment at its moment."""
 
     instant: str
     segment: Segment
-    part: Part
+    part: PlacedProgram
 
 
-class Run(NamedTuple):
+class EqualSegments(NamedTuple):
     """Neighbouring steps that share a segment: `times` of them from step `first` on."""
 
     segment: Segment
@@ -47,16 +52,16 @@ class Run(NamedTuple):
 class Stretch:
     """Steps in order of time, those from `begin` on also as runs: a model of equal blocks has few."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlacedSegment, ...]
     begin: int
-    runs: tuple[Run, ...]
+    runs: tuple[EqualSegments, ...]
 
     @staticmethod
-    def of(steps: Sequence[Step], before: Sequence[Step] = ()) -> Stretch:
+    def of(steps: Sequence[PlacedSegment], before: Sequence[PlacedSegment] = ()) -> Stretch:
         first, runs = len(before), []
         for _, equal in groupby(steps, key=lambda step: id(step.segment)):
             run = tuple(equal)
-            runs.append(Run(run[0].segment, first, len(run)))
+            runs.append(EqualSegments(run[0].segment, first, len(run)))
             first += len(run)
         return Stretch((*before, *steps), len(before), tuple(runs))
 
@@ -65,18 +70,18 @@ class Stretch:
 class MicroStep:
     """Forward and backward of one micro-batch."""
 
-    embedding: Part
-    blocks: tuple[Part, ...]
-    head: Part
+    embedding: PlacedProgram
+    blocks: tuple[PlacedProgram, ...]
+    head: PlacedProgram
 
     @cached_property
-    def forward(self) -> list[Step]:
+    def forward(self) -> list[PlacedSegment]:
         """In order of time."""
-        first = [Step("forward, embedding", self.embedding.program.forward, self.embedding)]
-        middle = [Step("forward", p.program.forward, p) for p in self.blocks]
+        first = [PlacedSegment("forward, embedding", self.embedding.program.forward, self.embedding)]
+        middle = [PlacedSegment("forward", p.program.forward, p) for p in self.blocks]
         leaving = [p for p in (self.embedding, *self.blocks) if p.program.leave.events]
-        leave = [Step("end of the body", p.program.leave, p) for p in leaving]
-        return [*first, *middle, *leave, Step("loss", self.head.program.forward, self.head)]
+        leave = [PlacedSegment("end of the body", p.program.leave, p) for p in leaving]
+        return [*first, *middle, *leave, PlacedSegment("loss", self.head.program.forward, self.head)]
 
     def before(self, step: int) -> Stretch:
         """The first `step` steps of the forward."""
@@ -98,10 +103,10 @@ class MicroStep:
         return total
 
     @cached_property
-    def exits(self) -> list[Step]:
+    def exits(self) -> list[PlacedSegment]:
         """What the end of the forward frees."""
         parts = [self.embedding, *self.blocks, self.head]
-        return [Step("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+        return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
 
     @cached_property
     def until_loss(self) -> Stretch:
@@ -125,11 +130,17 @@ class MicroStep:
         return tuple(found)
 
     @cached_property
-    def backward(self) -> list[Step]:
+    def backward(self) -> list[PlacedSegment]:
         """In order of time."""
-        first = [Step("backward of the loss", self.head.program.backward, self.head)]
-        middle = [Step(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)]
-        return [*first, *middle, Step("backward of the embedding", self.embedding.program.backward, self.embedding)]
+        first = [PlacedSegment("backward of the loss", self.head.program.backward, self.head)]
+        middle = [
+            PlacedSegment(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)
+        ]
+        return [
+            *first,
+            *middle,
+            PlacedSegment("backward of the embedding", self.embedding.program.backward, self.embedding),
+        ]
 
 
 def micro_step(
@@ -142,9 +153,111 @@ def micro_step(
         key = (id(layer), id(style))
         if key not in known:
             known[key] = block_program(layer, style, architecture.width)
-        blocks.append(Part(known[key], f"block {i + 1}", i))
+        blocks.append(PlacedProgram(known[key], f"block {i + 1}", i))
     end_style = replace(styles[-1], checkpointing="none", input_grad=True)
     first = replace(styles[0], checkpointing="none", input_grad=True)
     above = head_program(head, end_style)
     below = embedding_program(replace(embedding, awaited=bool(above.waiting)), first)
-    return MicroStep(Part(below, "embedding"), tuple(blocks), Part(above, "head"))
+    return MicroStep(PlacedProgram(below, "embedding"), tuple(blocks), PlacedProgram(above, "head"))
+
+
+# ---- the highest level ---------------------------------------------------------------------------------------------
+
+
+class SizeMeter:
+    """Evaluates sizes for one batch: each basis, each segment and each stretch once."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.values: dict[Basis, int] = {}
+        self.tops: dict[Segment, tuple[int, int, int]] = {}
+        self.peaks: dict[Stretch, Peak] = {}
+
+    def bytes(self, size: Size) -> int:
+        """`size` in bytes."""
+        total = 0
+        values = self.values
+        for basis, coefficient in size.items():
+            value = values.get(basis)
+            if value is None:
+                value = values[basis] = self.dims.value(basis)
+            total += coefficient * value
+        return total
+
+    def top(self, segment: Segment) -> tuple[int, int, int]:
+        """The highest level inside a segment above its start, the index of its event, and what the segment leaves."""
+        best, at = 0, -1
+        for size, index in segment.peaks:
+            height = self.bytes(size)
+            if height > best:
+                best, at = height, index
+        self.tops[segment] = best, at, self.bytes(segment.left)
+        return self.tops[segment]
+
+
+@lru_cache(maxsize=256)
+def meter_of(dims: Dims) -> SizeMeter:
+    """One meter for all recipes of a batch: they share most segments."""
+    return SizeMeter(dims)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peak:
+    """The highest level of a stretch, in bytes above its start, with the place it is reached at."""
+
+    height: int
+    stretch: Stretch
+    done: int  # steps completed before
+    event: int | None  # of the step after them; None: before it
+    left: int = 0  # level at the end of the stretch, in bytes above its start
+
+    @property
+    def steps(self) -> Sequence[PlacedSegment]:
+        """Those completed before."""
+        return self.stretch.steps[: self.done]
+
+    @property
+    def step(self) -> PlacedSegment | None:
+        """The one it is reached in."""
+        return None if self.event is None else self.stretch.steps[self.done]
+
+    @property
+    def by_role(self) -> Mapping[Role, Size]:
+        """What is alive at the peak, by role, as sizes."""
+        return _alive(self.stretch, self.done, self.event)
+
+
+@lru_cache(maxsize=4096)
+def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size]:
+    """What `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
+    total: dict[Role, dict[Basis, int]] = {}
+    for segment, times in Counter(step.segment for step in stretch.steps[:done]).items():
+        for role, size in segment.left_by_role.items():
+            added(total.setdefault(role, {}), size, times)
+    if event is not None:
+        begun = stretch.steps[done].segment
+        for role, size in by_role(begun.events[: event + 1], begun.sizes, begun.roles).items():
+            added(total.setdefault(role, {}), size)
+    return total
+
+
+def fold(stretch: Stretch, meter: SizeMeter) -> Peak:
+    """The peak of a stretch; folded once for each meter."""
+    known = meter.peaks.get(stretch)
+    if known is None:
+        known = meter.peaks[stretch] = _folded(stretch, meter)
+    return known
+
+
+def _folded(stretch: Stretch, meter: SizeMeter) -> Peak:
+    tops = meter.tops
+    height, where, event, level = 0, -1, -1, 0
+    for segment, first, times in stretch.runs:
+        top, index, left = tops.get(segment) or meter.top(segment)
+        highest = times - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
+        if level + highest * left + top > height:
+            height, where, event = level + highest * left + top, first + highest, index
+        level += times * left
+    if where < 0:
+        return Peak(height, stretch, stretch.begin, None, level)
+    return Peak(height, stretch, where, event, level)

@@ -9,8 +9,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.micro_step import MicroStep
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import MicroStep, SizeMeter
 from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
@@ -53,7 +52,7 @@ def played(account: Account, heap: Heap) -> Iterator[Phase]:
     return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, heap)
 
 
-def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter, heap: Heap) -> Iterator[Phase]:
+def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: SizeMeter, heap: Heap) -> Iterator[Phase]:
     """Play load, first step and later step on `heap`, yielding each at its end. `later` adds to existing gradients."""
     malloc = named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memfit.closed_form.layers.program import GRADIENT, INPUT, Program
-from memfit.closed_form.run.micro_step import MicroStep, Part, Step
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, PlacedSegment, SizeMeter
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Phase, Role
 
 WORKSPACE = "cuBLAS workspace"
@@ -72,9 +71,9 @@ class Pass:
     """One forward and backward being played on a memory."""
 
     memory: Heap
-    meter: Meter
+    meter: SizeMeter
     micro: MicroStep
-    live: dict[Part, dict[int, Any]] = field(default_factory=dict)
+    live: dict[PlacedProgram, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
     waiting: Any = None  # the head's gradient of a tied table
     sizes: dict[int, list[int]] = field(default_factory=dict)
@@ -108,7 +107,7 @@ class Pass:
         """Bytes by local id."""
         return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
 
-    def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
+    def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
         """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
         program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
         live = self.live.setdefault(step.part, {})
