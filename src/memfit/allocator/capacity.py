@@ -1,4 +1,4 @@
-"""A tape held against a card: does it run there, what the smallest card is, and where the bytes above its tensors go."""
+"""A tape on a card: does it run there, what is the smallest card, and where do the bytes above its tensors go."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Slack:
     """Bytes reserved above the tensors' own on a card without a limit; with `tensors` they add up to the peak reserved.
 
     `rounding` is in the blocks: 512-byte steps and remainders too small to split. `fragmentation` is needed although no
-    tensor has it: free pieces too small or in the wrong place, down to the smallest card. `cache` is what the allocator
-    keeps only because nobody else asked, and gives back before it fails.
+    tensor has it: free pieces too small or in the wrong place, which the smallest card has too. `cache` is free memory
+    that the allocator would give back before it fails.
     """
 
     tensors: int
@@ -69,7 +69,7 @@ def capacity(
     ops, streams = to_ops(tape.events, tape.start)
 
     def smallest_of(settings: AllocSettings) -> int:
-        """0 where no card is large enough, because a memory fraction of nothing is nothing."""
+        """Return 0 where no card is large enough, because the memory fraction is 0."""
         try:
             return smallest_capacity_of(ops, streams, settings, torch=torch, start=tape.start)
         except NoCapacity:
@@ -96,10 +96,11 @@ def capacity(
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
 ) -> tuple[Timeline, Judgement]:
-    """fits: it also runs with a band less; misfit: not even with a band more; tight: anything between.
+    """Return the run on a card and its verdict.
 
-    A tape that ends in an out-of-memory is never promised to fit, and where it fails it needs an unknown amount more. The band is what the
-    card's context is not known to, and for a predicted tape what the prediction may be off.
+    fits: it also runs with a band less; misfit: it does not run with a band more; tight: anything between. A tape that
+    ends in an out-of-memory is never said to fit, and where it fails it needs an unknown amount more. The band is the
+    uncertainty of the card's context, and for a predicted tape that of the prediction.
     """
     usable, need = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
@@ -130,7 +131,7 @@ def _slack(free: Timeline, smallest: int) -> Slack:
 
 
 def _reproduced(tape: Tape, settings: AllocSettings, torch: Torch) -> str | None:
-    """Only what was recorded, under the settings it was recorded under, can be reproduced."""
+    """Return what `retrace` says of a recorded tape under its own settings; None for any other."""
     if settings != parse_alloc_conf(tape.about.get("alloc_conf", ""), torch):
         return None
     segments = any(isinstance(event, SegmentAlloc | SegmentFree) for event in tape.events)

@@ -20,9 +20,9 @@ from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, Segment
 
 ONE_STREAM: Mapping[int, int] = {}
-NOBODY = -1  # the allocation in `streams` of a tape on whose stream 0 others only use what is there
+NOBODY = -1  # stands in `streams` for a tape with a `use`, whose allocations may all be on stream 0
 EMPTY_CACHE = -(1 << 62)
-_STREAM_BITS = 64  # of the number of a stream within a `use`, which so lies below EMPTY_CACHE
+_STREAM_BITS = 64  # bits of the stream in a `use`, so that every `use` is below EMPTY_CACHE
 
 
 class Peaks(NamedTuple):
@@ -34,21 +34,18 @@ class Peaks(NamedTuple):
 
 
 def use(number: int, stream: int) -> int:
-    """The operation for `run` that record_stream was called for an allocation; then `streams` must not be empty."""
+    """Return the operation of a record_stream; a tape with one must have something in `streams`: NOBODY."""
     return -((number + 1) << _STREAM_BITS | stream)
 
 
 def used(op: int) -> tuple[int, int]:
-    """(number of the allocation, stream) of a `use`."""
+    """Return (number of the allocation, stream) of a `use`."""
     number, stream = divmod(-op, 1 << _STREAM_BITS)
     return number - 1, stream
 
 
 def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
-    """Events -> what `run` takes: sizes and frees, and the streams of the allocations that are not on stream 0.
-
-    What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does.
-    """
+    """Turn events into operations and `streams`. What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does."""
     ops: list[int] = []
     streams: dict[int, int] = {}
     number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
@@ -129,7 +126,7 @@ def run(
 
 
 def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
-    """`run` on an allocator that counts no requests and would not notice a second free."""
+    """Run on an allocator that counts no requests and does not notice a second free."""
     malloc, free = allocator.malloc, allocator.free
     blocks: list[int | None] = []
     sizes: list[int] = []
@@ -154,7 +151,7 @@ def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
 
 
 def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
-    """What `run` does on any allocator (a quick one has no streams); adds to `blocks`, those of the first allocations.
+    """Do the operations to any allocator (a quick one has no streams), and append the blocks of allocations to `blocks`.
 
     Raises OutOfMemory.
     """

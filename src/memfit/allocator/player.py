@@ -1,7 +1,7 @@
-"""The player: a tape's events done to an allocator, one by one, for whoever wants to look in between.
+"""The tape player: do a tape's events to an allocator one by one, and let the caller look in between.
 
-Everything that reads a tape with the allocator's eyes (replay, explain, pictures, snapshots) loops over `play`, so that
-an out-of-memory, a caught one, and a damaged tape mean the same everywhere.
+Replay, explain, pictures and snapshots loop over `play`, so that an out-of-memory, one that the program caught, and a
+damaged tape mean the same everywhere. `begun` lays out what the allocator held when the recording began.
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:
 
 
 def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Block]:
-    """Give an empty allocator these segments; returns the block of each allocation by its id.
+    """Put these segments into an empty allocator; returns the block of each allocation by its id.
 
     Segments count as taken in the order given, which decides ties from torch 2.13 on. What is in use is charged as if
-    it had been allocated just now; that the driver has the memory is not checked.
+    it had been allocated just now; whether the driver has the memory is not checked.
     """
     held: dict[int, Block] = {}
     for segment in segments:
         pool = allocator.pools_of(segment.stream)[not segment.small]
         sizes = sum(piece.size for piece in segment.pieces)
-        whole = sizes
+        length = sizes
         if segment.expandable:  # its addresses go on behind what is mapped
             room = allocator.total_memory + allocator.total_memory // 8
-            whole = max(sizes, -(-room // pool.granule) * pool.granule)
-        address = allocator.reserve_address(whole, pool.granule if segment.expandable else 1)
+            length = max(sizes, -(-room // pool.granule) * pool.granule)
+        address = allocator.reserve_address(length, pool.granule if segment.expandable else 1)
         last: Block | None = None
         for piece in segment.pieces:
             block = last = allocator.new_block(piece.size, address, pool, last)
@@ -109,8 +109,8 @@ def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Bloc
             held[piece.alloc.id] = block
             allocator.requested += piece.alloc.size
             allocator.allocated += piece.size
-        if whole > sizes:
-            pool.insert_unmapped(allocator.new_block(whole - sizes, address, pool, last))
+        if length > sizes:
+            pool.insert_unmapped(allocator.new_block(length - sizes, address, pool, last))
         allocator.segments += not segment.expandable
         allocator.inactive_split += _inactive(segment)
     allocator.driver_calls.clear()
@@ -126,12 +126,12 @@ def _inactive(segment: Segment) -> int:
 
 
 def alive_at_start(start: Sequence[Segment]) -> list[Alloc]:
-    """The allocations a tape began with, in the order they lay."""
+    """Return the allocations a tape began with, in the order they lay."""
     return [piece.alloc for segment in start for piece in segment.pieces if piece.alloc is not None]
 
 
 def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ()) -> tuple[Alloc, ...]:
-    """The allocations alive after event `index` (a span's `at`, say), oldest first; their sizes sum to `requested`."""
+    """Return the allocations alive after event `index`, oldest first; their sizes sum to `requested`."""
     live = {alloc.id: alloc for alloc in alive_at_start(start)}
     for position, event in enumerate(events):
         if position > index:

@@ -44,7 +44,7 @@ class QuickPool(ABC):
 
     @abstractmethod
     def map(self, wanted: int, charge: Charge) -> int:
-        """A new free block of at least `wanted` units; 0 where the driver has not got them."""
+        """Return a new free block of at least `wanted` units; 0 where the driver has not got them."""
 
     @abstractmethod
     def release(self) -> int:
@@ -52,10 +52,10 @@ class QuickPool(ABC):
 
     @abstractmethod
     def copy(self, capacity: int) -> QuickPool:
-        """The same blocks in a pool of a card of another capacity."""
+        """Return a pool with the same blocks on a card of another capacity."""
 
     def best_fit(self, position: int) -> int:
-        """The position of the block to take, from that of the smallest sufficient one; asked where there are gaps."""
+        """Return the position of the block to take, given that of the smallest sufficient one, before a gap."""
         return position
 
     def insert(self, block: int) -> None:
@@ -93,14 +93,14 @@ class QuickAllocator:
         self._small, self._large = small, large
 
     def copy(self, capacity: int) -> QuickAllocator:
-        """One that holds the same blocks on a card of another capacity; its peaks go on from these."""
+        """Return an allocator with the same blocks and peaks on a card of another capacity."""
         other = QuickAllocator(capacity, self._small.copy(capacity), self._large.copy(capacity))
         other._allocated, other._allocated_peak = self._allocated, self._allocated_peak
         other._reserved, other._reserved_peak = self._reserved, self._reserved_peak
         return other
 
     def malloc(self, size: int) -> int:
-        """A block for `size` bytes; 0, which is no block, for 0 bytes. Raises OutOfMemory."""
+        """Return a block for `size` bytes; 0, which is no block, for 0 bytes. Raises OutOfMemory."""
         if size <= 0:
             return 0
         wanted = (size + 511) >> 9
@@ -153,7 +153,7 @@ class QuickAllocator:
         self._reserved -= self._large.release() + self._small.release()
 
     def _grow(self, pool: QuickPool, wanted: int, requested: int) -> int:
-        """The position of a new free block; the cache is given back where the driver has no more."""
+        """Return the position of a new free block; the cache is given back where the driver has no more."""
         block = pool.map(wanted, self._charge)
         if not block:
             self.empty_cache()
@@ -182,22 +182,22 @@ class QuickAllocator:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all blocks in use."""
+        """Return the bytes of all blocks in use."""
         return self._allocated * K_MIN_BLOCK_SIZE
 
     @property
     def allocated_peak(self) -> int:
-        """Their highest since the last reset."""
+        """Return the highest `allocated` since the last reset."""
         return self._allocated_peak * K_MIN_BLOCK_SIZE
 
     @property
     def reserved(self) -> int:
-        """Bytes that the driver gave."""
+        """Return the bytes that the driver gave."""
         return self._reserved * K_MIN_BLOCK_SIZE
 
     @property
     def reserved_peak(self) -> int:
-        """Their highest since the last reset."""
+        """Return the highest `reserved` since the last reset."""
         return self._reserved_peak * K_MIN_BLOCK_SIZE
 
 
@@ -215,7 +215,7 @@ class SegmentPool(QuickPool):
         self.next = 1
 
     def map(self, wanted: int, charge: Charge) -> int:
-        """A new segment."""
+        """Take a segment from the driver."""
         size = allocation_size(wanted * K_MIN_BLOCK_SIZE, LARGE_SEGMENT) // K_MIN_BLOCK_SIZE
         if not charge(size):
             return 0
@@ -234,7 +234,7 @@ class SegmentPool(QuickPool):
         return sum(segment >> SHIFT for segment in free)
 
     def copy(self, capacity: int) -> SegmentPool:
-        """The same on any card."""
+        """Return a pool with the same blocks."""
         other = self._copy_to(SegmentPool(self.slack))
         other.segments, other.next = self.segments.copy(), self.next
         return other
@@ -258,14 +258,14 @@ class ExpandablePool(QuickPool):
     __slots__ = ("granule", "length", "next")
 
     def __init__(self, granule: int, capacity: int) -> None:
-        """Sizes in bytes."""
+        """Make an empty pool; sizes are in bytes."""
         super().__init__(slack=0)
         self.granule = granule // K_MIN_BLOCK_SIZE
         self.length = self.length_on(capacity)
         self.next = self.granule
 
     def length_on(self, capacity: int) -> int:
-        """`new ExpandableSegment`: addresses for 9/8 of a card of so many bytes."""
+        """Return the units of `new ExpandableSegment`: addresses for 9/8 of a card of `capacity` bytes."""
         return max(1, -(-(capacity + capacity // 8) // (self.granule * K_MIN_BLOCK_SIZE))) * self.granule
 
     def map(self, wanted: int, charge: Charge) -> int:
@@ -287,19 +287,19 @@ class ExpandablePool(QuickPool):
         return before
 
     def room(self, block: int) -> int:
-        """What a block could grow to without moving: its size and the gap behind it."""
+        """Return what a block could grow to without moving: its size and the gap behind it."""
         end = (block & ADDRESS) + (block >> SHIFT)
         return (block >> SHIFT) + self.unmapped.get(end, end) - end
 
     def best_fit(self, position: int) -> int:
-        """From the smallest sufficient block on, the next one while it could grow less than this one."""
+        """From the smallest sufficient block on, prefer the next one while it could grow less than this one."""
         keys = self.keys
         while position + 1 < len(keys) and self.room(keys[position + 1]) < self.room(keys[position]):
             position += 1
         return position
 
     def candidate(self, wanted: int) -> int:
-        """The lowest address with so much free or unmapped behind it, which is there after a gap or before one."""
+        """Return the lowest address with `wanted` units free or unmapped from there on; it is at a gap or before one."""
         for gap in sorted(self.unmapped):
             before = self.ends.get(gap, 0)
             start = end = before & ADDRESS if before else gap
@@ -313,7 +313,7 @@ class ExpandablePool(QuickPool):
         return address
 
     def behind(self, address: int) -> int:
-        """Where the free block or the gap ends that begins at an address; the address itself if neither does."""
+        """Return where the free block or the gap that begins at an address ends; the address itself if neither does."""
         block = self.starts.get(address)
         return address + (block >> SHIFT) if block else self.unmapped.get(address, address)
 
@@ -346,7 +346,7 @@ class ExpandablePool(QuickPool):
         return released
 
     def copy(self, capacity: int) -> ExpandablePool:
-        """The same on a card whose segments have another length, which must not have mattered yet."""
+        """Return the pool on a card whose segments have another length, which must not have mattered yet."""
         other = self._copy_to(ExpandablePool(self.granule * K_MIN_BLOCK_SIZE, capacity))
         if self.next > self.granule:
             other.unmapped[max(other.unmapped)] = other.granule + other.length

@@ -26,7 +26,7 @@ _START = Mark("load", "start")  # where events before the first mark belong
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The events from one Mark to the next; `peak` is the highest of each level, what was there at its start included.
+    """The events from one Mark to the next; `peak` is the highest of each level, including what was there before.
 
     `first` is the index of its first event, `at` that of the event after which most was allocated.
     """
@@ -53,34 +53,34 @@ class Timeline:
     oom_at: int | None = None
 
     def beside(self, context: int) -> Timeline:
-        """The same beside `context` bytes of the card that are not the allocator's."""
+        """Return the timeline with `context` bytes of the card added to the level `device`."""
 
-        def whole(peak: Levels) -> Levels:
+        def with_context(peak: Levels) -> Levels:
             return replace(peak, device=peak.reserved + context)
 
-        spans = tuple(replace(span, peak=whole(span.peak)) for span in self.spans)
-        return replace(self, spans=spans, peak=whole(self.peak))
+        spans = tuple(replace(span, peak=with_context(span.peak)) for span in self.spans)
+        return replace(self, spans=spans, peak=with_context(self.peak))
 
     def until(self, index: int) -> Timeline:
-        """The part before event `index`, at which a span begins, of a replay that never had to give its cache back."""
+        """Return the part before event `index`, at which a span begins; only for a replay without retries."""
         spans = tuple(span for span in self.spans if span.first < index)
-        return replace(self, spans=spans, peak=reduce(_higher, (span.peak for span in spans), Levels(0, 0, 0, 0)))
+        return replace(self, spans=spans, peak=reduce(highest, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
     @property
     def oom_span(self) -> Span | None:
-        """Where memory ran out."""
+        """Return the span in which memory ran out."""
         return self.spans[-1] if self.oom is not None and self.spans else None
 
     def worst_of(self, phase: Phase) -> Span:
-        """The span of a phase (which there must be) that allocates most: what is reserved stays so long after."""
+        """Return the span of a phase (which there must be) that allocates most; reserved bytes stay high long after."""
         spans = (span for span in self.spans if span.phase == phase)
         return max(spans, key=lambda span: (span.peak.allocated, span.peak.reserved))
 
     def by_phase(self) -> dict[Phase, Levels]:
-        """Each level's maximum within each phase, in the order the phases first came."""
+        """Return each level's maximum within each phase, in the order the phases first came."""
         peaks: dict[Phase, Levels] = {}
         for span in self.spans:
-            peaks[span.phase] = _higher(peaks.get(span.phase, span.peak), span.peak)
+            peaks[span.phase] = highest(peaks.get(span.phase, span.peak), span.peak)
         return peaks
 
 
@@ -119,7 +119,7 @@ def timeline_of(
         oom, index = error, 0
     if index >= first:
         end()
-    peak = reduce(_higher, (span.peak for span in spans), Levels(0, 0, 0, context))
+    peak = reduce(highest, (span.peak for span in spans), Levels(0, 0, 0, context))
     return Timeline(tuple(spans), peak, allocator.num_alloc_retries, oom, None if oom is None else index)
 
 
@@ -177,7 +177,7 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
 
 
 def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
-    """The PyTorch a tape says it was made with, and its settings; the latest and the defaults where it says none."""
+    """Return the PyTorch version a tape was made with, and its settings; the latest and the defaults if not recorded."""
     found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
     torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
     try:
@@ -187,15 +187,15 @@ def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
 
 
 def room_of(tape: Tape) -> int | None:
-    """Bytes the allocator had at its disposal, where the tape says so."""
+    """Return the bytes the allocator had at its disposal, where the tape says so."""
     capacity = tape.about.get("capacity", "")
     return int(capacity) if capacity.isdecimal() else None
 
 
 def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator:
-    """An empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
+    """Return an empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
 
-    What the card had in all sets the length of expandable segments; where it is not known they never end.
+    The card's total memory sets the length of expandable segments; where it is not known they never end.
     """
     total = tape.about.get("total_memory", "")
     allocator = Allocator(
@@ -208,7 +208,8 @@ def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator
     return allocator
 
 
-def _higher(one: Levels, other: Levels) -> Levels:
+def highest(one: Levels, other: Levels) -> Levels:
+    """Return each level's own maximum."""
     return Levels(
         max(one.requested, other.requested),
         max(one.allocated, other.allocated),

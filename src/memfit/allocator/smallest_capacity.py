@@ -1,4 +1,4 @@
-"""The smallest card a tape runs on: a bisection of replays, which share what happens alike on all the cards left."""
+"""The smallest card a tape runs on: a bisection of replays, which share the part that is the same on every card left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoCapacity(BadInput):
 
 
 class Attempt(NamedTuple):
-    """A run on a card of some capacity: did it fit, what it reserved, and the least total that it was refused; bytes."""
+    """A run on a card of some capacity: did it fit, what it reserved, and the smallest total it was refused; bytes."""
 
     fits: bool
     requested: int
@@ -40,7 +40,7 @@ def smallest_capacity(
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
+    """Return the smallest multiple of `granularity` bytes that the tape runs on: one granule less runs out."""
     ops, streams = to_ops(events, start)
     return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
 
@@ -53,7 +53,7 @@ def smallest_capacity_of(
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """`smallest_capacity` of what `run` takes. Raises NoCapacity if none suffices.
+    """Return the `smallest_capacity` of a tape in its compact form. Raises NoCapacity if none suffices.
 
     A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
@@ -66,7 +66,7 @@ def smallest_capacity_of(
 
 
 def only_compared(settings: AllocSettings) -> bool:
-    """Whether the allocator looks at the capacity only to compare a total with it.
+    """Return whether the allocator uses the capacity only to compare a total with it.
 
     Then a run that fits does the same on any card down to its reserved peak, and one that fails, on any card below the
     least total it was refused. Not so where the capacity also sets a fraction's limit or the length of an expandable
@@ -80,7 +80,7 @@ def only_compared(settings: AllocSettings) -> bool:
 
 
 def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
-    """The search itself, over multiples of `granularity` bytes; only_compared: see there."""
+    """Search over multiples of `granularity` bytes; `only_compared`: the result of that function."""
     unlimited = attempt(None, 0)
     if not unlimited.fits:
         raise NoCapacity(
@@ -103,7 +103,7 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
 def from_the_start(
     ops: Sequence[int], streams: Mapping[int, int], settings: AllocSettings, torch: Torch, start: Sequence[Segment]
 ) -> Try:
-    """Every attempt from the start, on the allocator that knows every setting."""
+    """Return attempts that play the whole tape, on the allocator with every setting."""
 
     def attempt(capacity: int | None, _: int) -> Attempt:
         allocator = Allocator(capacity, settings, torch)
@@ -118,11 +118,11 @@ def from_the_start(
 
 
 class Undecided(Exception):
-    """From here on the run is another on one card than on the next."""
+    """The next operation does not do the same on every card."""
 
 
 class AnyLengthPool(ExpandablePool):
-    """A pool of one segment of any length from `shortest` on."""
+    """A pool of one segment, whose length may be anything from `shortest` on."""
 
     __slots__ = ("shortest",)
 
@@ -131,14 +131,14 @@ class AnyLengthPool(ExpandablePool):
         self.shortest = 0
 
     def candidate(self, wanted: int) -> int:
-        """The same, unless a short segment ends before."""
+        """Return the address; raise Undecided where the shortest segment ends before it."""
         start = super().candidate(wanted)
         if start + wanted > self.granule + self.shortest:
             raise Undecided
         return start
 
     def best_fit(self, position: int) -> int:
-        """The same, unless the last block of a short segment could grow less than another."""
+        """Return the position; raise Undecided where in the shortest segment another block is the better one."""
         found, last = super().best_fit(position), max(self.unmapped)
         end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
         shortest = super().best_fit(position)
@@ -149,7 +149,7 @@ class AnyLengthPool(ExpandablePool):
 
 
 class Beginning(QuickAllocator):
-    """Raises Undecided instead of changing anything that is not the same on every card above `capacity`."""
+    """An allocator on every card above `capacity` at once; it raises Undecided before anything differs between them."""
 
     __slots__ = ()
 
@@ -160,7 +160,7 @@ class Beginning(QuickAllocator):
             super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
 
     def above(self, capacity: int) -> None:
-        """From here on be what it is on every card above that."""
+        """Leave out the cards up to this capacity from here on."""
         self.capacity = capacity
         for pool in (self._small, self._large):
             if isinstance(pool, AnyLengthPool):
@@ -210,6 +210,6 @@ class SharedBeginning:
 
 
 def requested_peak(ops: Sequence[int]) -> int:
-    """The highest sum of the sizes of what is allocated."""
+    """Return the highest sum of requested bytes."""
     sizes = [op for op in ops if op >= 0]
     return max(accumulate(op if op >= 0 else -sizes[~op] for op in ops if op != EMPTY_CACHE), default=0)

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from memfit.allocator.replay import highest
 from memfit.footprints.compare import Agreement, Comparison, Level, PhaseRow, RoleRow, Term
-from memfit.footprints.footprint_of_watch import by_phase, highest
+from memfit.footprints.footprint_of_watch import by_phase
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Watched
 from memfit.nouns.tape import Phase
