@@ -26,7 +26,7 @@ def levels_over(
     account: Account, lengths: Sequence[int], *, capacity: int | None = None, torch: Torch = LATEST_TORCH,
     empty_every: int = 0,
 ) -> Levels:  # fmt: skip
-    """Return the highest levels of a run over micro-batches of these sequence lengths, in this order; device = reserved.
+    """Return the highest levels of a run over micro-batches of these lengths, in this order; device = reserved.
 
     capacity: bytes the driver can hand out; when they are used up the cache is given back, as on a card. empty_every:
     steps between two calls of empty_cache by the loop. Raises OutOfMemory where the card would.

@@ -1,4 +1,4 @@
-"""The parts of the caching allocator: constants, sizes, a Block of a segment, a Pool of free blocks in best-fit order."""
+"""The parts of the caching allocator: constants, sizes, Blocks of segments, Pools of free blocks in best-fit order."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Capacity:
     `free` is the run on a card without a limit, `timeline` that on the card asked about (the same where none was).
     `smallest` is the smallest capacity it runs on with its own settings, `other` with expandable segments instead
     (or without them, where they were set); both are only lower bounds where the run `died` of an out-of-memory, because
-    what it would have needed afterwards is not in its tape. `reproduced` says whether the model took and gave back every
-    segment as the recording did: None where the tape has none or other settings were asked for, "" where all agree, else
+    what it would have needed afterwards is not in its tape. `reproduced` compares the segments that the model took and
+    gave back with the recording's: None where the tape has none or the settings are others, "" where all agree, else
     the first difference.
     """
 

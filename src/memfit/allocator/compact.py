@@ -45,7 +45,10 @@ def used(op: int) -> tuple[int, int]:
 
 
 def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
-    """Turn events into operations and `streams`. What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does."""
+    """Turn events into operations and `streams`.
+
+    What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does.
+    """
     ops: list[int] = []
     streams: dict[int, int] = {}
     number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
@@ -151,7 +154,7 @@ def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
 
 
 def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
-    """Do the operations to any allocator (a quick one has no streams), and append the blocks of allocations to `blocks`.
+    """Do the operations to any allocator (a quick one has no streams), and append each new block to `blocks`.
 
     Raises OutOfMemory.
     """

@@ -52,7 +52,7 @@ def _expandable_size(block: Block) -> int:
 
 
 def _find_expandable_block(reserve: Reserve, pool: Pool, size: int) -> Block:
-    """find_expandable_block: return the block at the lowest address with `size` bytes free or unmapped from there on."""
+    """find_expandable_block: return the block at the lowest address where `size` bytes are free or unmapped."""
     for unmapped in pool.unmapped:
         before = unmapped.prev
         candidate = before if before is not None and before.state >= FREE else unmapped
@@ -76,7 +76,7 @@ def _new_segment(reserve: Reserve, pool: Pool) -> Block:
 
 
 def _map_block(reserve: Reserve, block: Block, size: int) -> bool:
-    """map_block: back the first `size` bytes of an unmapped block with memory, up to the next granule; was there enough?"""
+    """map_block: map the first `size` bytes of an unmapped block, up to the next granule; False without memory."""
     pool = block.pool
     mapped = -(-size // pool.granule) * pool.granule
     if reserve.reserved + mapped > reserve.capacity:

@@ -210,7 +210,7 @@ class Allocator(Reserve):
         return pools
 
     def _find(self, pool: Pool, rounded: int) -> int:
-        """get_free_block under every setting: return the position of the block to take; the end of the list if none fits."""
+        """get_free_block under every setting: return the position of the block to take; the end if none fits."""
         if self._collects and not pool.small:
             self._age += 1
         position, end = pool.lower_bound(rounded), len(pool.keys)
@@ -246,7 +246,7 @@ class Allocator(Reserve):
         return block
 
     def _alloc_block(self, pool: Pool, rounded: int, size: int, requested: int) -> Block | None:
-        """alloc_block: within the limits, take a segment of `size` bytes or grow an expandable segment for `rounded`."""
+        """alloc_block: within the limits, take a segment of `size` bytes or grow an expandable one for `rounded`."""
         if self.allowed is not None and self.reserved + size > self.allowed:
             return None
         if self._rejects_above is not None and self.reserved + size > self._rejects_above:

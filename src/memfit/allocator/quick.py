@@ -299,7 +299,7 @@ class ExpandablePool(QuickPool):
         return position
 
     def candidate(self, wanted: int) -> int:
-        """Return the lowest address with `wanted` units free or unmapped from there on; it is at a gap or before one."""
+        """Return the lowest address with `wanted` units free or unmapped, which is at a gap or before one."""
         for gap in sorted(self.unmapped):
             before = self.ends.get(gap, 0)
             start = end = before & ADDRESS if before else gap

@@ -177,7 +177,7 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
 
 
 def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
-    """Return the PyTorch version a tape was made with, and its settings; the latest and the defaults if not recorded."""
+    """Return the PyTorch version and the settings of a tape; the latest and the defaults if not recorded."""
     found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
     torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
     try:

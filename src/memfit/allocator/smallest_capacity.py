@@ -1,4 +1,4 @@
-"""The smallest card a tape runs on: a bisection of replays, which share the part that is the same on every card left."""
+"""The smallest card a tape runs on: a bisection of replays that share the part which is the same on every card left."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _instant(watched: Watched, index: int) -> str:
 
 
 def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
-    """Explain a phase: parameters are there in every one, optimizer states from the second step on; the rest is one line."""
+    """Return a phase with its parameters, from the second step on its optimizer states, and the rest in one line."""
     facts = METERS[watched.header.meter]
     if not facts.roles or (facts.compared is None and not peak.allocated):  # seen from outside, or never counted
         return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))

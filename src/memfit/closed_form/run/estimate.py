@@ -1,4 +1,4 @@
-"""estimate(): a recipe on a card -> Footprint. The closed form, and on request a replay through the exact allocator."""
+"""Estimate a recipe on a card: the closed form, and on request a replay through the exact allocator."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def estimate(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
     profile: Trainer | None = None,
 ) -> Footprint:  # fmt: skip
-    """Bytes of every phase of a run.
+    """Return the bytes of every phase of a run.
 
     replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
     (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
-    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose activations are not modelled.
+    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose
+    activations are not modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
@@ -63,17 +64,17 @@ def estimate(
     for phase in worst:  # the cache is never given back between phases
         cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
     phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
-    return Footprint(phases, "formula", *_said(account, bool(exact)))
+    return Footprint(phases, "formula", *_notes(account, bool(exact)))
 
 
 def closed_form(account: Account) -> Instant:
-    """The worst instant of training alone (no load, evaluation or saving): what a search compares."""
+    """Return the worst instant of training alone (no load, evaluation or saving), which searches compare."""
     found = [*account.passes("step", states=True), account.optimizer_step("step")]
     return max(found, key=lambda i: i.requested + i.idle)
 
 
 def reserved_of(account: Account, instant: Instant) -> int:
-    """Reserved bytes without a replay."""
+    """Return the reserved bytes of an instant without a replay."""
     steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
     moving = max(instant.requested - steady, 0)
     return (
@@ -85,7 +86,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
-    """Levels by phase from the allocator; device is left equal to reserved, requested is not needed."""
+    """Return the levels by phase from the allocator; `device` equals `reserved`, and `requested` is left 0."""
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
     levels: dict[Phase, Levels] = {}
     for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
@@ -98,7 +99,7 @@ def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, L
 
 
 def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
-    """Evaluating where it needs more than training did; then, with an empty cache, resuming and merging."""
+    """Play an evaluation that needs more than training did; then, with an empty cache, resuming and merging."""
     if worst["eval"].requested > worst["step"].requested:
         Pass(allocator, account.meter, account.micro(train=False)).run(0)
         yield "eval"
@@ -151,7 +152,7 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     return lines
 
 
-def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     r, n = account.recipe, account.numerics
     kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
     assumptions = [
@@ -175,7 +176,8 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     ]
     if not exact:
         unknowns.append(
-            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
+            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, "
+            "not replayed"
         )
     if account.share.buckets and not r.zero:  # DeepSpeed's are others
         unknowns.append(

@@ -1,4 +1,4 @@
-"""One micro-step as a list of segments: embedding, blocks, head and back; and the highest level a stretch of it reaches.
+"""One micro-step as segments, from the embedding to the head and back, and the highest level that a stretch reaches.
 
 The same steps are unrolled tensor by tensor in `unroll`; here they are folded into one peak, in requested bytes.
 """
@@ -24,7 +24,7 @@ from memfit.nouns.tape import Role
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedProgram:
-    """A program in its place: block `index` (from 0), or an end of the model."""
+    """A program at its place in the model: block `index` (from 0), or -1 for embedding and head."""
 
     program: Program
     title: str
@@ -33,7 +33,7 @@ class PlacedProgram:
 
 @dataclass(frozen=True, slots=True)
 class PlacedSegment:
-    """A segment at its moment."""
+    """A segment of a placed program, with the name of the moment at which it runs."""
 
     instant: str
     segment: Segment
@@ -50,7 +50,7 @@ class EqualSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """Steps in order of time, those from `begin` on also as runs: a model of equal blocks has few."""
+    """Steps in order of time; those from `begin` on also as runs of equal segments, few in a model of equal blocks."""
 
     steps: tuple[PlacedSegment, ...]
     begin: int
@@ -76,7 +76,7 @@ class MicroStep:
 
     @cached_property
     def forward(self) -> list[PlacedSegment]:
-        """In order of time."""
+        """Return the steps of the forward in order of time."""
         first = [PlacedSegment("forward, embedding", self.embedding.program.forward, self.embedding)]
         middle = [PlacedSegment("forward", p.program.forward, p) for p in self.blocks]
         leaving = [p for p in (self.embedding, *self.blocks) if p.program.leave.events]
@@ -84,19 +84,19 @@ class MicroStep:
         return [*first, *middle, *leave, PlacedSegment("loss", self.head.program.forward, self.head)]
 
     def before(self, step: int) -> Stretch:
-        """The first `step` steps of the forward."""
+        """Return the first `step` steps of the forward."""
         if step not in self.begun:
             self.begun[step] = Stretch.of(self.forward[:step])
         return self.begun[step]
 
     @cached_property
     def begun(self) -> dict[int, Stretch]:
-        """What `before` has made, by its number of steps."""
+        """Cache the stretches of `before` by their number of steps."""
         return {}
 
     @cached_property
     def lingering(self) -> Size:
-        """What the graph of the step before still holds while a loop that keeps `loss` runs the next forward."""
+        """Return what the previous step's graph still holds during a forward, in a loop that keeps `loss`."""
         total: dict[Basis, int] = {}
         for part in (self.embedding, *self.blocks, self.head):
             added(total, part.program.lingering)
@@ -104,23 +104,23 @@ class MicroStep:
 
     @cached_property
     def exits(self) -> list[PlacedSegment]:
-        """What the end of the forward frees."""
+        """Return the steps in which the end of the forward frees tensors."""
         parts = [self.embedding, *self.blocks, self.head]
         return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
 
     @cached_property
     def until_loss(self) -> Stretch:
-        """The forward and the frees at its end, to be folded."""
+        """Return the forward and the frees at its end, to be folded."""
         return Stretch.of([*self.forward, *self.exits])
 
     @cached_property
     def from_loss(self) -> Stretch:
-        """The backward, to be folded; what came before belongs to its peak."""
+        """Return the backward, to be folded; the steps before belong to its peak."""
         return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
     def stages(self) -> tuple[Stretch, ...]:
-        """The pass where other weights are gathered in each part of it, in the order of `sharding.Gathered`."""
+        """Return the parts of a pass in which different weights are gathered, in the order of `sharding.Gathered`."""
         loss, exits = self.forward[-1:], self.exits
         head, *blocks, embedding = self.backward
         parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
@@ -131,7 +131,7 @@ class MicroStep:
 
     @cached_property
     def backward(self) -> list[PlacedSegment]:
-        """In order of time."""
+        """Return the steps of the backward in order of time."""
         first = [PlacedSegment("backward of the loss", self.head.program.backward, self.head)]
         middle = [
             PlacedSegment(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)
@@ -146,7 +146,7 @@ class MicroStep:
 def micro_step(
     architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
 ) -> MicroStep:
-    """Trace the distinct blocks once; `styles` has one entry per layer."""
+    """Trace each distinct block once; `styles` has one entry per layer."""
     blocks = []
     known: dict[tuple[int, int], Program] = {}
     for i, (layer, style) in enumerate(zip(architecture.layers, styles, strict=True)):
@@ -165,7 +165,7 @@ def micro_step(
 
 
 class SizeMeter:
-    """Evaluates sizes for one batch: each basis, each segment and each stretch once."""
+    """The sizes of one batch in bytes; each basis, segment and stretch is evaluated once."""
 
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
@@ -174,7 +174,7 @@ class SizeMeter:
         self.peaks: dict[Stretch, Peak] = {}
 
     def bytes(self, size: Size) -> int:
-        """`size` in bytes."""
+        """Return `size` in bytes."""
         total = 0
         values = self.values
         for basis, coefficient in size.items():
@@ -185,7 +185,7 @@ class SizeMeter:
         return total
 
     def top(self, segment: Segment) -> tuple[int, int, int]:
-        """The highest level inside a segment above its start, the index of its event, and what the segment leaves."""
+        """Return a segment's highest level above its start, the index of its event, and what the segment leaves."""
         best, at = 0, -1
         for size, index in segment.peaks:
             height = self.bytes(size)
@@ -197,7 +197,7 @@ class SizeMeter:
 
 @lru_cache(maxsize=256)
 def meter_of(dims: Dims) -> SizeMeter:
-    """One meter for all recipes of a batch: they share most segments."""
+    """Return the one meter for all recipes of a batch, which share most segments."""
     return SizeMeter(dims)
 
 
@@ -213,23 +213,23 @@ class Peak:
 
     @property
     def steps(self) -> Sequence[PlacedSegment]:
-        """Those completed before."""
+        """Return the steps completed before the peak."""
         return self.stretch.steps[: self.done]
 
     @property
     def step(self) -> PlacedSegment | None:
-        """The one it is reached in."""
+        """Return the step in which the peak is reached; None: before it."""
         return None if self.event is None else self.stretch.steps[self.done]
 
     @property
     def by_role(self) -> Mapping[Role, Size]:
-        """What is alive at the peak, by role, as sizes."""
+        """Return what is alive at the peak, by role."""
         return _alive(self.stretch, self.done, self.event)
 
 
 @lru_cache(maxsize=4096)
 def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size]:
-    """What `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
+    """Return what `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
     total: dict[Role, dict[Basis, int]] = {}
     for segment, times in Counter(step.segment for step in stretch.steps[:done]).items():
         for role, size in segment.left_by_role.items():
@@ -242,7 +242,7 @@ def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size
 
 
 def fold(stretch: Stretch, meter: SizeMeter) -> Peak:
-    """The peak of a stretch; folded once for each meter."""
+    """Return the peak of a stretch; it is folded once for each meter."""
     known = meter.peaks.get(stretch)
     if known is None:
         known = meter.peaks[stretch] = _folded(stretch, meter)

@@ -24,25 +24,28 @@ from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
-REDUCE = -1  # size of what is no tensor but the moment of a reduction
+REDUCE = -1  # a size that stands for the moment of a reduction, not for a tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
-    """Bytes of weights that are gathered together; of one GPU where it says so."""
+    """Weights that are gathered together, in bytes; a field is of one GPU where it says so."""
 
-    whole: tuple[int, ...]  # of every weight, on its way to the card
-    shares: tuple[int, ...]  # of them as stored, on one GPU
+    whole: tuple[int, ...]  # of every weight, as it is loaded
+    shares: tuple[int, ...]  # of every weight as stored, on one GPU
     gathered: tuple[int, ...]
-    cast: int  # of one GPU's share in the dtype that is sent, where that is another
+    cast: int  # of one GPU's share cast to the dtype that is sent; 0 where it is stored in that
     reduced: int  # of the whole gradients
-    received: int  # of one GPU's part of them
-    kept: int  # of it in the dtype of the weights
+    received: int  # of one GPU's part of the gradients as reduced; 0 where that is kept
+    kept: int  # of that part in the dtype of the weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGroups:
-    """Those of a model. Tied, the first one is both ends of it and there is no last; the root is what no other holds."""
+    """FSDP groups of a model. With tied embeddings `first` holds embedding and head, and `last` is None.
+
+    `root` holds every parameter not in another group.
+    """
 
     root: ShardGroup
     first: ShardGroup
@@ -51,7 +54,7 @@ class ModelGroups:
 
 
 def fsdp2_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Reserved bytes by phase on a fresh allocator, with the pools of the streams beside it."""
+    """Yield reserved bytes by phase: those of a fresh allocator and of the pools of the other streams."""
     groups = groups_of(account)
     gathering, reducing = PlainAllocator(), PlainAllocator()
 
@@ -70,7 +73,7 @@ def fsdp2_reserved(account: Account, allocator: Allocator | QuickAllocator) -> I
 
 
 def groups_of(account: Account) -> ModelGroups:
-    """The groups of a run."""
+    """Return the groups of a run."""
     a, r = account.architecture, account.recipe
     made: dict[int, ShardGroup] = {}
     names = adapted(a, r.lora_targets) if r.method != "full" else frozenset()
@@ -113,7 +116,7 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 
 
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
-    """Every group comes whole and is cut; accelerate holds both ends until it is done. 4-bit weights come all at once."""
+    """Load every group whole and shard it; accelerate holds embedding and head until the end. 4-bit: all at once."""
     if account.recipe.method == "qlora":
         _load_quantised(account, groups, memory)
         return
@@ -135,7 +138,7 @@ def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
 
 
 def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None:
-    """Every rank reads all 4-bit weights, group after group, before they are cut."""
+    """Load all 4-bit weights on every rank, group after group, before they are sharded."""
     memory.free(memory.malloc(account.warmup))
     every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
     passing = account.static.passing
@@ -154,7 +157,7 @@ def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None
 
 
 def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
-    """The passes of one step, each of which reduces its gradients, then the step itself."""
+    """Play the passes of one step, each of which reduces its gradients, then the optimizer step."""
     memory, gathering, reducing = memories
     s, gpus = account.static, account.recipe.num_gpus
     gradients: dict[ShardGroup, Any] = {}
@@ -176,14 +179,14 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any],
 
 
 def _save(groups: ModelGroups, memory: Heap) -> None:
-    """A full state dict gathers one weight after the other."""
+    """Gather one weight after the other, as a full state dict does."""
     for group in (groups.first, groups.blocks[0], groups.last):
         for size in group.whole if group else ():
             memory.free(memory.malloc(size))
 
 
 def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any]) -> None:
-    """Two batches; what no forward lets go of stays whole for the second."""
+    """Evaluate two batches; groups that the first forward does not reshard stay whole for the second."""
     memory, gathering, reducing = memories
     left: dict[ShardGroup, list[Any]] = {}
     for _ in range(2):
@@ -195,14 +198,14 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, A
 
 
 class _Reducing:
-    """The default stream's memory, which hears when gradients are reduced."""
+    """The default stream's heap, which calls `reduce` where the program reduces gradients."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.free = memory, memory.free
         self.reduce: Callable[[], None] = lambda: None
 
     def malloc(self, size: int) -> Any:
-        """As the memory does."""
+        """Allocate; a size of REDUCE is no allocation but the moment of a reduction."""
         return self.memory.malloc(size) if size != REDUCE else self.reduce()
 
 
@@ -222,7 +225,7 @@ class _Pass(Pass):
     sums: dict[ShardGroup, Any] = field(default_factory=dict)  # reduced gradients
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Bytes by local id; what comes out of a reduction lies on a stream of its own."""
+        """Return the bytes by local id; the outputs of a reduction lie on another stream and count 0 here."""
         sizes = Pass.sizes_of(self, program)
         for local, label in program.labels.items():
             if label in REDUCED or label == REDUCTION:
@@ -230,7 +233,7 @@ class _Pass(Pass):
         return sizes
 
     def run(self, workspace: int) -> None:
-        """Play the pass; the last reduce-scatter's input goes at its end."""
+        """Play the pass; the last reduce-scatter's input is freed at its end."""
         if self.groups.root not in self.whole:
             self._gather(self.groups.root)
             self._copy_out(self.groups.root)
@@ -302,7 +305,7 @@ class _Pass(Pass):
         self.whole[group] = [self.memory.malloc(size) for size in group.gathered]
 
     def _reduce(self, group: ShardGroup) -> None:
-        """The weights are let go of, then the gradients copied together, reduced and cast, and added to earlier ones."""
+        """Free the gathered weights, then copy the gradients together, reduce, cast and add them to earlier ones."""
         if group is self.groups.first:
             self._reduce(self.groups.root)
         self._drop(group)
@@ -330,7 +333,7 @@ class _Pass(Pass):
 
 
 def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Reserved bytes after the first step, a later one and an evaluation, on a fresh allocator."""
+    """Yield reserved bytes after the first step, a later one and an evaluation, on a fresh allocator."""
     share = account.share
     for size in _lasting(account):
         allocator.malloc(size)
@@ -345,18 +348,18 @@ def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) 
 
 
 class _Streams:
-    """What streams beside the default one cache: gathered weights on one, reduced gradients on another."""
+    """The pools of the other streams: gathered weights on one, reduced gradients on another."""
 
     def __init__(self) -> None:
         self.gathering, self.reducing = PlainAllocator(), PlainAllocator()
-        self.beside = 0  # what stays, and what no bucket holds
+        self.beside = 0  # reduced bytes beyond the largest bucket
 
     @property
     def reserved(self) -> int:
         return self.gathering.reserved_peak + self.reducing.reserved_peak + self.beside
 
     def play(self, share: Share) -> None:
-        """One pass."""
+        """Play one pass."""
         streams = share.streams
         if streams is None:
             return
@@ -376,14 +379,14 @@ class _Streams:
 
 
 def _lasting(account: Account) -> list[int]:
-    """What is there from loading on, as DeepSpeed flattens it."""
+    """Return the tensors that exist from loading on, as DeepSpeed flattens them."""
     share = account.share
     gradients = share.gradients if share.lasting_gradients else 0
     return [share.weights, share.master, gradients, share.buckets, account.static.buffers]
 
 
 def _deepspeed_step(account: Account, memory: Heap, *, states: bool) -> None:
-    """The passes of one step, then the step itself, which makes the optimizer's states the first time."""
+    """Play the passes of one step, then the optimizer step, which makes the states the first time."""
     gradients: list[Any] = []
     for number in range(1 if account.released else min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A whole run: the load weight by weight, then optimizer steps built from unrolled passes, on an allocator or a tape."""
+"""A whole run: loading weight by weight, then optimizer steps of unrolled passes, on an allocator or onto a tape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memfit.nouns.tape import Phase, Tape
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a run does, in bytes; `owners` and `state_owners` are the names of `stored` and `states`, where they matter."""
+    """What a run does, in bytes; `owners` and `state_owners` name `stored` and `states`, for a tape."""
 
     stored: Sequence[Stored]
     states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step

@@ -68,7 +68,7 @@ def named(heap: Heap) -> Callable[[int, Role, str], Any]:
 
 @dataclass(slots=True)
 class Pass:
-    """One forward and backward being played on a memory."""
+    """One forward and backward, played on a heap."""
 
     memory: Heap
     meter: SizeMeter
@@ -104,7 +104,7 @@ class Pass:
                 self.memory.free(live.pop(held, None))
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Bytes by local id."""
+        """Return the bytes of a program's tensors by their local ids."""
         return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""A history played forwards on the model, for what it does not record: calls of empty_cache() and ages of segments.
+"""Play a history forwards on the model to find what it does not record: calls of empty_cache() and ages of segments.
 
 The allocator gives segments back by itself only to make room: when no cached block fits the next request and the driver
 has not got what it asks for. What was given back without need was a call. From torch 2.13 on the older segment wins
@@ -22,7 +22,7 @@ MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the nex
 
 
 def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings, torch: Torch) -> Tape:
-    """The tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
+    """Return the tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
 
     `addresses` are where the recorded allocator put each allocation, by id. (A memory fraction is not recorded, so what
     garbage collection gave back reads as a call.)
@@ -48,7 +48,7 @@ def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings,
 
 @dataclass
 class _Round:
-    """One play of the history; it stops at a `surprise`: (the segment that was chosen, the one the model took instead)."""
+    """One play of the history, which stops at a `surprise`: (the segment that was chosen, the one the model took)."""
 
     tape: Tape
     addresses: Mapping[int, int]
@@ -69,7 +69,7 @@ class _Round:
                 self.events.append(EmptyCache())
                 allocator.empty_cache()
             self.events.append(event)
-            if type(event) is Alloc and isinstance(block, OutOfMemory):  # the model has lost its way: no more calls
+            if type(event) is Alloc and isinstance(block, OutOfMemory):  # the model went another way: no more calls
                 self.events += tape.events[index + 1 :]
             elif type(event) is Alloc and isinstance(block, Block) and event.id in self.addresses:
                 self.surprise = self._surprised(block, self.addresses[event.id], heads, allocator)
@@ -79,7 +79,7 @@ class _Round:
     def _surprised(
         self, block: Block, recorded: int, heads: list[int], allocator: Allocator
     ) -> tuple[Segment, Segment] | None:
-        """Return the start's segment that holds the `recorded` address, and the other one in which the model's block is."""
+        """Return the start's segments with the `recorded` address and with the model's block, where they differ."""
         here = bisect_right(heads, block.addr) - 1
         start = self.tape.start
         if here == len(heads) - 1 and block.addr >= heads[-1] + _size(start[-1]):
@@ -96,7 +96,7 @@ def _size(segment: Segment) -> int:
 
 
 def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int) -> bool:
-    """Were the segments from `index` on given back without need?"""
+    """Return whether the segments from `index` on were given back without need."""
     first = events[index]
     while index < len(events) and type(events[index]) is SegmentFree:
         index += 1

@@ -25,7 +25,7 @@ PROTOCOL = 4  # what torch writes
 
 
 def snapshot_pickle(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> bytes:
-    """The pickle of a `snapshot`."""
+    """Return the pickle of a `snapshot`."""
     return pickle.dumps(snapshot(tape, settings, torch, capacity), protocol=PROTOCOL)
 
 
@@ -33,10 +33,10 @@ def snapshot(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None,
     stacks: Mapping[int, Stack] | None = None, failed: Iterable[Stack] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never).
+    """Return a snapshot as plain data; it ends where memory runs out on a card with `capacity` bytes (None: never).
 
-    stacks: of allocations by id, from the first that was recorded; what came before is not in the history then. failed:
-    of the requests that failed, in order.
+    stacks: those of allocations by id; what came before the first of them is then not in the history.
+    failed: those of the requests that failed, in order.
     """
     writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
     writer.play(tape)
@@ -49,7 +49,7 @@ def snapshot(
 
 
 class _Writer:
-    """The trace being written while the allocator is played; one microsecond per event."""
+    """Writes the trace while the tape is played; one microsecond per entry."""
 
     def __init__(
         self, allocator: Allocator, expandable: bool, stacks: Mapping[int, Stack], failed: Iterable[Stack]
@@ -95,7 +95,7 @@ class _Writer:
                 self._freed(-1)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Every contiguous mapped range, by address, its blocks without holes between them."""
+        """Return every contiguous mapped range, by address, its blocks without holes between them."""
         found: list[dict[str, Any]] = []
         for chain in self.allocator.blocks():
             fresh = True
@@ -154,7 +154,7 @@ class _Writer:
         )  # fmt: skip
 
     def _segments(self, stream: int = 0) -> None:
-        """What the allocator gave back to the driver and took from it, the latter for `stream`, since the last event."""
+        """Write what the allocator gave back to the driver, and took from it for `stream`, since the last event."""
         for call in self.allocator.driver_calls:
             takes = isinstance(call, SegmentAlloc)
             action = self.takes if takes else self.gives
@@ -177,7 +177,7 @@ class _Writer:
         return [{"name": owner.label or owner.role, "filename": owner.role, "line": 0}] if owner else []
 
     def _mark(self, name: str) -> None:
-        """An annotation lasts until the next one."""
+        """Begin an annotation, which lasts until the next one."""
         now = len(self.trace)
         if self.annotations:
             self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": now})
@@ -190,7 +190,8 @@ class _Writer:
         self.trace.append(
             {
                 "action": "oom", "device_free": error.device_free, "size": error.requested, "stream": 0,
-                "time_us": len(self.trace), "frames": next(self.failed, []) if self.stacks else frames, "category": "unknown",
+                "time_us": len(self.trace), "frames": next(self.failed, []) if self.stacks else frames,
+                "category": "unknown",
             }
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A Tape as the noun Memory: played to its out-of-memory, or to the instant at which most was alive."""
+"""Read a Tape as the noun Memory: play it to its out-of-memory, or to the instant at which most was alive."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place 
 
 
 def memory_of(tape: Tape) -> Memory:
-    """What the card held when memory ran out, or when most was alive."""
-    torch, settings = made_with(tape)
-    last = _instant(tape)
-    event = tape.events[last] if last >= 0 else None
-    failure = event if isinstance(event, Oom) else None
-    capacity = room_of(tape)
-    play = _Play(Allocator(capacity if failure else None, settings, torch), tape)
-    asked = play.through(tape.events[: last + 1])
-    allocator = play.allocator
+    """Return what the card held when memory ran out, or when most was alive."""
+    history, asked = _played(tape)
+    allocator, label = history.allocator, history.failure.label if history.failure else ""
     return Memory(
-        allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
-        play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
-        settings.expandable_segments, failure.label if failure else "",
-        tuple(play.trained), play.batch, tuple(sorted(play.caught)), play.scale(failure.label if failure else "", asked),
+        allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
+        history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
+        allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
+        tuple(sorted(history.caught)), history.growth(label, asked),
     )  # fmt: skip
 
 
 def segments_of(tape: Tape) -> tuple[Segment, ...]:
-    """The segments at the same instant, each with what lay in it."""
-    torch, settings = made_with(tape)
-    last = _instant(tape)
-    failed = isinstance(tape.events[last], Oom) if last >= 0 else False
-    capacity = room_of(tape) if failed else None
-    play = _Play(Allocator(capacity, settings, torch), tape)
-    play.through(tape.events[: last + 1])
-    there = {id(block): play.owner[number][0] for number, block in play.live.items() if number in play.owner}
+    """Return the segments at the same instant, each with what lay in it."""
+    history, _ = _played(tape)
+    there = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
     return tuple(
         Segment(
-            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, settings.expandable_segments,
+            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, history.allocator.settings.expandable_segments,
             tuple(Piece(block.size, there.get(id(block)), block.state != UNMAPPED) for block in chain),
         )
-        for chain in play.allocator.blocks()
+        for chain in history.allocator.blocks()
     )  # fmt: skip
 
 
+def _played(tape: Tape) -> tuple[_History, int]:
+    """Play a tape to its `_instant`; returns also the bytes of the request that failed there, 0 when none did."""
+    torch, settings = made_with(tape)
+    last = _instant(tape)
+    event = tape.events[last] if last >= 0 else None
+    failure = event if isinstance(event, Oom) else None
+    history = _History(Allocator(room_of(tape) if failure else None, settings, torch), tape, failure)
+    return history, history.through(tape.events[: last + 1])
+
+
 def _instant(tape: Tape) -> int:
-    """The index of the last out-of-memory; without one, of the event after which most bytes were alive; -1: none."""
+    """Return the index of the last out-of-memory, else of the event after which most bytes were alive; -1: none."""
     live = {alloc.id: alloc.size for alloc in alive_at_start(tape.start)}
     total = most = sum(live.values())
     oom = -1
@@ -69,11 +68,11 @@ def _instant(tape: Tape) -> int:
     return oom if oom >= 0 else best
 
 
-class _Play:
-    """The replay, with every live tensor's birth."""
+class _History:
+    """A tape being played: every live tensor with the pass it was made in, and the passes so far."""
 
-    def __init__(self, allocator: Allocator, tape: Tape) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: Allocator, tape: Tape, failure: Oom | None) -> None:
+        self.allocator, self.failure = allocator, failure
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
         self.start = tape.start
         self.first = set(self.owner)  # there before the first event
@@ -86,7 +85,7 @@ class _Play:
         self.batch = 0  # bytes made for the pass under way before it began
         self.caught: set[int] = set()  # passes in which a request failed, and the run went on
         self.sizes: dict[str, int] = {}  # label -> largest tensor made there in the pass under way
-        self.before: dict[str, int] = {}  # the same of all passes before it
+        self.before: dict[str, int] = {}  # label -> largest tensor of all passes before it
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
@@ -120,7 +119,7 @@ class _Play:
         if mark.instant.startswith("forward"):
             self.batch, self.low = self.allocator.requested - self.low if self.low >= 0 else 0, -1
             if self.floors:
-                self._measured()
+                self._end_pass()
             self.floors.append(self.allocator.requested)
             self.peaks.append(self.allocator.requested)
             self.evals.append(mark.phase == "eval")
@@ -128,21 +127,21 @@ class _Play:
         if mark.instant == "backward" and self.trained:
             self.trained[-1] = True
 
-    def _measured(self) -> None:
-        """A pass is over: the next is measured by it as well."""
+    def _end_pass(self) -> None:
+        """End a pass: the largest tensors of later ones are compared with its own too."""
         for label, size in self.sizes.items():
             self.before[label] = max(self.before.get(label, 0), size)
         self.sizes = {}
 
-    def scale(self, asker: str, asked: int) -> float:
-        """How many times as large as in any pass before are the tensors of this one, at the places where both made some."""
+    def growth(self, asker: str, asked: int) -> float:
+        """Return how many times larger this pass's tensors are than those of any before, where both made some."""
         now = self.sizes | {asker: max(asked, self.sizes.get(asker, 0))}
         both = [label for label in now if label and self.before.get(label)]
         there = sum(self.before[label] for label in both)
         return sum(now[label] for label in both) / there if there else 1.0
 
     def groups(self) -> tuple[Group, ...]:
-        """Who is alive, the largest first."""
+        """Return what is alive by role and label, the largest first."""
         turn = len(self.floors) - 1
         found: dict[tuple[Part, str], list[tuple[int, int, int]]] = {}
         for alloc, born, part in self.owner.values():

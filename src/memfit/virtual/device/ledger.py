@@ -1,4 +1,4 @@
-"""The ledger of a virtual card: every storage's birth and death, played through the exact allocator as it happens."""
+"""The ledger of a virtual card: every allocation and free, done to the exact allocator as it happens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` and `streams` are those of `memfit.allocator.compact`.
+    """Everything a card's allocator did: `ops` and `streams` are those of `memfit.allocator.compact`.
 
-    labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
-    allocation at an address that a tensor shows.
+    Allocations are numbered from 0. labels, places: what made each allocation, and where. marks: (position in `ops`,
+    phase, instant). `number_at` finds the live allocation at an address that a tensor shows.
     """
 
     allocator: Allocator
@@ -75,12 +75,12 @@ class Ledger:
             self.blocks[number] = None
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache(), which a replay repeats."""
+        """Do and record torch.cuda.empty_cache()."""
         self.ops.append(EMPTY_CACHE)
         self.allocator.empty_cache()
 
     def record_stream(self, address: int, stream: int) -> None:
-        """The allocation at an address is used on `stream` too."""
+        """Record that the allocation at an address is used on `stream` too."""
         number = self.number_at.get(address)
         if number is not None and stream != self.streams.get(number, 0):
             self.ops.append(use(number, stream))
@@ -88,30 +88,30 @@ class Ledger:
             self.allocator.record_stream(self.blocks[number], stream)
 
     def address(self, number: int) -> int:
-        """The address of a live allocation; 0 for one of no bytes."""
+        """Return the address of a live allocation; 0 for one of no bytes."""
         block = self.blocks[number]
         return 0 if block is None else BASE + block.addr
 
     def size_at(self, address: int) -> int:
-        """Requested bytes of the live allocation at an address; 0 if there is none."""
+        """Return the requested bytes of the live allocation at an address; 0 if there is none."""
         number = self.number_at.get(address)
         block = None if number is None else self.blocks[number]
         return 0 if block is None else block.requested
 
     def describe(self, address: int, label: str) -> None:
-        """Say what the allocation at an address is for, whatever made it."""
+        """Label the allocation at an address by what it is for, whatever made it."""
         number = self.number_at.get(address)
         if number is not None:
             self.labels[number] = label
 
     def rename(self, address: int, label: str) -> None:
-        """Say what the allocation at an address turned out to be made by."""
+        """Label an UNNAMED allocation at an address by the operator that turned out to fill it."""
         number = self.number_at.get(address)
         if number is not None and self.labels[number] == UNNAMED:
             self.labels[number] = label
 
     def events(self, named: Callable[[int], tuple[Role, str]]) -> Iterator[Event]:
-        """Return what happened as a Tape has it; `named` gives the role and the label of an allocation."""
+        """Yield the events of a Tape; `named` gives the role and the label of an allocation by its number."""
 
         def born(number: int, size: int) -> Alloc | Oom:
             if number in self.refused:
