@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memfit.allocator.compact import to_ops
 from memfit.allocator.replay import Timeline, replay, retrace
-from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity_of
+from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Judgement, Verdict
@@ -71,7 +71,7 @@ def capacity(
     def smallest_of(settings: AllocSettings) -> int:
         """Return 0 where no card is large enough, because the memory fraction is 0."""
         try:
-            return smallest_capacity_of(ops, streams, settings, torch=torch, start=tape.start)
+            return smallest_capacity(ops, streams, settings, torch=torch, start=tape.start)
         except NoCapacity:
             return 0
 

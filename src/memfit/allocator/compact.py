@@ -1,4 +1,4 @@
-"""The compact form of a tape, for speed: one integer for each event, and the allocator run on them.
+"""The compact form of a tape, for speed: one integer for each event.
 
     n >= 0        allocates n bytes; allocations are numbered from 0 in their order
     ~k            frees allocation k, so -1 frees the first
@@ -6,31 +6,21 @@
     use(k, s)     record_stream of allocation k on stream s
 
 `streams` names the allocations that are not on stream 0, by number. `to_ops` makes this form of a tape's events,
-`to_events` makes events of it.
+`to_events` makes events of it, `play_ops` does it to an allocator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from memfit.allocator import QUICK, Allocator, QuickAllocator
 from memfit.allocator.player import alive_at_start, bad_event
-from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, Segment
 
 ONE_STREAM: Mapping[int, int] = {}
 NOBODY = -1  # stands in `streams` for a tape with a `use`, whose allocations may all be on stream 0
 EMPTY_CACHE = -(1 << 62)
 _STREAM_BITS = 64  # bits of the stream in a `use`, so that every `use` is below EMPTY_CACHE
-
-
-class Peaks(NamedTuple):
-    """The highest of each level over a run, in bytes."""
-
-    requested: int
-    allocated: int
-    reserved: int
 
 
 def use(number: int, stream: int) -> int:
@@ -107,50 +97,6 @@ def to_events(
         elif ~op not in refused:
             yield Free(~op)
     yield from at.get(len(ops), ())
-
-
-def run(
-    ops: Sequence[int],
-    *,
-    capacity: int | None = None,
-    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
-    torch: Torch = LATEST_TORCH,
-    streams: Mapping[int, int] = ONE_STREAM,
-) -> Peaks:
-    """Run operations on a card with `capacity` bytes (None: any number) and return the highest of each level.
-
-    Raises OutOfMemory where the card would; IndexError or ValueError for a free of what is not allocated.
-    """
-    if settings in QUICK and torch == LATEST_TORCH and not streams:
-        return _run_quick(ops, QUICK[settings](capacity))
-    allocator = Allocator(capacity, settings, torch)
-    play_ops(allocator, ops, streams, [])
-    return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
-
-
-def _run_quick(ops: Sequence[int], allocator: QuickAllocator) -> Peaks:
-    """Run on an allocator that counts no requests and does not notice a second free."""
-    malloc, free = allocator.malloc, allocator.free
-    blocks: list[int | None] = []
-    sizes: list[int] = []
-    requested = peak = 0
-    for op in ops:
-        if op >= 0:
-            blocks.append(malloc(op))
-            sizes.append(op)
-            requested += op
-            if requested > peak:
-                peak = requested
-        elif op != EMPTY_CACHE:
-            block = blocks[~op]
-            if block is None:
-                raise ValueError(f"allocation {~op} is not allocated")
-            free(block)
-            blocks[~op] = None
-            requested -= sizes[~op]
-        else:
-            allocator.empty_cache()
-    return Peaks(peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
 def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:

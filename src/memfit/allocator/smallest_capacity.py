@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
 from memfit.allocator.blocks import K_SMALL_BUFFER
-from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
+from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops
 from memfit.allocator.player import begun
 from memfit.allocator.quick import LARGE_SEGMENT, SMALL, ExpandablePool, QuickAllocator, SegmentPool
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
-from memfit.nouns.tape import Event, Segment
+from memfit.nouns.tape import Segment
 from memfit.units import MIB
 
 
@@ -34,18 +34,6 @@ Try = Callable[[int | None, int], Attempt]  # capacity (None: any), one that is 
 
 
 def smallest_capacity(
-    events: Iterable[Event],
-    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
-    granularity: int = 2 * MIB,
-    torch: Torch = LATEST_TORCH,
-    start: Sequence[Segment] = (),
-) -> int:
-    """Return the smallest multiple of `granularity` bytes that the tape runs on: one granule less runs out."""
-    ops, streams = to_ops(events, start)
-    return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
-
-
-def smallest_capacity_of(
     ops: Sequence[int],
     streams: Mapping[int, int] = ONE_STREAM,
     settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
@@ -53,9 +41,9 @@ def smallest_capacity_of(
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """Return the `smallest_capacity` of a tape in its compact form. Raises NoCapacity if none suffices.
+    """Return the smallest multiple of `granularity` bytes that a tape in its compact form runs on.
 
-    A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
+    Raises NoCapacity if none suffices. A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
     just below it does not.
     """
     if settings in QUICK and torch == LATEST_TORCH and not streams and not start:

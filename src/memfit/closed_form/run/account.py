@@ -369,12 +369,6 @@ def _named(peak: Peak) -> str:
     return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
 
 
-def with_profile(account: Account, **changes: Any) -> Account:
-    """The same account under a changed trainer row."""
-    profile = replace(account.trainer, **changes)
-    return Account(account.architecture, account.recipe, account.gpu, account.padded, profile)
-
-
 # ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------
 
 # stacked experts that are stored as they are; all others transformers stores expert by expert (conversion_mapping.py)
