@@ -126,7 +126,7 @@ def test_a_run_that_died_of_an_out_of_memory_promises_no_card(after: tuple[Event
     assert ("at least" in said["smallest:"], bool(said["note:"])) == (died, died)
 
 
-# --- events besides births and deaths ----------------------------------------------------------------------------------
+# --- events besides births and deaths --------------------------------------------------------------------------------
 
 
 def test_empty_cache_gives_back_what_is_free() -> None:
@@ -159,7 +159,7 @@ def test_the_recorded_program_went_on_after_its_out_of_memory() -> None:
     assert (allocator.num_ooms, allocator.allocated) == (1, 60 * MIB)
 
 
-# --- what a tape began with --------------------------------------------------------------------------------------------
+# --- what a tape began with ------------------------------------------------------------------------------------------
 
 START = (
     Segment(

@@ -1,4 +1,4 @@
-"""The byte account against recorded runs of PyTorch's CUDA build: requested bytes of the second step, phase by phase."""
+"""The byte account against recorded runs of PyTorch's CUDA build: requested bytes of the second step, by phase."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def recipe_of(case: dict[str, Any], model: Architecture) -> Recipe:
         quantization="nf4-double" if qlora else "none",
         lora_rank=int(case["tune"].split("_")[0].removeprefix("q").removeprefix("lora")) if lora else 16,
         lora_targets=("all-linear",) if "all" in case["tune"] else default,
-        lora_dropout=case["lora_dropout"], optimizer=OPTIMIZERS.get(case["optim"], case["optim"]), micro_batch=case["mb"],
+        lora_dropout=case["lora_dropout"], optimizer=OPTIMIZERS.get(case["optim"], case["optim"]),
+        micro_batch=case["mb"],
         accumulation=case["accum"], sequence_length=case["seq"],
         checkpointing=CHECKPOINTING.get(case["ckpt"], "full") if prepared else "none", attention=case["attn"],
         loss="fused" if case["method"] == "sft" else "full",

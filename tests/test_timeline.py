@@ -26,7 +26,8 @@ SETTINGS = {"plain": AllocSettings(), "expandable": AllocSettings(expandable_seg
 TORCH = (2, 13)
 TAPE = Tape(
     (Mark("load", "weights"), Alloc(1, 40 * MIB, "parameters", "layers.0.weight"), Mark("first_step", "forward"),
-     Alloc(2, 5 * MIB, "activations", "layers.0 <output>", stream=1), Alloc(3, 700, "temporaries"), Free(3), Free(2), EmptyCache(),
+     Alloc(2, 5 * MIB, "activations", "layers.0 <output>", stream=1), Alloc(3, 700, "temporaries"), Free(3), Free(2),
+     EmptyCache(),
      Mark("step", "forward"), Alloc(4, 30 * MIB, "gradients", "</script><b>")),
     "traced",
 )  # fmt: skip

@@ -43,8 +43,8 @@ def smallest_capacity(
 ) -> int:
     """Return the smallest multiple of `granularity` bytes that a tape in its compact form runs on.
 
-    Raises NoCapacity if none suffices. A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
-    just below it does not.
+    Raises NoCapacity if none suffices. The search is a bisection: a run may also fit on some still smaller card,
+    because retries shuffle the segments, but on the one just below it does not.
     """
     if settings in QUICK and torch == LATEST_TORCH and not streams and not start:
         attempt: Try = SharedBeginning(ops, expandable_segments=settings.expandable_segments)

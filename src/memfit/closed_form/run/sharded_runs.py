@@ -163,8 +163,8 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any],
     gradients: dict[ShardGroup, Any] = {}
     for number in range(min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
-        one = _Pass(
-            memory=_Reducing(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
+        one = _ShardedPass(
+            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             early=account.trainer.head(account.recipe.loss) == "fused",
         )  # fmt: skip
@@ -190,14 +190,14 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, A
     memory, gathering, reducing = memories
     left: dict[ShardGroup, list[Any]] = {}
     for _ in range(2):
-        one = _Pass(
-            memory=_Reducing(memory), meter=account.meter, micro=account.micro(train=False),
+        one = _ShardedPass(
+            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
         )  # fmt: skip
         one.run(0)
 
 
-class _Reducing:
+class _ReducingHeap:
     """The default stream's heap, which calls `reduce` where the program reduces gradients."""
 
     def __init__(self, memory: Any) -> None:
@@ -210,10 +210,10 @@ class _Reducing:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pass(Pass):
+class _ShardedPass(Pass):
     """A pass that gathers each group before it is used and reduces its gradients after it."""
 
-    memory: _Reducing
+    memory: _ReducingHeap
     groups: ModelGroups
     gathering: Heap
     reducing: Heap

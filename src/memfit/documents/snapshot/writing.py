@@ -38,7 +38,7 @@ def snapshot(
     stacks: those of allocations by id; what came before the first of them is then not in the history.
     failed: those of the requests that failed, in order.
     """
-    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
+    writer = _SnapshotWriter(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
     writer.play(tape)
     return {
         "segments": writer.segments(),
@@ -48,7 +48,7 @@ def snapshot(
     }
 
 
-class _Writer:
+class _SnapshotWriter:
     """Writes the trace while the tape is played; one microsecond per entry."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The plain allocator against the full one: the same levels after every operation, whatever is asked."""
+"""The quick allocators against the full one: the same levels after every operation."""
 
 from __future__ import annotations
 
