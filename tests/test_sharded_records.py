@@ -1,7 +1,8 @@
 """FSDP2 and DDP against recorded runs of PyTorch's CUDA build, rank 0 of 2 to 64.
 
-Compared are requested and reserved bytes of a step. Recorded from a hand-written loop that wraps the model as accelerate 1.15 does: blocks, embedding, and (norm, head) in
-groups of their own, 16-bit parameters and reductions; such a loop holds its loss, and with it the graph's input.
+Compared are requested and reserved bytes of a step. The recorded loop is written by hand and wraps the model as
+accelerate 1.15 does: blocks, embedding, and (norm, head) in groups of their own, 16-bit parameters and reductions; such
+a loop holds its loss, and with it the graph's input.
 """
 
 from __future__ import annotations
