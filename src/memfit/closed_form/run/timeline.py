@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.micro_step import MicroStep, SizeMeter
 from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
@@ -19,22 +17,6 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Tape
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a run does, in bytes; `owners` and `state_owners` name `stored` and `states`, for a tape."""
-
-    stored: Sequence[Stored]
-    states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step
-    step_groups: Sequence[tuple[int, ...]]  # temporaries of one optimizer step, see Optimizer.step_temporaries
-    workspace: int
-    batch: int  # bytes of one tensor of token ids
-    warmup: int = 0  # bytes asked for and freed before the first weight arrives
-    accumulation: int = 1
-    steps: int = 2
-    owners: Sequence[str] = ()
-    state_owners: Sequence[str] = ()
-
-
 def replayable(recipe: Recipe) -> bool:
     """Return whether the run is unrolled tensor by tensor; of several cards and of DeepSpeed only sums are known."""
     return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
@@ -42,46 +24,36 @@ def replayable(recipe: Recipe) -> bool:
 
 def played(account: Account, heap: Heap) -> Iterator[Phase]:
     """Play the run's own allocations on `heap`: load, first step, later step; yields each at its end."""
-    s, r = account.static, account.recipe
-    passes = 1 if account.released else r.accumulation
-    schedule = Schedule(
-        s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, account.warmup, passes
-    )
-    if isinstance(heap, TapeWriter):
-        schedule = replace(schedule, owners=_owners(account), state_owners=_state_owners(account))
-    return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, heap)
-
-
-def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: SizeMeter, heap: Heap) -> Iterator[Phase]:
-    """Play load, first step and later step on `heap`, yielding each at its end. `later` adds to existing gradients."""
-    malloc = named(heap)
+    static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
-    heap.free(malloc(schedule.warmup, "temporaries", "cache warmed for the weights"))
-    load(schedule.stored, heap, schedule.owners)
+    heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
+    load(static.stored, heap, _owners(account) if writer else ())
     yield "load"
     batch: list[Any] = []
-    for number in range(schedule.steps):
+    phases: tuple[Phase, Phase] = ("first_step", "step")
+    for phase in phases:
         gradients: list[Any] = []
-        for micro in range(min(schedule.accumulation, 2)):
+        for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
             if writer:
-                writer.instant(f"forward{', later micro-batch' if micro else ''}")
-            fresh = [malloc(schedule.batch, "temporaries", "batch of token ids") for _ in range(3)]
+                writer.instant(f"forward{', later micro-batch' if later else ''}")
+            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
             for old in batch:
                 heap.free(old)
             batch = fresh
-            one = Pass(heap, meter, later if micro else first)
-            one.run(schedule.workspace if number == 0 and micro == 0 else 0)
+            one = Pass(heap, account.meter, account.micro(accumulating=later))
+            one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
         if writer:
             writer.instant("optimizer step")
-        if number == 0:
-            for group, owner in zip(schedule.states, chain(schedule.state_owners, repeat("")), strict=False):
+        if phase == "first_step":
+            owners = _state_owners(account) if writer else ()
+            for group, owner in zip(static.state_tensors, chain(owners, repeat("")), strict=False):
                 for place, size in enumerate(group, 1):
                     malloc(size, "optimizer_states", f"{owner} state {place}")
-        optimizer_step(schedule.step_groups, heap)
+        optimizer_step(static.step_groups, heap)
         for gradient in gradients:
             heap.free(gradient)
-        yield "first_step" if number == 0 else "step"
+        yield phase
 
 
 def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
