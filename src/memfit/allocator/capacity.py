@@ -40,7 +40,7 @@ class Slack:
 class Capacity:
     """The answer of `memfit replay`; sizes in bytes.
 
-    `free` is the run on a card without a limit, `timeline` that on the card asked about (the same where none was).
+    `free` is the run on a card without a limit, `timeline` the run on the given card (the same where none is).
     `smallest` is the smallest capacity it runs on with its own settings, `other` with expandable segments instead
     (or without them, where they were set); both are only lower bounds where the run `died` of an out-of-memory, because
     what it would have needed afterwards is not in its tape. `reproduced` compares the segments that the model took and

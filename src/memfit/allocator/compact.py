@@ -42,23 +42,23 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
     ops: list[int] = []
     streams: dict[int, int] = {}
     number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
-    born = len(number_of)
+    count = len(number_of)
     for index, event in enumerate(events):
         if isinstance(event, Alloc):
             if event.id in number_of or event.size < 0:
                 raise bad_event(index, event)
             ops.append(event.size)
-            number_of[event.id] = born
+            number_of[event.id] = count
             if event.stream:
-                streams[born] = event.stream
-            born += 1
+                streams[count] = event.stream
+            count += 1
         elif isinstance(event, Free):
             if event.id not in number_of:
                 raise bad_event(index, event)
             ops.append(~number_of.pop(event.id))
         elif isinstance(event, Oom):
-            ops += (event.size, ~born)
-            born += 1
+            ops += (event.size, ~count)
+            count += 1
         elif isinstance(event, EmptyCache):
             ops.append(EMPTY_CACHE)
         elif isinstance(event, RecordStream):
@@ -70,12 +70,12 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
 
 
 def to_events(
-    ops: Sequence[int], born: Callable[[int, int], Alloc | Oom], marks: Iterable[tuple[int, Mark]] = ()
+    ops: Sequence[int], allocation: Callable[[int, int], Alloc | Oom], marks: Iterable[tuple[int, Mark]] = ()
 ) -> Iterator[Event]:
     """Turn operations into the events of a tape, each mark before the operation at its position.
 
-    `born` makes the event of an allocation from its number and size: an Oom where the request was refused, whose free
-    is then left out.
+    `allocation` makes the event of an allocation from its number and size: an Oom where the request was refused, the
+    free of which is then left out.
     """
     at: dict[int, list[Mark]] = {}
     for position, mark in marks:
@@ -85,7 +85,7 @@ def to_events(
     for position, op in enumerate(ops):
         yield from at.get(position, ())
         if op >= 0:
-            event = born(number, op)
+            event = allocation(number, op)
             if type(event) is Oom:
                 refused.add(number)
             yield event
@@ -105,11 +105,11 @@ def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blo
     Raises OutOfMemory.
     """
     malloc, free = allocator.malloc, allocator.free
-    born = blocks.append
+    append = blocks.append
     if not streams:
         for op in ops:
             if op >= 0:
-                born(malloc(op))
+                append(malloc(op))
             elif op != EMPTY_CACHE:
                 free(blocks[~op])
             else:
@@ -117,7 +117,7 @@ def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blo
         return
     for op in ops:
         if op >= 0:
-            born(malloc(op, streams.get(len(blocks), 0)))
+            append(malloc(op, streams.get(len(blocks), 0)))
         elif op > EMPTY_CACHE:
             free(blocks[~op])
         elif op < EMPTY_CACHE:

@@ -27,7 +27,7 @@ from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 class Allocator(Reserve):
     """One device's caching allocator, empty at first.
 
-    `capacity` is what the driver can hand out in bytes (None: as much as is asked for), `total_memory` what a memory
+    `capacity` is what the driver can hand out in bytes (None: any number), `total_memory` what a memory
     fraction refers to (default: the capacity), `torch` the version whose rules hold.
     """
 

@@ -137,8 +137,8 @@ def replay(
 
     `context` bytes are added to `reserved` to give the level `device`; they are not taken from the capacity.
     `total_memory` is what an out-of-memory says the card has in all, `start` what the tape began with (`begun`). What
-    the tape says of segments is not read, the allocator finds it again; of an Oom the request is made, and given back
-    at once where it succeeds. Raises BadInput for a Free of an unknown id, an id born twice, or a negative size.
+    the tape has of segments is not read, because the allocator takes its own; the request of an Oom is made, and given
+    back at once where it succeeds. Raises BadInput for a damaged tape, as `play` does.
     """
     allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     return timeline_of(allocator, events, start, context)
@@ -187,7 +187,7 @@ def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
 
 
 def room_of(tape: Tape) -> int | None:
-    """Return the bytes the allocator had at its disposal, where the tape says so."""
+    """Return the bytes the allocator had at its disposal, where they were recorded."""
     capacity = tape.about.get("capacity", "")
     return int(capacity) if capacity.isdecimal() else None
 

@@ -74,7 +74,7 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
         raise NoCapacity(
             "no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape"
         )
-    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
+    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is requested
     high = -(-unlimited.reserved // granularity) * granularity
     while not only_compared and not attempt(high, low).fits:
         low, high = high, 2 * high

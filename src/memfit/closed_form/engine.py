@@ -5,7 +5,7 @@ variable, saved tensor or gradient buffer drops it. Rules kept from torch/csrc/a
 - nodes run in the reverse order of their creation; a node's saved tensors are released when it has run;
 - the incoming gradient lives while its node runs;
 - two gradients for one tensor are added in place when the first is owned by the buffer alone, else into a new one;
-- a leaf's first gradient is kept as it is; a later one is added in place and dies (gradient accumulation).
+- a leaf's first gradient is kept as it is; a later one is added to it in place and freed (gradient accumulation).
 """
 
 from __future__ import annotations

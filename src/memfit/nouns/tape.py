@@ -72,7 +72,7 @@ class Oom:
 
     size: int
     free: int = 0  # bytes the driver still had
-    label: str = ""  # who asked for them
+    label: str = ""  # what requested them
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ REDUCE = -1  # a size that stands for the moment of a reduction, not for a tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
-    """Weights that are gathered together, in bytes; a field is of one GPU where it says so."""
+    """Weights that are gathered together, in bytes; sizes are of the whole group or of one GPU's share."""
 
     whole: tuple[int, ...]  # of every weight, as it is loaded
     shares: tuple[int, ...]  # of every weight as stored, on one GPU
@@ -364,11 +364,11 @@ class _Streams:
         if streams is None:
             return
         live: dict[int, int] = {}
-        born = 0
+        count = 0
         for event in streams.events:
             if event > 0:
-                born += 1
-                live[born] = self.gathering.malloc(event)
+                count += 1
+                live[count] = self.gathering.malloc(event)
             else:
                 self.gathering.free(live.pop(-event))
         for block in live.values():

@@ -128,7 +128,7 @@ def _state_owners(account: Account) -> list[str]:
 
 
 def _weights(architecture: Architecture) -> list[str]:
-    """Names of the stored weights, in their order."""
+    """Return the names of the stored weights, in their order."""
     blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(architecture.layers, 1)]
     parts = [
         ("", architecture.embedding),
@@ -139,7 +139,7 @@ def _weights(architecture: Architecture) -> list[str]:
 
 
 def _trained(account: Account) -> list[str]:
-    """Names of the weights a run trains, in the order they are stored."""
+    """Return the names of the weights a run trains, in the order they are stored."""
     r, a = account.recipe, account.architecture
     if r.method == "full":
         return _weights(a)

@@ -113,13 +113,13 @@ class Ledger:
     def events(self, named: Callable[[int], tuple[Role, str]]) -> Iterator[Event]:
         """Yield the events of a Tape; `named` gives the role and the label of an allocation by its number."""
 
-        def born(number: int, size: int) -> Alloc | Oom:
+        def allocation(number: int, size: int) -> Alloc | Oom:
             if number in self.refused:
                 return Oom(size, label=f"{self.places[number]}: {self.labels[number]}")
             return Alloc(number, size, *named(number), self.streams.get(number, 0))
 
         marks = ((position, Mark(phase, instant)) for position, phase, instant in self.marks)
-        return to_events(self.ops, born, marks)
+        return to_events(self.ops, allocation, marks)
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""

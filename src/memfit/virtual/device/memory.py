@@ -186,9 +186,11 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         ledger = card.ledger
         events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
         tape = Tape(events, "traced")
-        born = {number: stacks.with_operator(ledger.labels[number], frames) for number, frames in ledger.stacks.items()}
-        failed = [born.get(number, []) for number in sorted(ledger.refused)]
-        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, born, failed)
+        stacks_of = {
+            number: stacks.with_operator(ledger.labels[number], frames) for number, frames in ledger.stacks.items()
+        }
+        failed = [stacks_of.get(number, []) for number in sorted(ledger.refused)]
+        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, stacks_of, failed)
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
 
     def record(enabled: Any, context: Any = "all", kind: str = "python", *_: Any) -> None:
