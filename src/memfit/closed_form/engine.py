@@ -25,7 +25,7 @@ class Storage:
 
     __slots__ = ("id", "rec")
 
-    def __init__(self, rec: GraphRecorder, id: int) -> None:
+    def __init__(self, rec: Recorder, id: int) -> None:
         self.rec, self.id = rec, id
 
     def __del__(self) -> None:
@@ -94,7 +94,7 @@ class Node:
 Buffers = dict[Node, list[Tensor | None]]
 
 
-class GraphRecorder:
+class Recorder:
     """Records a program's events while model code runs on it.
 
     An event is the id of a storage that is allocated, the negative id of one that is freed, or 0 for a product of
@@ -308,7 +308,7 @@ def _holders(t: Tensor) -> int:
 
 def _holders_of_one() -> int:
     """Return `_holders` of a tensor that one variable holds; Python versions count differently."""
-    t = Tensor(Storage(GraphRecorder(), 0), {}, 1)
+    t = Tensor(Storage(Recorder(), 0), {}, 1)
     return _holders(t)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 
 KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 
 
-def activation(rec: GraphRecorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
+def activation(rec: Recorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
     """act(x); a name that is not written out here is one kernel that keeps its input. trained: so are its parameters."""
     if name == "xielu":
         return _xielu(rec, x, trained)
@@ -20,7 +20,7 @@ def activation(rec: GraphRecorder, x: Tensor, name: str, trained: bool = False) 
     return ops.unary(rec, x, name, keeps="output" if name in KEEP_OUTPUT else "input")
 
 
-def _new_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _new_gelu(rec: Recorder, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(c * (x + 0.044715 * x^3)))."""
     half = ops.scale(rec, x, "half")
     inner = ops.add(rec, x, ops.scale(rec, _power(rec, x, "cube"), "scaled cube"), "inner")
@@ -30,7 +30,7 @@ def _new_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     return ops.mul(rec, half, ops.shift(rec, gate, "one plus tanh"), "gelu")
 
 
-def _fast_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _fast_gelu(rec: Recorder, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x)))."""
     half = ops.scale(rec, x, "half")
     inner = ops.scale(rec, x, "scaled")
@@ -42,22 +42,22 @@ def _fast_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     return ops.mul(rec, half, ops.shift(rec, gate, "one plus tanh"), "gelu")
 
 
-def _quick_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _quick_gelu(rec: Recorder, x: Tensor) -> Tensor:
     """x * sigmoid(1.702 * x)."""
     return ops.mul(rec, x, ops.unary(rec, ops.scale(rec, x, "scaled"), "sigmoid", keeps="output"), "gelu")
 
 
-def _relu2(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _relu2(rec: Recorder, x: Tensor) -> Tensor:
     """relu(x)^2."""
     return _power(rec, ops.unary(rec, x, "relu", keeps="output"), "squared relu")
 
 
-def _power(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
+def _power(rec: Recorder, x: Tensor, label: str) -> Tensor:
     """torch.pow, which autocast runs in fp32: so is all that is computed from it."""
     return ops.power(rec, ops.cast(rec, x, 4, "fp32 copy") if rec.autocast else x, label)
 
 
-def _xielu(rec: GraphRecorder, x: Tensor, trained: bool) -> Tensor:
+def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
     """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); autocast makes a and c fp32, and what follows."""
     wide = 4 if rec.autocast else x.itemsize
     positive_scale, negative_scale = (ops.weight(1, wide, name, trained) for name in ("alpha_p", "alpha_n"))
@@ -80,7 +80,7 @@ def _xielu(rec: GraphRecorder, x: Tensor, trained: bool) -> Tensor:
     )
 
 
-def _minimum(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _minimum(rec: Recorder, x: Tensor) -> Tensor:
     """torch.min(x, a number): ties share the gradient, which takes two masks and half of it."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -93,7 +93,7 @@ def _minimum(rec: GraphRecorder, x: Tensor) -> Tensor:
     return rec.record(rec.like(x, "minimum"), [x], [x], backward)
 
 
-def _bloom_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:
     """BLOOM's own autograd function: keeps the input, and writes both directions out in up to six tensors."""
     _held(rec, x, 3)
     out = rec.like(x, "gelu")
@@ -105,7 +105,7 @@ def _bloom_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     return rec.record(out, [x], [x], backward)
 
 
-def _held(rec: GraphRecorder, x: Tensor, count: int) -> None:
+def _held(rec: Recorder, x: Tensor, count: int) -> None:
     """`count` intermediate results alive at once."""
     held = [rec.like(x, "gelu intermediate") for _ in range(count)]
     while held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention_kernels import scaled_dot_product_attention
 from memfit.closed_form.layers.modules import Block
@@ -109,7 +109,7 @@ def _unpadded(block: Block, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Te
     return ops.rows(rec, out, tokens)
 
 
-def repeat_kv(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
+def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
     """Keys or values for every query head: a view when there is one head for all, else a copy."""
     if a.kv_heads == a.heads:
         return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers.attention import cached
 from memfit.closed_form.layers.attention_kernels import scaled_dot_product_attention
 from memfit.closed_form.layers.modules import Block
@@ -90,7 +90,7 @@ def falcon(block: Block, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", ops.tokens_first(rec, out), block.width)
 
 
-def _falcon_heads(rec: GraphRecorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _falcon_heads(rec: Recorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Slices of the fused projection; keys and values are copied out where they are picked by index."""
     n, kv = {"T": a.heads * a.head_dim}, {"T": a.kv_heads * a.head_dim}
     q = ops.slice(rec, fused, n)

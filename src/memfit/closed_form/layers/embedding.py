@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers.masks import MaskStyle, masks
 from memfit.closed_form.layers.norms import norm
 from memfit.closed_form.layers.per_layer import PerLayer, inputs
@@ -93,7 +93,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
 
-def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
+def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """The sum of all embeddings, what the model's code still holds besides, and the leaf among them, if there is one."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
@@ -115,7 +115,7 @@ def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor,
     return x, [] if e.module else held, leaf
 
 
-def _look_up(rec: GraphRecorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
+def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
     out = rec.new(hidden, e.itemsize, "embedding output")
     table: Elements = {"1": e.vocabulary * e.width}
     weight = ops.weight(e.vocabulary * e.width, e.itemsize, "embedding", e.trained)
@@ -136,13 +136,13 @@ def _look_up(rec: GraphRecorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
     return rec.record(out, [weight], [], backward)
 
 
-def _table(rec: GraphRecorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
+def _table(rec: Recorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
     out = rec.new(size, e.itemsize, label)
     weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
     return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
 
 
-def _rotary_tables(rec: GraphRecorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
+def _rotary_tables(rec: Recorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
     """LlamaRotaryEmbedding.forward: cos and sin of one sequence."""
     angles = rec.new({"S": width // 2}, 4, "angles")
     both = rec.new({"S": width}, 4, "angles twice")

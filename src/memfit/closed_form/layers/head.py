@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.logits import HeadStyle
 from memfit.closed_form.layers.losses import LOSSES
@@ -53,7 +53,7 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
 
 
-def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+def _transform(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
     """The prediction head of encoders: dense, activation, norm."""
     w = ops.weight(h.width * h.width, h.itemsize, "transform.weight", h.trained)
     x = ops.linear(

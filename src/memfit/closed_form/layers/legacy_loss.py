@@ -6,13 +6,13 @@ Source: modeling_llama.py of 4.36, modeling_qwen.py, modeling_baichuan.py; accel
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers.logits import HeadStyle
 
 SIXTEEN_BIT = frozenset({"qwen", "baichuan"})  # families whose code scores the logits as they come
 
 
-def head(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
+def head(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """From logits to the loss. What the model returns is in fp32 until the trainer has looked at it."""
     if h.upcast:
         logits = ops.cast(rec, logits, 4, "fp32 logits")
@@ -23,7 +23,7 @@ def head(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
     return loss
 
 
-def _shift(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
+def _shift(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """logits[..., :-1, :].contiguous(): a view of one sequence, a copy of several; backward writes into zeros."""
     shifted = ops.slice(rec, logits, {"L": h.vocabulary})
     return ops.clone(rec, shifted, "shifted logits") if h.batched else shifted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.nouns.architecture import Norm
 
 
@@ -33,7 +33,7 @@ class HeadStyle:
     pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
 
 
-def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
+def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
     """lm_head(x), scaled and capped where the model does."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None

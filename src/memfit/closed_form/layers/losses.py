@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers import legacy_loss as shifted
 from memfit.closed_form.layers import litgpt, torchtune
 from memfit.closed_form.layers.logits import HeadStyle, logits_of
@@ -15,21 +15,21 @@ from memfit.closed_form.style import Style
 Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward
 
 
-def _loss_function(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
+def _loss_function(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """ForCausalLMLoss, ForMaskedLMLoss, or a bare CrossEntropyLoss."""
     logits = ops.cast(rec, logits, 4, "fp32 logits") if h.upcast else logits
     labels = _shifted_labels(rec) if h.causal else None
     return ops.cross_entropy(rec, logits, labels)
 
 
-def _shifted_labels(rec: GraphRecorder) -> Tensor:
+def _shifted_labels(rec: Recorder) -> Tensor:
     padded = rec.new({"T": 1}, 8, "padded labels")
     shifted = rec.new({"T": 1}, 8, "shifted labels")
     del padded
     return shifted
 
 
-def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """All logits, an fp32 copy, and their log_softmax at once."""
     logits = logits_of(rec, h, x)
     held = [logits] if h.holds_logits or not style.grad else []
@@ -42,7 +42,7 @@ def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return loss, held
 
 
-def _shifted(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _shifted(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """The loss of older model classes."""
     logits = [logits_of(rec, h, x)]
     return shifted.head(rec, h, logits.pop()), []
@@ -51,7 +51,7 @@ def _shifted(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
 
 
-def _fused(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """TRL's fused LM head (trl/kernels/chunked_logprob.py): one tile of logits at a time, gradients summed in fp32."""
     rows = labelled(rec, x, h.width)
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
@@ -89,7 +89,7 @@ def _fused(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [rows, w], [rows, w, targets, *kept], backward), []
 
 
-def _narrow(rec: GraphRecorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
+def _narrow(rec: Recorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
     """A piece of x in the compute dtype, when that is another."""
     return rec.new(elements, itemsize, "piece in the compute dtype") if x.itemsize != itemsize else None
 
@@ -106,7 +106,7 @@ def _next_chunk(h: HeadStyle) -> Elements:
     return {("past", TILE_TOKENS, 0): h.vocabulary * h.width}
 
 
-def labelled(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
+def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:
     """hidden_states[:, :-1][labels[:, 1:] != -100]: the rows that are scored, copied."""
     body = ops.slice(rec, x, {"L": width})
     rec.new({"L": 1}, 16, "indices")
@@ -117,7 +117,7 @@ def labelled(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
 CHUNK_TOKENS = 256  # of TRL's chunked loss
 
 
-def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _chunked(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time under checkpointing, head weight and logits in fp32."""
     contiguous = rec.new({"L": h.width}, x.itemsize, "contiguous hidden states")
     rows = labelled(rec, x, h.width)
@@ -154,7 +154,7 @@ def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [rows, w], [rows, w], backward), []
 
 
-def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
+def _wide_operands(rec: Recorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
     """h.float() @ w.float().t(): fp32 copies, and under autocast 16-bit copies of those."""
     chunk: Elements = {("rows", CHUNK_TOKENS, 0): h.width}
     made = [rec.new(chunk, 4, "fp32 hidden states of a chunk")] if x.itemsize != 4 else []
@@ -164,7 +164,7 @@ def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> li
     return made
 
 
-def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Liger's fused linear cross entropy 0.8: gradients are made in the forward, chunk by chunk of tokens."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     share = -(-h.vocabulary // h.width)  # one chunk of logits takes about as much as the hidden states
@@ -188,7 +188,7 @@ def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 OUTPUT_CHUNKS = 8  # of torchtune's CEWithChunkedOutputLoss
 
 
-def _torchtune(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _torchtune(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """torchtune's CEWithChunkedOutputLoss: eight pieces of logits, of which one at a time is widened to fp32."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
@@ -204,7 +204,7 @@ def _torchtune(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Los
     return total, []
 
 
-def _cut(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _cut(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Cut cross entropy: no logits at all; one fp32 number per token and per vocabulary entry."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     kept = [rec.new({"T": 1}, 4, "log-sum-exp"), rec.new({"1": h.vocabulary}, 4, "average logits")]
@@ -219,7 +219,7 @@ def _cut(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [x, w], [x, w, *kept], backward), []
 
 
-def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """A classifier of every token, or of sequences: what BertForSequenceClassification puts above its encoder."""
     basis = "B" if h.pooled else "T"
     if h.pooled:
@@ -233,7 +233,7 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
 
 
-LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
+LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
     "full": _full, "shifted": _shifted, "fused": _fused, "chunked": _chunked, "liger": _liger, "torchtune": _torchtune, "cce": _cut, "classes": _classes,
     **litgpt.LOSSES, **torchtune.LOSSES,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class MaskStyle:
     alibi: int = 0  # heads of a position bias; Falcon adds it to the mask, BLOOM and MPT keep it beside
 
 
-def masks(rec: GraphRecorder, m: MaskStyle) -> list[Tensor]:
+def masks(rec: Recorder, m: MaskStyle) -> list[Tensor]:
     """Build the masks; returns those that live as long as the body of the model."""
     made = [rec.new({"T": m.alibi}, 4, "position bias", "activations")] if m.alibi else []
     made += [mask for mask in (_mask(rec, m, window) for window in m.windows) if mask is not None]
@@ -31,7 +31,7 @@ def masks(rec: GraphRecorder, m: MaskStyle) -> list[Tensor]:
     return made
 
 
-def _mask(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor | None:
+def _mask(rec: Recorder, m: MaskStyle, window: bool) -> Tensor | None:
     """sdpa_mask or eager_mask for one kind of layer."""
     if not (m.additive or window or m.always):
         for _ in range((2 if m.padded else 1) if m.given and m.causal else 0):
@@ -52,14 +52,14 @@ def _mask(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor | None:
     return pattern
 
 
-def _positions(rec: GraphRecorder) -> Tensor:
+def _positions(rec: Recorder) -> Tensor:
     plain = rec.new({"S": 1}, 8, "positions")
     shifted = rec.new({"S": 1}, 8, "shifted positions")
     del plain
     return shifted
 
 
-def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
+def _pattern(rec: Recorder, m: MaskStyle, window: bool) -> Tensor:
     """Who may look at whom, padding aside: bool comparisons of positions, and-ed one by one."""
     square: Elements = {"SS": 1}
     if not m.causal:
@@ -83,9 +83,9 @@ def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
     return _and(rec, causal)
 
 
-def _and(rec: GraphRecorder, mask: Tensor) -> Tensor:
+def _and(rec: Recorder, mask: Tensor) -> Tensor:
     return rec.new(mask.elements, 1, "mask")
 
 
-def _anded(rec: GraphRecorder, mask: Tensor, other: Tensor) -> Tensor:
+def _anded(rec: Recorder, mask: Tensor, other: Tensor) -> Tensor:
     return rec.new(mask.elements, 1, "mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers.norms import norm
 from memfit.closed_form.layers.quantised import quantised
 from memfit.closed_form.style import Style
@@ -31,7 +31,7 @@ MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_fo
 class Block:
     """One layer being run under a style: gives its modules to the code of attention and MLP."""
 
-    def __init__(self, rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
+    def __init__(self, rec: Recorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
         self.hidden: Elements = {"T": width}
 
@@ -112,9 +112,7 @@ class Block:
         return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
 
-def base_linear(
-    rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
-) -> Tensor:
+def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
     """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
     if style.quantization != "none":
         return quantised(rec, x, numel, shape, style)
@@ -123,9 +121,7 @@ def base_linear(
     return ops.linear(rec, x, w, shape, b)
 
 
-def _falcon_linear(
-    rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
-) -> Tensor:
+def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
     """FalconLinear: x @ weight.T, a view, whose cast autocast does not cache; the bias is added afterwards, uncast."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Norm
 
 
-def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
+def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
     """A norm over vectors of `width` elements, with its weight (and the shift of a LayerNorm)."""
     rec.enter(label)
     try:
@@ -27,14 +27,14 @@ def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, la
         rec.leave()
 
 
-def mean(rec: GraphRecorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+def mean(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     """x.mean(-1, keepdim=True)."""
     out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
     like = x.blueprint()
     return rec.record(out, [x], [], lambda g: [rec.like(like, "mean gradient")])
 
 
-def total(rec: GraphRecorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+def total(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     """x.sum(-1, keepdim=True): the gradient is expanded without a copy."""
     out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
     like = x.blueprint()
@@ -45,17 +45,17 @@ def total(rec: GraphRecorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     return rec.record(out, [x], [], backward)
 
 
-def rsqrt(rec: GraphRecorder, x: Tensor) -> Tensor:
+def rsqrt(rec: Recorder, x: Tensor) -> Tensor:
     """1 / sqrt(x + eps)."""
     return ops.unary(rec, ops.shift(rec, x), "rsqrt", keeps="output", buffers=2)
 
 
-def _rms(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _rms(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """LlamaRMSNorm: the weight comes after the cast back."""
     return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
 
 
-def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
+def rms_without_weight(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt(mean(x^2)) in fp32, cast back."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
@@ -64,7 +64,7 @@ def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     return ops.cast(rec, x, before, "normalised")
 
 
-def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _rms_gemma(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """Gemma3RMSNorm: the fp32 weight comes before the cast back."""
     wide = ops.cast(rec, x, 4, "fp32 copy")
     out = ops.mul(
@@ -75,7 +75,7 @@ def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tens
     return ops.cast(rec, out, x.itemsize, "scaled")
 
 
-def _layer_fp32(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """CohereLayerNorm: a LayerNorm without shift, written out in fp32."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
@@ -86,13 +86,13 @@ def _layer_fp32(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Ten
     return ops.cast(rec, x, before, "scaled")
 
 
-def _layer_bare(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _layer_bare(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """OlmoLayerNorm: F.layer_norm of an fp32 copy, without weight and shift."""
     out = ops.layer_norm(rec, ops.cast(rec, x, 4, "fp32 copy"), None, None, rows)
     return ops.cast(rec, out, x.itemsize, "normalised")
 
 
-def l2_norm(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
+def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt((x * x).sum(-1) + eps), as the gated delta rule normalises queries and keys."""
     length = total(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
     return ops.mul(rec, x, rsqrt(rec, length), "unit vectors")

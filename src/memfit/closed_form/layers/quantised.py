@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.style import Style
 
 
-def quantised(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """The product of x with a quantised weight of `numel` elements, of `shape`."""
     if style.quantization.startswith("gptq"):
         return _gptq(rec, x, numel, shape, style)
     return (_int8 if style.quantization == "int8" else _four_bits)(rec, x, numel, shape, style)
 
 
-def _int8(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
 
     MatMul8bitLt keeps its input as a plain attribute, which no checkpoint takes away; backward dequantises the weight.
@@ -40,7 +40,7 @@ def _int8(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Sty
     return rec.record(y, [x], [], backward)
 
 
-def _four_bits(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def _four_bits(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
 
     MatMul4Bit keeps no activation. Its backward restores the weight in the dtype that was quantised and casts it to the
@@ -77,7 +77,7 @@ def _four_bits(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style
     return ops.cast(rec, y, before, "quantised output")
 
 
-def _gptq(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def _gptq(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """auto-gptq's trainable QuantLinear: the weight is unpacked in plain operations and saved for the backward."""
     whole: Elements = {"1": numel}
     wide = rec.new(whole, 4, "unpacked weight")  # bitwise_right_shift gives int32

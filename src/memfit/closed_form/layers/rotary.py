@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.nouns.architecture import Attention
 
 
-def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
+def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
     """Queries and keys with the rotated part of each head turned; a part that is not rotated is concatenated again.
 
     table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
@@ -33,13 +33,13 @@ def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, a: Attention, table: int) -
     return ops.cast(rec, q_embed, q_type, "rotated"), ops.cast(rec, k_embed, k_type, "rotated")
 
 
-def rotate_one(rec: GraphRecorder, x: Tensor, kind: str) -> Tensor:
+def rotate_one(rec: Recorder, x: Tensor, kind: str) -> Tensor:
     """Whole heads of queries or keys turned, by a row of ROTARY that computes in fp32."""
     row, itemsize = ROTARY[kind], x.itemsize
     return ops.cast(rec, row.turn(rec, ops.cast(rec, x, 4, "fp32 copy"), row, 4), itemsize, "rotated")
 
 
-def _parts(rec: GraphRecorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+def _parts(rec: Recorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
     heads = x.elements["T"] // a.head_dim
     first = ops.slice(rec, x, {"T": heads * a.rotary_dim}) if a.rotary_dim != a.head_dim else x
     return first, ops.slice(rec, x, {"T": heads * (a.head_dim - a.rotary_dim)})
@@ -54,7 +54,7 @@ def _table(itemsize: int) -> Tensor:
     return ops.constant({"S": 1}, itemsize)
 
 
-def _turn_half(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_half(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """(x * cos) + (rotate_half(x) * sin) with rotate_half(x) = cat((-x2, x1))."""
     table = _table(itemsize)
     straight = ops.mul(rec, _wide(rec, x, row), table, "x * cos")
@@ -63,16 +63,16 @@ def _turn_half(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Ten
     )
 
 
-def _wide(rec: GraphRecorder, x: Tensor, row: Rotary) -> Tensor:
+def _wide(rec: Recorder, x: Tensor, row: Rotary) -> Tensor:
     return ops.cast(rec, x, 4, "fp32 copy") if row.wide == "each" else x
 
 
-def _rotate_half(rec: GraphRecorder, x: Tensor) -> Tensor:
+def _rotate_half(rec: Recorder, x: Tensor) -> Tensor:
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
     return ops.cat(rec, [ops.negate(rec, x2), x1], "rotate_half")
 
 
-def _turn_pairs(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), x1 and x2 the halves or the even and odd elements."""
     table = _table(itemsize)
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
@@ -81,7 +81,7 @@ def _turn_pairs(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Te
     return ops.cat(rec, [first, second], "rotated")
 
 
-def _turn_complex(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """Pairs of numbers seen as complex ones, times the table; the gradient is copied to be seen that way."""
     out, need = rec.like(x, "rotated"), x.requires_grad
 
@@ -96,7 +96,7 @@ def _turn_complex(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> 
 class Rotary:
     """How one family rotates."""
 
-    turn: Callable[[GraphRecorder, Tensor, Rotary, int], Tensor]
+    turn: Callable[[Recorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
     concatenates: bool = False  # the part that is not rotated, even when there is none
     wide_table: bool = False  # cos and sin stay in fp32, which widens the products

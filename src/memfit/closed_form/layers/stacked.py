@@ -8,7 +8,7 @@ gradient of it is as large again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import GraphRecorder, Tensor
+from memfit.closed_form.engine import Recorder, Tensor
 from memfit.closed_form.layers.modules import Block
 
 Factors = tuple[Tensor, Tensor]  # B [experts, out, rank] and A [experts, rank, in] in the dtype of the weight
@@ -74,7 +74,7 @@ def _factors(block: Block, name: str, of_b: int, of_a: int) -> Factors:
     return ops.cast(rec, by_expert, style.weight, "lora_B"), ops.cast(rec, a, style.weight, "lora_A")
 
 
-def _folded(rec: GraphRecorder, elements: int, factors: Factors) -> Tensor:
+def _folded(rec: Recorder, elements: int, factors: Factors) -> Tensor:
     """baddbmm: the weight copied, the product added to it; B, permuted, is copied for it."""
     out = rec.new({"1": elements}, factors[0].itemsize, "experts with adapters")
     copied = rec.like(factors[0], "contiguous B")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.engine import Elements, Recorder, Tensor
 from memfit.closed_form.layers.activations import activation
 from memfit.closed_form.layers.attention import interface
 from memfit.closed_form.layers.logits import HeadStyle
@@ -41,7 +41,7 @@ def _attention(block: Block, x: Tensor) -> Tensor:
     return block.linear("o", interface(block, q, k, v, replace(a, kv_heads=a.heads)), block.width)
 
 
-def _rope(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
+def _rope(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
     """RotaryPositionalEmbeddings.forward: pairs of an fp32 copy, stacked and cast back."""
     return rotate_one(rec, x, "pairs_fp32") if a.rotary_dim else x
 
@@ -53,7 +53,7 @@ def _feed_forward(block: Block, x: Tensor) -> Tensor:
     return block.linear("down", h, block.width, "mlp")
 
 
-def compiled_head(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def compiled_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """CEWithChunkedOutputLoss with a compiled cross entropy: the 16-bit logits are kept, nothing is widened in memory."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
@@ -67,7 +67,7 @@ def compiled_head(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> 
     return total, []
 
 
-def _fused_cross_entropy(rec: GraphRecorder, logits: Tensor) -> Tensor:
+def _fused_cross_entropy(rec: Recorder, logits: Tensor) -> Tensor:
     like = logits.blueprint()
     loss = rec.new({"1": 1}, 4, "loss")
     return rec.record(loss, [logits], [logits], lambda g: [rec.like(like, "logits gradient")])
