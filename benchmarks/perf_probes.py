@@ -125,14 +125,15 @@ def replayed() -> dict[str, float]:
 
 def _tape(path: Path) -> tuple[Callable[[], object], int]:
     """(what replays a recorded run, its number of events)."""
-    from memfit.allocator.replay import run
+    from memfit.allocator import QUICK
+    from memfit.allocator.compact import ONE_STREAM, play_ops
     from memfit.nouns.alloc_settings import AllocSettings
 
     with gzip.open(path, "rt") as stream:
         ops = _ops(json.load(stream))
     record = json.loads(path.with_name(path.name.replace(".tape.json.gz", ".json")).read_text())
     settings = AllocSettings(expandable_segments=bool(record["case"]["expandable"]))
-    return lambda: run(ops, settings=settings), len(ops)
+    return lambda: play_ops(QUICK[settings](), ops, ONE_STREAM, []), len(ops)
 
 
 def _ops(tape: dict[str, Any]) -> list[int]:

@@ -21,8 +21,7 @@ from typing import Any
 
 from memfit.allocator import Allocator
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import pickles
 from memfit.documents.snapshot import read as read_tape
 from memfit.documents.snapshot.history import tape_of

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from memfit.allocator import Allocator, restore
+from memfit.allocator import Allocator, PlainAllocator, restore
 from memfit.allocator.capacity import CONTEXT_BAND, Capacity, capacity
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import alive_at, begun, replay, run, to_ops
+from memfit.allocator.compact import play_ops, to_ops
+from memfit.allocator.player import alive_at, begun
+from memfit.allocator.replay import replay, retrace
 from memfit.allocator.smallest_capacity import smallest_capacity
 from memfit.documents.snapshot import read
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
@@ -125,7 +126,7 @@ def test_a_run_that_died_of_an_out_of_memory_promises_no_card(after: tuple[Event
     assert ("at least" in said["smallest:"], bool(said["note:"])) == (died, died)
 
 
-# --- events besides births and deaths ----------------------------------------------------------------------------------
+# --- events besides births and deaths --------------------------------------------------------------------------------
 
 
 def test_empty_cache_gives_back_what_is_free() -> None:
@@ -133,9 +134,14 @@ def test_empty_cache_gives_back_what_is_free() -> None:
     timeline = replay(events)
     assert [span.peak.reserved for span in timeline.spans] == [40 * MIB, 30 * MIB]
     ops, streams = to_ops(events)
-    assert run(ops, streams=streams).reserved == 40 * MIB
-    assert run([*ops[:3], 50 * MIB]).reserved == 50 * MIB
-    assert run([*ops[:3], 50 * MIB], streams={1: 3}).reserved == 50 * MIB
+    for ops_, streams_, kind, peak in (
+        (ops, streams, PlainAllocator, 40 * MIB),
+        ([*ops[:3], 50 * MIB], {}, PlainAllocator, 50 * MIB),
+        ([*ops[:3], 50 * MIB], {1: 3}, Allocator, 50 * MIB),
+    ):
+        allocator = kind()
+        play_ops(allocator, ops_, streams_, [])
+        assert allocator.reserved_peak == peak
 
 
 def test_a_recorded_out_of_memory_is_asked_for_again() -> None:
@@ -144,7 +150,7 @@ def test_a_recorded_out_of_memory_is_asked_for_again() -> None:
     assert short.oom is not None and short.oom_at == 1 and short.oom.requested == 60 * MIB
     enough = replay(events, capacity=100 * MIB)
     assert enough.oom is None and enough.peak.requested == 100 * MIB
-    assert smallest_capacity(events) == 100 * MIB
+    assert smallest_capacity(*to_ops(events)) == 100 * MIB
 
 
 def test_the_recorded_program_went_on_after_its_out_of_memory() -> None:
@@ -153,7 +159,7 @@ def test_the_recorded_program_went_on_after_its_out_of_memory() -> None:
     assert (allocator.num_ooms, allocator.allocated) == (1, 60 * MIB)
 
 
-# --- what a tape began with --------------------------------------------------------------------------------------------
+# --- what a tape began with ------------------------------------------------------------------------------------------
 
 START = (
     Segment(
@@ -184,7 +190,7 @@ def test_a_start_on_a_smaller_card_gives_its_cache_back_or_does_not_fit() -> Non
     assert begun(small := Allocator(40 * MIB), START) and small.reserved == 32 * MIB
     timeline = replay([Free(10)], capacity=30 * MIB, start=START)
     assert timeline.oom is not None and timeline.oom_at == 0
-    assert smallest_capacity([Free(10)], start=START) == 32 * MIB
+    assert smallest_capacity(*to_ops([Free(10)], START), start=START) == 32 * MIB
 
 
 def test_under_the_other_kind_of_segments_a_start_is_allocated_anew() -> None:

@@ -85,7 +85,10 @@ def test_the_same_phase_is_compared_where_both_have_it(phase: Phase) -> None:
 
 def phased(**sizes: int) -> Footprint:
     """A run whose phases reserve so much, in mebibytes."""
-    made = {phase: footprint({"parameters": size * MIB}, phase) for phase, size in sizes.items()}  # type: ignore[arg-type]
+    made = {
+        phase: footprint({"parameters": size * MIB}, phase)  # type: ignore[arg-type]
+        for phase, size in sizes.items()
+    }
     return Footprint(tuple(one.phases[0] for one in made.values()), "traced")
 
 
@@ -150,7 +153,7 @@ def test_where_the_difference_is_made_has_its_own_sizes() -> None:
     assert "at the worst instant of the eval: 200 MiB reserved against 30.0 MiB: +170 MiB (+566.7%)" in text
 
 
-# --- files ---------------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

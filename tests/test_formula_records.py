@@ -1,4 +1,4 @@
-"""The byte account against recorded runs of PyTorch's CUDA build: requested bytes of the second step, phase by phase."""
+"""The byte account against recorded runs of PyTorch's CUDA build: requested bytes of the second step, by phase."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from memfit import Recipe
 from memfit.closed_form.numerics import numerics
-from memfit.closed_form.run.micro_step import Step
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import PlacedSegment, SizeMeter
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import static_of
@@ -52,7 +51,8 @@ def recipe_of(case: dict[str, Any], model: Architecture) -> Recipe:
         quantization="nf4-double" if qlora else "none",
         lora_rank=int(case["tune"].split("_")[0].removeprefix("q").removeprefix("lora")) if lora else 16,
         lora_targets=("all-linear",) if "all" in case["tune"] else default,
-        lora_dropout=case["lora_dropout"], optimizer=OPTIMIZERS.get(case["optim"], case["optim"]), micro_batch=case["mb"],
+        lora_dropout=case["lora_dropout"], optimizer=OPTIMIZERS.get(case["optim"], case["optim"]),
+        micro_batch=case["mb"],
         accumulation=case["accum"], sequence_length=case["seq"],
         checkpointing=CHECKPOINTING.get(case["ckpt"], "full") if prepared else "none", attention=case["attn"],
         loss="fused" if case["method"] == "sft" else "full",
@@ -69,7 +69,7 @@ def predicted(case: dict[str, Any]) -> dict[str, int]:
         kbit_prepare=case["kbit_prepare"] and case["method"] != "sft",
     )  # fmt: skip
     n, o = numerics(recipe, row), optimizer(recipe.optimizer)
-    meter = Meter(Dims(case["mb"], case["seq"], *MULTIPROCESSORS[case["cc"]], case["label_frac"]))
+    meter = SizeMeter(Dims(case["mb"], case["seq"], *MULTIPROCESSORS[case["cc"]], case["label_frac"]))
     static = static_of(model, recipe, n, o, row)
     situation = Situation(
         padded=case["mask"] == "pad", mask_given=case["mask"] != "none" and case["method"] != "sft",
@@ -85,7 +85,7 @@ def predicted(case: dict[str, Any]) -> dict[str, int]:
     return {"before": before, "forward": forward, "after_forward": level - lingering, "backward": backward}
 
 
-def walked(steps: list[Step], meter: Meter, level: int) -> tuple[int, int]:
+def walked(steps: list[PlacedSegment], meter: SizeMeter, level: int) -> tuple[int, int]:
     best = level
     for step in steps:
         best = max(best, level + max((meter.bytes(size) for size, _ in step.segment.peaks), default=0))

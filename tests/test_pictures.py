@@ -1,4 +1,4 @@
-"""The flame graph and the segments map of a page: every byte of the snapshot is in them, nothing in it can become markup."""
+"""The flame graph and the map of segments of a page: every byte of a snapshot is shown, and no text becomes markup."""
 
 from __future__ import annotations
 

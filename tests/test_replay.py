@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.replay import EMPTY_CACHE, Peaks, alive_at, replay, run, to_ops
+from memfit.allocator import QUICK, Allocator, Block, OutOfMemory
+from memfit.allocator.compact import EMPTY_CACHE, play_ops, to_ops
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import DEFAULTS, replay
 from memfit.allocator.smallest_capacity import (
     Attempt,
     SharedBeginning,
     bisect,
     from_the_start,
+    requested_peak,
     smallest_capacity,
-    smallest_capacity_of,
 )
 from memfit.documents import tape_file
 from memfit.errors import BadInput
@@ -42,6 +47,26 @@ TAPE: tuple[Event, ...] = (
     Mark("step", "forward"),
     Alloc(5, 30 * MIB - 1, "activations"),
 )
+
+
+class Peaks(NamedTuple):
+    requested: int
+    allocated: int
+    reserved: int
+
+
+def run(
+    ops: Sequence[int], *, capacity: int | None = None, settings: AllocSettings = DEFAULTS,
+    streams: Mapping[int, int] = MappingProxyType({}),
+) -> Peaks:  # fmt: skip
+    """The peaks of operations, on a quick allocator where there is one."""
+    if settings in QUICK and not streams:
+        quick = QUICK[settings](capacity)
+        play_ops(quick, ops, streams, [])
+        return Peaks(requested_peak(ops), quick.allocated_peak, quick.reserved_peak)
+    allocator = Allocator(capacity, settings)
+    play_ops(allocator, ops, streams, [])
+    return Peaks(allocator.requested_peak, allocator.allocated_peak, allocator.reserved_peak)
 
 
 def levels(requested: int, allocated: int, reserved: int, context: int = 0) -> Levels:
@@ -128,7 +153,7 @@ def test_the_living_at_a_span_s_peak_add_up_to_it() -> None:
     ],
 )
 def test_a_damaged_tape_is_refused(events: list[Event], message: str) -> None:
-    for reader in (replay, to_ops, smallest_capacity):
+    for reader in (replay, to_ops):
         with pytest.raises(BadInput, match=message) as caught:
             reader(events)
         assert caught.value.hint
@@ -141,7 +166,7 @@ def test_ops_number_allocations_and_name_their_streams() -> None:
 
 def test_no_card_is_large_enough_for_a_fraction_of_nothing() -> None:
     with pytest.raises(BadInput, match="no card is large enough"):
-        smallest_capacity(TAPE, parse_alloc_conf("per_process_memory_fraction:0"))
+        smallest_capacity(*to_ops(TAPE), parse_alloc_conf("per_process_memory_fraction:0"))
 
 
 def test_run_heeds_streams() -> None:
@@ -152,12 +177,12 @@ def test_run_heeds_streams() -> None:
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("capacity", [None, 90 * MIB], ids=["plain", "limited"])
-def test_run_refuses_a_second_free(capacity: int | None, conf: str) -> None:
+def test_a_second_free_is_refused(capacity: int | None, conf: str) -> None:
     settings = parse_alloc_conf(conf)
     assert run([20 * MIB, ~0, EMPTY_CACHE, 10 * MIB], capacity=capacity, settings=settings).reserved == 20 * MIB
     for ops, error in (([20 * MIB, ~0, ~0], ValueError), ([20 * MIB, ~1], IndexError)):
         with pytest.raises(error):
-            run(ops, capacity=capacity, settings=settings)
+            play_ops(Allocator(capacity, settings), ops, {}, [])
 
 
 def test_run_raises_out_of_memory() -> None:
@@ -220,7 +245,7 @@ def test_the_smallest_capacity_fits_and_one_granule_less_does_not(
 ) -> None:
     settings = parse_alloc_conf(conf)
     ops, streams = to_ops(events)
-    capacity = smallest_capacity(events, settings, granularity)
+    capacity = smallest_capacity(ops, streams, settings, granularity)
     assert capacity % granularity == 0
     assert fits(ops, capacity, settings, streams)
     assert capacity == 0 or not fits(ops, capacity - granularity, settings, streams)
@@ -230,7 +255,7 @@ def test_the_smallest_capacity_fits_and_one_granule_less_does_not(
 def test_the_smallest_capacity_is_between_the_requests_and_what_is_reserved_without_limit(events: list[Event]) -> None:
     ops, streams = to_ops(events)
     peaks = run(ops, streams=streams)
-    assert peaks.requested <= smallest_capacity_of(ops, streams) <= peaks.reserved
+    assert peaks.requested <= smallest_capacity(ops, streams) <= peaks.reserved
 
 
 def compared(ops: list[int], granularity: int = 2 * MIB, *, expandable: bool) -> int:
@@ -258,7 +283,7 @@ def test_attempts_on_random_tapes_share_their_beginning(
     born = sum(op >= 0 for op in ops)
     ops = [*ops, EMPTY_CACHE, *(op - born if op < 0 else op for op in ops)]  # what it did, a second time
     settings = AllocSettings(expandable_segments=expandable)
-    found = smallest_capacity_of(ops, settings=settings, granularity=granularity)
+    found = smallest_capacity(ops, settings=settings, granularity=granularity)
     assert compared(ops, granularity, expandable=expandable) == found
 
 
@@ -274,7 +299,7 @@ def test_attempts_on_recorded_tapes_share_their_beginning(path: Path, expandable
         elif op == "f":
             ops.append(~live.pop(address))
     settings = AllocSettings(expandable_segments=expandable)
-    assert compared(ops, expandable=expandable) == smallest_capacity_of(ops, settings=settings)
+    assert compared(ops, expandable=expandable) == smallest_capacity(ops, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +311,7 @@ def test_attempts_on_recorded_tapes_share_their_beginning(path: Path, expandable
 )
 def test_attempts_part_where_the_length_of_an_expandable_segment_matters(ops: list[int]) -> None:
     ops = [op * MIB if op > 0 else op for op in ops]
-    assert compared(ops, expandable=True) == smallest_capacity_of(ops, settings=AllocSettings(expandable_segments=True))
+    assert compared(ops, expandable=True) == smallest_capacity(ops, settings=AllocSettings(expandable_segments=True))
 
 
 @given(st.lists(st.tuples(st.sampled_from("afru"), st.integers(0, 40 << 20), st.integers(0, 2)), max_size=60))

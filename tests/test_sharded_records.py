@@ -1,7 +1,8 @@
-"""FSDP2 and DDP against recorded runs of PyTorch's CUDA build, rank 0 of 2 to 64: requested and reserved bytes of a step.
+"""FSDP2 and DDP against recorded runs of PyTorch's CUDA build, rank 0 of 2 to 64.
 
-Recorded from a hand-written loop that wraps the model as accelerate 1.15 does: blocks, embedding, and (norm, head) in
-groups of their own, 16-bit parameters and reductions; such a loop holds its loss, and with it the graph's input.
+Compared are requested and reserved bytes of a step. The recorded loop is written by hand and wraps the model as
+accelerate 1.15 does: blocks, embedding, and (norm, head) in groups of their own, 16-bit parameters and reductions; such
+a loop holds its loss, and with it the graph's input.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WHOLE = [r for r in FSDP if r not in REDUCED]
 def account_of(run: dict[str, Any]) -> Account:
     case = run["case"]
     recipe = Recipe(
-        method="full" if case["tune"] == "full" else "lora", precision="bf16-mixed" if case["weights"] == "fp32" else "bf16",
+        method="full" if case["tune"] == "full" else "lora",
+        precision="bf16-mixed" if case["weights"] == "fp32" else "bf16",
         micro_batch=case["mb"], accumulation=case["accum"], sequence_length=case["seq"], loss="full",
         checkpointing="full" if case["ckpt"] != "none" else "none", num_gpus=case["world"],
         shard="parameters" if case["mode"] == "fsdp2" else "none", trainer="transformers",
@@ -45,7 +47,7 @@ def peaks(run: dict[str, Any]) -> tuple[int, int]:
 
 
 def held(run: dict[str, Any]) -> int:
-    """Hidden states and their gradient that the loss of the step before holds, where the embedding's output is a leaf."""
+    """Bytes of hidden states and their gradient that the previous loss holds, if the embedding's output is a leaf."""
     case, width = run["case"], DATA["configs"][run["case"]["model"]]["hidden_size"]
     return 2 * 2 * case["mb"] * case["seq"] * width if case["tune"] != "full" and case["ckpt"] != "none" else 0
 
@@ -78,7 +80,7 @@ def test_requested_bytes_under_ddp(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("run", [*REDUCED, *DDP], ids=lambda r: r["id"])
 def test_reserved_bytes_of_all_streams(run: dict[str, Any]) -> None:
-    """The recorded loop shards on the meta device: no whole weights at load leave a cache behind, as the Trainer's do."""
+    """The recorded loop shards on the meta device, so that whole weights leave no cache behind, as the Trainer's do."""
     account = account_of(run)
     found = estimate(account.architecture, account.recipe, GPU, padded=False)
     reserved = max(p.levels.reserved for p in found.phases if p.phase in ("load", "first_step", "step"))
@@ -93,7 +95,9 @@ def test_what_stays_between_steps(run: dict[str, Any]) -> None:
 
 
 def test_one_whole_weight_passes_through_the_card_at_load_save_and_evaluation() -> None:
-    """Traced: `memfit trace smollm2-135m --gpu 8xa100-80gb --shard parameters --precision bf16-mixed --sequence-length 256`."""
+    """Traced with
+    `memfit trace smollm2-135m --gpu 8xa100-80gb --shard parameters --precision bf16-mixed --sequence-length 256`.
+    """
     recipe = Recipe(loss="fused", sequence_length=256, num_gpus=8, shard="parameters", precision="bf16-mixed")
     phases = {p.phase: p for p in estimate(resolve_model("smollm2-135m"), recipe, find_gpu("a100-80gb")).phases}
     for phase, traced in (("load", 172.144), ("save", 316.682), ("eval", 330.5)):

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import alive_at, replay
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import pickles, read
 from memfit.documents.snapshot.frames import Reader
 from memfit.documents.snapshot.history import tape_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from memfit.allocator.recorded_card import as_recorded, made_with, room_of
+from memfit.allocator.replay import as_recorded, made_with, room_of
 from memfit.documents import footprint_file as footprints
 from memfit.documents import watch_log as watch_file
 from memfit.documents.snapshot import read

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import replay
+from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot.writing import snapshot_pickle
@@ -27,7 +26,8 @@ SETTINGS = {"plain": AllocSettings(), "expandable": AllocSettings(expandable_seg
 TORCH = (2, 13)
 TAPE = Tape(
     (Mark("load", "weights"), Alloc(1, 40 * MIB, "parameters", "layers.0.weight"), Mark("first_step", "forward"),
-     Alloc(2, 5 * MIB, "activations", "layers.0 <output>", stream=1), Alloc(3, 700, "temporaries"), Free(3), Free(2), EmptyCache(),
+     Alloc(2, 5 * MIB, "activations", "layers.0 <output>", stream=1), Alloc(3, 700, "temporaries"), Free(3), Free(2),
+     EmptyCache(),
      Mark("step", "forward"), Alloc(4, 30 * MIB, "gradients", "</script><b>")),
     "traced",
 )  # fmt: skip

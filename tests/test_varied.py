@@ -1,4 +1,4 @@
-"""Runs over varied lengths: leaving out middle blocks changes nothing, and what older PyTorch and accelerate copy is there."""
+"""Runs over varied lengths: middle blocks may be left out, and older PyTorch's and accelerate's copies are counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 
 from memfit.catalogue.cards import find_gpu
 from memfit.closed_form.run.account import Account

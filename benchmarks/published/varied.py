@@ -13,8 +13,7 @@ from typing import Any
 from memfit.allocator import Allocator, OutOfMemory, PlainAllocator
 from memfit.closed_form.layers.program import Program, ProgramPart
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.micro_step import MicroStep
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import MicroStep, SizeMeter
 from memfit.closed_form.run.timeline import load, optimizer_step
 from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
@@ -27,7 +26,7 @@ def levels_over(
     account: Account, lengths: Sequence[int], *, capacity: int | None = None, torch: Torch = LATEST_TORCH,
     empty_every: int = 0,
 ) -> Levels:  # fmt: skip
-    """The highest levels of a run over micro-batches of these sequence lengths, in this order; device = reserved.
+    """Return the highest levels of a run over micro-batches of these lengths, in this order; device = reserved.
 
     capacity: bytes the driver can hand out; when they are used up the cache is given back, as on a card. empty_every:
     steps between two calls of empty_cache by the loop. Raises OutOfMemory where the card would.
@@ -38,10 +37,10 @@ def levels_over(
 
 
 def reserved_over(account: Account, lengths: Sequence[int], *, capacity: int, torch: Torch = LATEST_TORCH) -> int:
-    """Bytes reserved by such a run; `capacity` where the card is full to the last block.
+    """Return the bytes reserved by such a run; `capacity` where the card is full to the last block.
 
-    While the card has room the plain allocator answers, in less time. Its tie-break is torch 2.13's, which matters as
-    little as which of two equal blocks is taken: no order of the published runs tried reserves a byte more or less.
+    While the card has room the quick allocator is played, which takes less time. It breaks ties as torch 2.13 does,
+    whatever `torch` is: of the published runs no order that was tried reserves a byte more or less for that.
     """
     if parse_alloc_conf(account.recipe.alloc_conf, torch) == AllocSettings():
         plain = PlainAllocator()
@@ -67,7 +66,7 @@ def _play(account: Account, lengths: Sequence[int], allocator: Cache, empty_ever
         for old in batch:
             allocator.free(old)
         batch = fresh
-        one = Pass(allocator, Meter(replace(dims, sequence=length)), passes[number % every > 0])
+        one = Pass(allocator, SizeMeter(replace(dims, sequence=length)), passes[number % every > 0])
         one.run(account.workspace if number == 0 else 0)
         gradients += one.gradients
         if (number + 1) % every == 0:
@@ -83,7 +82,7 @@ WHOLE_BLOCKS = 1  # at the end of the model whose working tensors are replayed; 
 
 
 def thinned(micro: MicroStep) -> MicroStep:
-    """The same pass, where blocks before the last only make what they keep and free what they kept before."""
+    """Return the pass in which blocks before the last only make what they keep and free what they kept before."""
     thin: dict[int, Program] = {}
     last = len(micro.blocks) - WHOLE_BLOCKS
     blocks = [

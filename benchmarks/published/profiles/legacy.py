@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.head import LOSSES, HeadStyle, logits_of
 from memfit.closed_form.layers.linears import four_bits
 from memfit.closed_form.style import CODES, Code, Style
@@ -43,7 +43,7 @@ def shifted_head(h: HeadStyle, a: Architecture, r: Recipe, train: bool, *, retur
     return ShiftedHead(**fields, cached=cached, batched=r.micro_batch > 1)
 
 
-def shifted_loss(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def shifted_loss(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """From hidden states to the loss. What the model returns is in fp32 until the trainer has looked at it."""
     assert isinstance(h, ShiftedHead)
     logits = logits_of(rec, h, x)
@@ -56,25 +56,25 @@ def shifted_loss(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[
     return loss, []
 
 
-def _shift(rec: Recorder, h: ShiftedHead, logits: Tensor) -> Tensor:
+def _shift(rec: GraphRecorder, h: ShiftedHead, logits: Tensor) -> Tensor:
     """logits[..., :-1, :].contiguous(): a view of one sequence, a copy of several; backward writes into zeros."""
     shifted = ops.slice(rec, logits, {"L": h.vocabulary})
     return ops.clone(rec, shifted, "shifted logits") if h.batched else shifted
 
 
-def mask_per_head(rec: Recorder, mask: Tensor, heads: int) -> Tensor:
+def mask_per_head(rec: GraphRecorder, mask: Tensor, heads: int) -> Tensor:
     """PyTorch 2.1 expands the efficient kernel's mask to all heads before it pads its rows."""
     return rec.new({("mask", heads, MASK_ALIGNMENT): 1}, mask.itemsize, "mask of every head")
 
 
-def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def quantised(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """The product with a quantised weight: auto-gptq's, or that of bitsandbytes before 0.43.2."""
     if style.quantization.startswith("gptq"):
         return _gptq(rec, x, numel, shape, style)
     return four_bits(rec, x, numel, shape, style, keeps_input=True)
 
 
-def _gptq(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def _gptq(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """auto-gptq's trainable QuantLinear: the weight is unpacked in plain operations and saved for the backward."""
     whole: Elements = {"1": numel}
     wide = rec.new(whole, 4, "unpacked weight")  # bitwise_right_shift gives int32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.attention import interface
 from memfit.closed_form.layers.elementwise import activation, rotate
 from memfit.closed_form.layers.head import LOSSES, HeadStyle
@@ -113,7 +113,7 @@ def _qkv(block: LayerRun, x: Tensor) -> Tensor:
     return ops.add(rec, y, delta, "with adapter")
 
 
-def _zero_pad(rec: Recorder, x: Tensor, total: int) -> Tensor:
+def _zero_pad(rec: GraphRecorder, x: Tensor, total: int) -> Tensor:
     """zeros.index_copy(lora_ind, x): keeps its source, whose shape the backward formula asks for."""
     out = rec.new({"T": total}, x.itemsize, "zero-padded")
     like = x.blueprint()
@@ -135,7 +135,7 @@ def _linear(block: LayerRun, x: Tensor, name: str, out: int) -> Tensor:
     return lora_linear(block.rec, block.style, x, name.rsplit(".", 1)[-1], out, bias)
 
 
-def lora_linear(rec: Recorder, style: Style, x: Tensor, name: str, out: int, bias: bool = False) -> Tensor:
+def lora_linear(rec: GraphRecorder, style: Style, x: Tensor, name: str, out: int, bias: bool = False) -> Tensor:
     """LoRALinear: pretrained(x) + (dropout(x) @ A^T @ B^T) * scaling, all in the dtype of x."""
     ((basis, ins),) = x.elements.items()
     y = base_linear(rec, style, x, ins * out, {basis: out}, out if bias else 0, name)
@@ -149,7 +149,7 @@ def lora_linear(rec: Recorder, style: Style, x: Tensor, name: str, out: int, bia
     return ops.add(rec, y, delta, "with adapter")
 
 
-def head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def head(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """lm_head and chunked_cross_entropy; Fabric casts what the model returns to fp32, and the loop holds it."""
     logits = _whole_logits(rec, h, style, x) if style.trained else _chunked_logits(rec, h, style, x)
     wide = ops.cast(rec, logits, 4, "fp32 logits")
@@ -163,12 +163,12 @@ def head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, 
     return loss, [wide]
 
 
-def _whole_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+def _whole_logits(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "head", True)
     return ops.linear(rec, x, w, {"T": h.vocabulary}, label="logits")
 
 
-def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+def _chunked_logits(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
     """[lm_head(x_i) for x_i in x.split(128)]: the working tensors of one chunk, the results of all."""
     chunk: Elements = {("chunk", CHUNK, 0): h.vocabulary}
     weight: Elements = {"1": h.vocabulary * h.width}
@@ -210,7 +210,7 @@ def _chunked_logits(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     return rec.record(logits, parts, kept, backward)
 
 
-def _head_weight(rec: Recorder, style: Style, weight: Elements) -> list[Tensor]:
+def _head_weight(rec: GraphRecorder, style: Style, weight: Elements) -> list[Tensor]:
     """The head's weight for one product: nothing to make, or dequantised and cast."""
     if style.quantization == "none":
         return []
@@ -220,7 +220,7 @@ def _head_weight(rec: Recorder, style: Style, weight: Elements) -> list[Tensor]:
     return [cast]
 
 
-def _scored(rec: Recorder, logits: Tensor, vocabulary: int, *, whole: bool) -> Tensor:
+def _scored(rec: GraphRecorder, logits: Tensor, vocabulary: int, *, whole: bool) -> Tensor:
     """Cross entropy by chunks: the log-probabilities of all are kept; each chunk's gradient takes its place."""
     elements, chunk = logits.elements, {("chunk", CHUNK, 0): vocabulary}
     kept = rec.new(elements, 4, "log_softmax", "activations")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.attention import interface
 from memfit.closed_form.layers.elementwise import ROTARY, activation
 from memfit.closed_form.layers.head import LOSSES, HeadStyle
@@ -42,7 +42,7 @@ def _attention(block: LayerRun, x: Tensor) -> Tensor:
     return block.linear("o", interface(block, q, k, v, replace(a, kv_heads=a.heads)), block.width)
 
 
-def _rope(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
+def _rope(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
     """RotaryPositionalEmbeddings.forward: pairs of an fp32 copy, stacked and cast back."""
     if not a.rotary_dim:
         return x
@@ -57,7 +57,7 @@ def _feed_forward(block: LayerRun, x: Tensor) -> Tensor:
     return block.linear("down", h, block.width, "mlp")
 
 
-def compiled_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def compiled_head(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """CEWithChunkedOutputLoss with a compiled cross entropy: keeps the 16-bit logits and widens nothing in memory."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}
@@ -71,13 +71,13 @@ def compiled_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple
     return total, []
 
 
-def _fused_cross_entropy(rec: Recorder, logits: Tensor) -> Tensor:
+def _fused_cross_entropy(rec: GraphRecorder, logits: Tensor) -> Tensor:
     like = logits.blueprint()
     loss = rec.new({"1": 1}, 4, "loss")
     return rec.record(loss, [logits], [logits], lambda g: [rec.like(like, "logits gradient")])
 
 
-def chunked_head(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def chunked_head(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """torchtune's CEWithChunkedOutputLoss: eight pieces of logits, of which one at a time is widened to fp32."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     part: Elements = {("part", OUTPUT_CHUNKS, 0): h.vocabulary}

@@ -28,19 +28,17 @@ Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend,
 free-memory callbacks, settings changed half-way, several devices, IPC, malloc hints. The driver is a counter: it hands
 out `capacity` bytes without fragments of its own, at addresses that only grow, which decides ties for torch up to
 2.11, where real addresses may be reused; a recording's own addresses can be given. Other streams have always caught up
-by the next malloc. Statistics are those over both pools; what changed between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the keys
-of the settings is not known to matter and not looked at.
+by the next malloc. Statistics are those over both pools. What changed between torch 2.4 and 2.13 beyond the tie-break,
+the memory fraction's rule and the keys of the settings was not examined.
 """
 
 from collections.abc import Mapping
 
 from memfit.allocator.blocks import Block
-from memfit.allocator.growing import GrowingAllocator
 from memfit.allocator.machine import Allocator
-from memfit.allocator.plain import PlainAllocator
-from memfit.allocator.quick import QuickAllocator
+from memfit.allocator.player import restore
+from memfit.allocator.quick import GrowingAllocator, PlainAllocator, QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
-from memfit.allocator.start import restore
 from memfit.nouns.alloc_settings import AllocSettings
 
 __all__ = [
@@ -65,5 +63,5 @@ QUICK: Mapping[AllocSettings, type[PlainAllocator | GrowingAllocator]] = {
 
 
 def allocator_for(settings: AllocSettings) -> Allocator | QuickAllocator:
-    """The quickest allocator on a card without a limit, for one stream, that follows these settings."""
+    """Return the quickest allocator on a card without a limit, for one stream, that follows these settings."""
     return QUICK[settings]() if settings in QUICK else Allocator(None, settings)

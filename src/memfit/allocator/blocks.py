@@ -1,4 +1,4 @@
-"""The parts of the caching allocator: constants, a Block of a segment, a Pool of free blocks in best-fit order."""
+"""The parts of the caching allocator: constants, sizes, Blocks of segments, Pools of free blocks in best-fit order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ K_SMALL_SIZE: Final = 1024 * KIB  # kSmallSize: the largest "small" request
 K_SMALL_BUFFER: Final = 2 * MIB  # kSmallBuffer: segment that small requests are packed in
 K_ROUND_LARGE: Final = 2 * MIB  # kRoundLarge: large segments are multiples of it
 
-ALLOCATED, PENDING, FREE, UNMAPPED = range(4)  # Block.state; from FREE on nobody uses the bytes
+ALLOCATED, PENDING, FREE, UNMAPPED = range(4)  # Block.state; FREE and UNMAPPED bytes are not in use
 
 # A free block's key orders it in its pool: size first, then the tie-break. Sizes are multiples of 512, so `size << 47`
 # leaves the 56 low bits for an address or a registration number, and one int compares faster than a tuple.
@@ -22,7 +22,7 @@ KEY_SHIFT: Final = 47
 
 
 class Block:
-    """A piece of a segment, as `struct Block`: `size` bytes at `addr`, `requested` of them asked for by the user.
+    """A piece of a segment, as `struct Block`: `size` bytes at `addr`, of which the program requested `requested`.
 
     `prev` and `next` are its neighbours in the segment, `order` its registration number (torch 2.12 only), `age_base`
     the age of the large pool when it was freed (garbage collection only).
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Is it only a part of its segment?"""
+        """Return whether the block is only a part of its segment."""
         return self.prev is not None or self.next is not None
 
     def __repr__(self) -> str:
@@ -97,11 +97,11 @@ class Pool:
         insort(self.unmapped, block, key=_address)
 
     def in_order(self) -> list[Block]:
-        """The free blocks as they lie in the pool; a copy, so that they may be removed meanwhile."""
+        """Return a copy of the free blocks in their order, so that the caller may remove some."""
         return [self.blocks[key] for key in self.keys]
 
     def lower_bound(self, size: int) -> int:
-        """Position in `keys` of the smallest free block of at least `size` bytes."""
+        """Return the position in `keys` of the smallest free block of at least `size` bytes."""
         return bisect_left(self.keys, size << KEY_SHIFT)
 
 
@@ -110,7 +110,7 @@ def _address(block: Block) -> int:
 
 
 def round_up_power2(size: int, divisions: int) -> int:
-    """roundup_power2_next_division: the next multiple of (power of two below `size`) / `divisions`."""
+    """roundup_power2_next_division: return the next multiple of (power of two below `size`) / `divisions`."""
     if size & (size - 1) == 0:
         return size
     step = (1 << (size.bit_length() - 1)) // divisions
@@ -118,7 +118,7 @@ def round_up_power2(size: int, divisions: int) -> int:
 
 
 def round_size(size: int, divisions: tuple[int, ...]) -> int:
-    """round_size: bytes asked for -> bytes of the block, with the table of roundup_power2_divisions."""
+    """round_size: return the bytes of the block for `size` requested bytes; `divisions` as roundup_power2_divisions."""
     ways = divisions[max(0, min(size.bit_length() - 21, len(divisions) - 1))]
     if ways > 1 and size > K_MIN_BLOCK_SIZE * ways:
         return round_up_power2(size, ways)
@@ -126,7 +126,7 @@ def round_size(size: int, divisions: tuple[int, ...]) -> int:
 
 
 def allocation_size(rounded: int, large_segment_size: int) -> int:
-    """get_allocation_size: the segment to ask the driver for when no free block fits."""
+    """get_allocation_size: return the bytes of the segment to ask the driver for when no free block fits."""
     if rounded <= K_SMALL_SIZE:
         return K_SMALL_BUFFER
     if rounded < K_MIN_LARGE_ALLOC:

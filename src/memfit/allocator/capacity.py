@@ -1,13 +1,13 @@
-"""A tape held against a card: does it run there, what the smallest card is, and where the bytes above its tensors go."""
+"""A tape on a card: does it run there, what is the smallest card, and where do the bytes above its tensors go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memfit.allocator.recorded_card import retrace
-from memfit.allocator.replay import Timeline, replay, to_ops
-from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity_of
+from memfit.allocator.compact import to_ops
+from memfit.allocator.replay import Timeline, replay, retrace
+from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import BAND_SHARE, Judgement, Verdict
@@ -25,8 +25,8 @@ class Slack:
     """Bytes reserved above the tensors' own on a card without a limit; with `tensors` they add up to the peak reserved.
 
     `rounding` is in the blocks: 512-byte steps and remainders too small to split. `fragmentation` is needed although no
-    tensor has it: free pieces too small or in the wrong place, down to the smallest card. `cache` is what the allocator
-    keeps only because nobody else asked, and gives back before it fails.
+    tensor has it: free pieces too small or in the wrong place, which the smallest card has too. `cache` is free memory
+    that the allocator would give back before it fails.
     """
 
     tensors: int
@@ -39,11 +39,11 @@ class Slack:
 class Capacity:
     """The answer of `memfit replay`; sizes in bytes.
 
-    `free` is the run on a card without a limit, `timeline` that on the card asked about (the same where none was).
+    `free` is the run on a card without a limit, `timeline` the run on the given card (the same where none is).
     `smallest` is the smallest capacity it runs on with its own settings, `other` with expandable segments instead
     (or without them, where they were set); both are only lower bounds where the run `died` of an out-of-memory, because
-    what it would have needed afterwards is not in its tape. `reproduced` says whether the model took and gave back every
-    segment as the recording did: None where the tape has none or other settings were asked for, "" where all agree, else
+    what it would have needed afterwards is not in its tape. `reproduced` compares the segments that the model took and
+    gave back with the recording's: None where the tape has none or the settings are others, "" where all agree, else
     the first difference.
     """
 
@@ -68,9 +68,9 @@ def capacity(
     ops, streams = to_ops(tape.events, tape.start)
 
     def smallest_of(settings: AllocSettings) -> int:
-        """0 where no card is large enough, because a memory fraction of nothing is nothing."""
+        """Return 0 where no card is large enough, because the memory fraction is 0."""
         try:
-            return smallest_capacity_of(ops, streams, settings, torch=torch, start=tape.start)
+            return smallest_capacity(ops, streams, settings, torch=torch, start=tape.start)
         except NoCapacity:
             return 0
 
@@ -95,10 +95,11 @@ def capacity(
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
 ) -> tuple[Timeline, Judgement]:
-    """fits: it also runs with a band less; misfit: not even with a band more; tight: anything between.
+    """Return the run on a card and its verdict.
 
-    A tape that ends in an out-of-memory is never promised to fit, and where it fails it needs an unknown amount more. The band is what the
-    card's context is not known to, and for a predicted tape what the prediction may be off.
+    fits: it also runs with a band less; misfit: it does not run with a band more; tight: anything between. A tape that
+    ends in an out-of-memory is never said to fit, and where it fails it needs an unknown amount more. The band is the
+    uncertainty of the card's context, and for a predicted tape that of the prediction.
     """
     usable, need = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
@@ -129,7 +130,7 @@ def _slack(free: Timeline, smallest: int) -> Slack:
 
 
 def _reproduced(tape: Tape, settings: AllocSettings, torch: Torch) -> str | None:
-    """Only what was recorded, under the settings it was recorded under, can be reproduced."""
+    """Return what `retrace` says of a recorded tape under its own settings; None for any other."""
     if settings != parse_alloc_conf(tape.about.get("alloc_conf", ""), torch):
         return None
     segments = any(isinstance(event, SegmentAlloc | SegmentFree) for event in tape.events)

@@ -11,7 +11,7 @@ from memfit.allocator.reserve import Reserve
 
 
 def allocate_expandable(reserve: Reserve, pool: Pool, size: int) -> Block | None:
-    """try_allocate_expandable_block: a mapped block of at least `size` bytes taken from its pool; None without memory.
+    """try_allocate_expandable_block: take a mapped block of at least `size` bytes from its pool; None without memory.
 
     What was mapped before the driver refused stays mapped and cached.
     """
@@ -52,7 +52,7 @@ def _expandable_size(block: Block) -> int:
 
 
 def _find_expandable_block(reserve: Reserve, pool: Pool, size: int) -> Block:
-    """find_expandable_block: the lowest address with room for `size`, counting free blocks next to unmapped ones."""
+    """find_expandable_block: return the block at the lowest address where `size` bytes are free or unmapped."""
     for unmapped in pool.unmapped:
         before = unmapped.prev
         candidate = before if before is not None and before.state >= FREE else unmapped
@@ -67,7 +67,7 @@ def _find_expandable_block(reserve: Reserve, pool: Pool, size: int) -> Block:
 
 
 def _new_segment(reserve: Reserve, pool: Pool) -> Block:
-    """`new ExpandableSegment`: addresses for 9/8 of the card, rounded up to granules, nothing mapped."""
+    """`new ExpandableSegment`: reserve addresses for 9/8 of the card, rounded up to granules, and map nothing."""
     granule = pool.granule
     size = max(1, -(-(reserve.total_memory + reserve.total_memory // 8) // granule)) * granule
     block = reserve.new_block(size, reserve.reserve_address(size, granule), pool)
@@ -76,7 +76,7 @@ def _new_segment(reserve: Reserve, pool: Pool) -> Block:
 
 
 def _map_block(reserve: Reserve, block: Block, size: int) -> bool:
-    """map_block: back the first `size` bytes of an unmapped block with memory, up to the next granule."""
+    """map_block: map the first `size` bytes of an unmapped block, up to the next granule; False without memory."""
     pool = block.pool
     mapped = -(-size // pool.granule) * pool.granule
     if reserve.reserved + mapped > reserve.capacity:
@@ -110,7 +110,7 @@ def _unmap_block(reserve: Reserve, block: Block) -> None:
 
 
 def _merge(reserve: Reserve, block: Block, state: int) -> None:
-    """try_merge_blocks with both neighbours, where they are in the same `state`, FREE or UNMAPPED."""
+    """try_merge_blocks: merge a block with the neighbours that are in the same `state`, FREE or UNMAPPED."""
     pool, before, after = block.pool, block.prev, block.next
     if before is not None and before.state == state:
         pool.remove(before) if state == FREE else pool.unmapped.remove(before)

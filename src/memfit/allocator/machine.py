@@ -27,12 +27,12 @@ from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 class Allocator(Reserve):
     """One device's caching allocator, empty at first.
 
-    `capacity` is what the driver can hand out in bytes (None: as much as is asked for), `total_memory` what a memory
+    `capacity` is what the driver can hand out in bytes (None: any number), `total_memory` what a memory
     fraction refers to (default: the capacity), `torch` the version whose rules hold.
     """
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
-        """A block for `size` bytes used on `stream`; None for 0 bytes, as torch. Raises OutOfMemory."""
+        """Return a block for `size` bytes used on `stream`; None for 0 bytes, as torch does. Raises OutOfMemory."""
         if size <= 0:
             if size < 0:
                 raise ValueError(f"a block of {size} bytes cannot be allocated")
@@ -62,20 +62,20 @@ class Allocator(Reserve):
         return block
 
     def free_blocks(self, stream: int = 0, *, small: bool) -> list[Block]:
-        """The free blocks of a pool, smallest first."""
+        """Return the free blocks of a pool, smallest first."""
         return self.pools_of(stream)[not small].in_order()
 
     def pools_of(self, stream: int) -> tuple[Pool, Pool]:
-        """The small pool and the large one of a stream."""
+        """Return the small pool and the large one of a stream."""
         return self._pools.get(stream) or self._new_pools(stream)
 
     def free_pools(self) -> Iterator[Pool]:
-        """The free blocks of every stream, small and large."""
+        """Yield the pools of every stream, the small one before the large one."""
         for pools in self._pools.values():
             yield from pools
 
     def is_cached(self, size: int, stream: int = 0) -> bool:
-        """Would malloc serve this without asking the driver? Changes nothing."""
+        """Return whether malloc would serve this without asking the driver. Changes nothing."""
         rounded = round_size(size, self.settings.roundup_power2_divisions)
         pool = self.pools_of(stream)[rounded > K_SMALL_SIZE]
         age = self._age
@@ -84,7 +84,7 @@ class Allocator(Reserve):
         return found
 
     def _split(self, rest: Block, rounded: int) -> Block:
-        """alloc_found_block: the front becomes a new Block of `rounded` bytes, the free rest stays the old one."""
+        """alloc_found_block: make the front a new Block of `rounded` bytes; the old Block is the free rest."""
         before = rest.prev
         front = Block(rounded, rest.addr, rest.pool, before, rest)
         if self._by_order:
@@ -173,14 +173,14 @@ class Allocator(Reserve):
                     self._release_whole_segments(pool)
 
     def _insert_events(self, block: Block) -> None:
-        """insert_events: freed by the user, still used on other streams; waits once for each of them."""
+        """insert_events: let a freed block that other streams used wait once for each of them."""
         block.state = PENDING
         self.pending += block.size
         for stream in self._stream_uses[block]:
             self._events.setdefault(stream, []).append(block)
 
     def _process_events(self) -> None:
-        """process_events: all streams have caught up; a block is free once its last stream has."""
+        """process_events: all streams have caught up, so every waiting block becomes free."""
         events, self._events = self._events, {}
         for blocks in events.values():
             for block in blocks:
@@ -194,7 +194,7 @@ class Allocator(Reserve):
                     self.free(block)
 
     def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
-        """The two pools of a stream; should_split's two rules become `slack` and `split_below`."""
+        """Make the two pools of a stream; should_split's two rules become `slack` and `split_below`."""
         grows, max_split_size = self.settings.expandable_segments, self.settings.max_split_size
         tight = K_MIN_BLOCK_SIZE - 1
         small = Pool(stream, K_SMALL_BUFFER, tight, UNLIMITED, small=True, by_order=self._by_order)
@@ -210,7 +210,7 @@ class Allocator(Reserve):
         return pools
 
     def _find(self, pool: Pool, rounded: int) -> int:
-        """get_free_block with every setting heard; the end of the list means none fits."""
+        """get_free_block under every setting: return the position of the block to take; the end if none fits."""
         if self._collects and not pool.small:
             self._age += 1
         position, end = pool.lower_bound(rounded), len(pool.keys)
@@ -219,9 +219,7 @@ class Allocator(Reserve):
         settings = self.settings
         if settings.expandable_segments:
             following = pool.blocks[pool.keys[position]].next
-            if (
-                following is not None and following.state == UNMAPPED
-            ):  # only such a block could expand more than the next
+            if following is not None and following.state == UNMAPPED:  # others cannot expand more than the next
                 position = best_fit(pool, position)
         if settings.max_split_size is None:
             return position
@@ -231,7 +229,7 @@ class Allocator(Reserve):
         return end if size >= rounded + settings.max_non_split_rounding else position
 
     def _grow(self, pool: Pool, rounded: int, requested: int) -> Block:
-        """The second half of malloc: nothing cached fits, so ask the driver, and free the cache if it has no more."""
+        """Take a segment from the driver, because no cached block fits; free the cache if the driver has no more."""
         size = allocation_size(rounded, self.settings.large_segment_size)
         if self._collects:
             self._collect_garbage()
@@ -248,7 +246,7 @@ class Allocator(Reserve):
         return block
 
     def _alloc_block(self, pool: Pool, rounded: int, size: int, requested: int) -> Block | None:
-        """alloc_block: within the limits, a segment of `size` bytes or an expandable segment grown for `rounded`."""
+        """alloc_block: within the limits, take a segment of `size` bytes or grow an expandable one for `rounded`."""
         if self.allowed is not None and self.reserved + size > self.allowed:
             return None
         if self._rejects_above is not None and self.reserved + size > self._rejects_above:
@@ -259,7 +257,7 @@ class Allocator(Reserve):
         return self._cuda_malloc(pool, size)
 
     def out_of_memory(self, tried: int, requested: int) -> OutOfMemory:
-        """The error for a request of `requested` bytes, for which `tried` bytes were asked of the driver."""
+        """Return the error for a request of `requested` bytes, for which `tried` bytes were asked of the driver."""
         return OutOfMemory(
             requested=requested,
             tried=tried,

@@ -69,7 +69,7 @@ class Stats:
     num_device_free: int
 
     def as_memory_stats(self) -> dict[str, int]:
-        """The same numbers under the keys of torch.cuda.memory_stats()."""
+        """Return the same numbers under the keys of torch.cuda.memory_stats()."""
         stats = {
             f"{name}_bytes.all.{moment}": getattr(self, name + suffix)
             for name in ("requested", "allocated", "active", "reserved", "inactive_split")
@@ -131,14 +131,14 @@ class Reserve:
         self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def _allowed_memory_maximum(self) -> int | None:
-        """setMemoryFraction: up to 2.9 any fraction arms the limit, from 2.10 on only one below 1."""
+        """setMemoryFraction: return the limit; up to 2.9 any fraction sets one, from 2.10 on only one below 1."""
         fraction = self.settings.per_process_memory_fraction
         if fraction is None or (fraction >= 1.0 and self.torch >= (2, 10)):
             return None
         return int(fraction * self.total_memory)
 
     def _rejection_limit(self) -> int | None:
-        """throw_on_cudamalloc_oom: no segment beyond the fraction of the settings; a fraction set by a call is not read."""
+        """throw_on_cudamalloc_oom: return the limit on segments, by the settings' fraction, not one set by a call."""
         if not self.settings.throw_on_cudamalloc_oom:
             return None
         fraction = self.settings.per_process_memory_fraction
@@ -146,7 +146,7 @@ class Reserve:
 
     @property
     def stats(self) -> Stats:
-        """All counters at this moment."""
+        """Return all counters as they are now."""
         expandable = self.settings.expandable_segments
         return Stats(
             requested=self.requested,
@@ -175,7 +175,7 @@ class Reserve:
         self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
 
     def blocks(self) -> Iterator[tuple[Block, ...]]:
-        """The segments, oldest first, each as its blocks in address order (unmapped ones included)."""
+        """Yield the segments, oldest first, each as its blocks in address order (unmapped ones included)."""
         for head in self._heads.values():
             chain: list[Block] = []
             block: Block | None = head
@@ -185,7 +185,7 @@ class Reserve:
             yield tuple(chain)
 
     def holds(self, address: int) -> bool:
-        """Does a segment begin at this address?"""
+        """Return whether a segment begins at this address."""
         return address in self._heads
 
     def new_block(
@@ -205,9 +205,10 @@ class Reserve:
         return block
 
     def reserve_address(self, size: int, alignment: int = 1) -> int:
-        """Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order.
+        """Return the address of a new segment.
 
-        Up to torch 2.11 the driver's addresses decide ties; those of a recording are taken where they are known.
+        Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order. Up to
+        torch 2.11 the driver's addresses decide ties; those of a recording are taken where they are known.
         """
         known = self._places.get(size, [])
         for number, address in enumerate(known):
@@ -225,15 +226,15 @@ class Reserve:
             self._next_address = max(self._next_address, segment.address + segment.size)
 
     def forget_segment(self, block: Block) -> None:
-        """Strike the segment that `block` is the whole of."""
+        """Remove the segment that `block` is the whole of."""
         del self._heads[block.addr]
 
     def replace_head(self, block: Block) -> None:
-        """`block` starts its segment now."""
+        """Make `block` the first of its segment."""
         self._heads[block.addr] = block
 
     def charge(self, address: int, size: int) -> None:
-        """The driver gave `size` bytes."""
+        """Count `size` bytes that the driver gave."""
         self.reserved += size
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         self.num_device_alloc += 1
@@ -241,14 +242,14 @@ class Reserve:
         self.driver_calls.append(SegmentAlloc(address, size))
 
     def discharge(self, address: int, size: int) -> None:
-        """The driver took `size` bytes back."""
+        """Count `size` bytes that went back to the driver."""
         self.reserved -= size
         self.num_device_free += 1
         self._taken.pop(address, None)
         self.driver_calls.append(SegmentFree(address, size))
 
     def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
-        """A new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
+        """Return a new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
         held = self.reserved + self.padding + size + -size % DRIVER_PAGE
         if held > self.capacity:
             self.least_refused = min(self.least_refused, held)

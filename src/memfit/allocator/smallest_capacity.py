@@ -1,17 +1,19 @@
-"""The smallest card a tape runs on: a bisection of replays, which share what happens alike on all the cards left."""
+"""The smallest card a tape runs on: a bisection of replays that share the part which is the same on every card left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
-from memfit.allocator.beginning import Beginning, Undecided
-from memfit.allocator.replay import DEFAULTS, EMPTY_CACHE, ONE_STREAM, begun, play, to_ops
+from memfit.allocator.blocks import K_SMALL_BUFFER
+from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops
+from memfit.allocator.player import begun
+from memfit.allocator.quick import LARGE_SEGMENT, SMALL, ExpandablePool, QuickAllocator, SegmentPool
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
-from memfit.nouns.tape import Event, Segment
+from memfit.nouns.tape import Segment
 from memfit.units import MIB
 
 
@@ -20,7 +22,7 @@ class NoCapacity(BadInput):
 
 
 class Attempt(NamedTuple):
-    """A run on a card of some capacity: did it fit, what it reserved, and the least total that it was refused; bytes."""
+    """A run on a card of some capacity: did it fit, what it reserved, and the smallest total it was refused; bytes."""
 
     fits: bool
     requested: int
@@ -32,29 +34,17 @@ Try = Callable[[int | None, int], Attempt]  # capacity (None: any), one that is 
 
 
 def smallest_capacity(
-    events: Iterable[Event],
-    settings: AllocSettings = DEFAULTS,
-    granularity: int = 2 * MIB,
-    torch: Torch = LATEST_TORCH,
-    start: Sequence[Segment] = (),
-) -> int:
-    """The smallest capacity, a multiple of `granularity` bytes, that the tape runs on: one granule less runs out."""
-    ops, streams = to_ops(events, start)
-    return smallest_capacity_of(ops, streams, settings, granularity, torch, start)
-
-
-def smallest_capacity_of(
     ops: Sequence[int],
     streams: Mapping[int, int] = ONE_STREAM,
-    settings: AllocSettings = DEFAULTS,
+    settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
     granularity: int = 2 * MIB,
     torch: Torch = LATEST_TORCH,
     start: Sequence[Segment] = (),
 ) -> int:
-    """`smallest_capacity` of what `run` takes. Raises NoCapacity if none suffices.
+    """Return the smallest multiple of `granularity` bytes that a tape in its compact form runs on.
 
-    A bisection: a run may also fit on some still smaller card, because retries shuffle the segments, but on the one
-    just below it does not.
+    Raises NoCapacity if none suffices. The search is a bisection: a run may also fit on some still smaller card,
+    because retries shuffle the segments, but on the one just below it does not.
     """
     if settings in QUICK and torch == LATEST_TORCH and not streams and not start:
         attempt: Try = SharedBeginning(ops, expandable_segments=settings.expandable_segments)
@@ -64,7 +54,7 @@ def smallest_capacity_of(
 
 
 def only_compared(settings: AllocSettings) -> bool:
-    """Whether the allocator looks at the capacity only to compare a total with it.
+    """Return whether the allocator uses the capacity only to compare a total with it.
 
     Then a run that fits does the same on any card down to its reserved peak, and one that fails, on any card below the
     least total it was refused. Not so where the capacity also sets a fraction's limit or the length of an expandable
@@ -78,13 +68,13 @@ def only_compared(settings: AllocSettings) -> bool:
 
 
 def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
-    """The search itself, over multiples of `granularity` bytes; only_compared: see there."""
+    """Search over multiples of `granularity` bytes; `only_compared`: the result of that function."""
     unlimited = attempt(None, 0)
     if not unlimited.fits:
         raise NoCapacity(
             "no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape"
         )
-    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is asked for
+    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is requested
     high = -(-unlimited.reserved // granularity) * granularity
     while not only_compared and not attempt(high, low).fits:
         low, high = high, 2 * high
@@ -101,18 +91,73 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
 def from_the_start(
     ops: Sequence[int], streams: Mapping[int, int], settings: AllocSettings, torch: Torch, start: Sequence[Segment]
 ) -> Try:
-    """Every attempt from the start, on the allocator that knows every setting."""
+    """Return attempts that play the whole tape, on the allocator with every setting."""
 
     def attempt(capacity: int | None, _: int) -> Attempt:
         allocator = Allocator(capacity, settings, torch)
         fits = True
         try:
-            play(allocator, ops, streams, list(begun(allocator, start).values()))
+            play_ops(allocator, ops, streams, list(begun(allocator, start).values()))
         except OutOfMemory:
             fits = False
         return Attempt(fits, allocator.requested_peak, allocator.reserved_peak, allocator.least_refused)
 
     return attempt
+
+
+class Undecided(Exception):
+    """The next operation does not do the same on every card."""
+
+
+class AnyLengthPool(ExpandablePool):
+    """A pool of one segment, whose length may be anything from `shortest` on."""
+
+    __slots__ = ("shortest",)
+
+    def __init__(self, granule: int) -> None:
+        super().__init__(granule, UNLIMITED)
+        self.shortest = 0
+
+    def candidate(self, wanted: int) -> int:
+        """Return the address; raise Undecided where the shortest segment ends before it."""
+        start = super().candidate(wanted)
+        if start + wanted > self.granule + self.shortest:
+            raise Undecided
+        return start
+
+    def best_fit(self, position: int) -> int:
+        """Return the position; raise Undecided where in the shortest segment another block is the better one."""
+        found, last = super().best_fit(position), max(self.unmapped)
+        end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
+        shortest = super().best_fit(position)
+        self.unmapped[last] = end
+        if found != shortest:
+            raise Undecided
+        return found
+
+
+class Beginning(QuickAllocator):
+    """An allocator on every card above `capacity` at once; it raises Undecided before anything differs between them."""
+
+    __slots__ = ()
+
+    def __init__(self, *, expandable_segments: bool) -> None:
+        if expandable_segments:
+            super().__init__(0, AnyLengthPool(K_SMALL_BUFFER), AnyLengthPool(LARGE_SEGMENT))
+        else:
+            super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
+
+    def above(self, capacity: int) -> None:
+        """Leave out the cards up to this capacity from here on."""
+        self.capacity = capacity
+        for pool in (self._small, self._large):
+            if isinstance(pool, AnyLengthPool):
+                pool.shortest = pool.length_on(capacity)
+
+    def _charge(self, units: int) -> bool:
+        if not super()._charge(units):
+            raise Undecided
+        return True
 
 
 class SharedBeginning:
@@ -138,7 +183,7 @@ class SharedBeginning:
         self._advance(low)
         allocator, fits = self._shared.copy(capacity), True
         try:
-            play(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
+            play_ops(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
         except OutOfMemory:
             fits = False
         return Attempt(fits, requested, allocator.reserved_peak, allocator.least_refused)
@@ -146,13 +191,13 @@ class SharedBeginning:
     def _advance(self, low: int) -> None:
         self._shared.above(low)
         try:
-            play(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
+            play_ops(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
             self._at = len(self._ops)
         except Undecided:
             self._at = self._births[len(self._blocks)]
 
 
 def requested_peak(ops: Sequence[int]) -> int:
-    """The highest sum of the sizes of what is allocated."""
+    """Return the highest sum of requested bytes."""
     sizes = [op for op in ops if op >= 0]
     return max(accumulate(op if op >= 0 else -sizes[~op] for op in ops if op != EMPTY_CACHE), default=0)

@@ -342,7 +342,7 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     assert tape is not None and memory is not None
     from importlib.resources import files
 
-    from memfit.allocator.recorded_card import made_with, room_of
+    from memfit.allocator.replay import made_with, room_of
     from memfit.cli.files import write_files
     from memfit.documents.snapshot import pickled
     from memfit.documents.snapshot.frames import stacks_of

@@ -31,7 +31,7 @@ def write_files(files: Mapping[Path, bytes], force: bool) -> None:
 def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
     """Write the tape of a recipe's run as computed by formula."""
     from memfit.closed_form.run.account import Account
-    from memfit.closed_form.run.recording import recorded
+    from memfit.closed_form.run.timeline import recorded
     from memfit.documents.tape_file import dumps
 
     write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)

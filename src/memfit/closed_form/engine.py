@@ -1,11 +1,11 @@
-"""A small autograd over sizes: tensors without data whose storages are born and die as PyTorch's would.
+"""A small autograd over sizes: tensors without data, whose storages are allocated and freed when PyTorch's would be.
 
-Lifetimes follow CPython's reference counts, exactly as in eager PyTorch: a storage dies when the last local variable,
-saved tensor or gradient buffer lets go of it. Rules kept from torch/csrc/autograd/engine.cpp:
+Lifetimes follow CPython's reference counts, exactly as in eager PyTorch: a storage is freed when the last local
+variable, saved tensor or gradient buffer drops it. Rules kept from torch/csrc/autograd/engine.cpp:
 - nodes run in the reverse order of their creation; a node's saved tensors are released when it has run;
 - the incoming gradient lives while its node runs;
 - two gradients for one tensor are added in place when the first is owned by the buffer alone, else into a new one;
-- a leaf's first gradient is kept as it is; a later one is added in place and dies (gradient accumulation).
+- a leaf's first gradient is kept as it is; a later one is added to it in place and freed (gradient accumulation).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Elements = Size  # a number of elements, as a polynomial
 
 
 class Storage:
-    """Bytes on the card; tells its recorder when it dies."""
+    """Bytes on the card; its end is an event of its recorder."""
 
     __slots__ = ("id", "rec")
 
-    def __init__(self, rec: Recorder, id: int) -> None:
+    def __init__(self, rec: GraphRecorder, id: int) -> None:
         self.rec, self.id = rec, id
 
     def __del__(self) -> None:
@@ -36,7 +36,8 @@ class Tensor:
     """Elements of some width in a storage (None: a parameter or constant counted elsewhere)."""
 
     __slots__ = (
-        "elements", "expanded", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage", "viewed",
+        "elements", "expanded", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage",
+        "viewed",
     )  # fmt: skip
 
     def __init__(
@@ -50,7 +51,7 @@ class Tensor:
         self.viewed = False  # a gradient that came through a view: the engine adds to it out of place
 
     def view(self, elements: Elements | None = None) -> Tensor:
-        """The same storage seen with another shape (or a part of it)."""
+        """Return the same storage seen with another shape (or a part of it)."""
         same = self.elements if elements is None else elements
         return Tensor(
             self.storage,
@@ -64,11 +65,11 @@ class Tensor:
         )
 
     def blueprint(self) -> Tensor:
-        """The same shape, dtype and layout without storage: what a backward function may remember."""
+        """Return the same shape, dtype and layout without storage, which a backward function may keep."""
         return Tensor(None, self.elements, self.itemsize, heads_first=self.heads_first)
 
     def detach(self) -> Tensor:
-        """The same storage outside the graph."""
+        """Return the same storage outside the graph."""
         return Tensor(self.storage, self.elements, self.itemsize, heads_first=self.heads_first)
 
 
@@ -93,8 +94,12 @@ class Node:
 Buffers = dict[Node, list[Tensor | None]]
 
 
-class Recorder:
-    """Writes events while model code runs on it. Positive id: born; negative: died; 0: cuBLAS multiplies."""
+class GraphRecorder:
+    """Records a program's events while model code runs on it.
+
+    An event is the id of a storage that is allocated, the negative id of one that is freed, or 0 for a product of
+    cuBLAS. Sizes are polynomials (`sizes`), so this is a template that `run.unroll` turns into a run's own events.
+    """
 
     def __init__(self, autocast: int = 0, grad: bool = True) -> None:
         self.events: list[int] = []
@@ -116,7 +121,7 @@ class Recorder:
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
         self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
         self.running: Node | None = None
-        self.saves = 0  # tensors saved so far
+        self.saves = 0  # number of tensors saved so far
         # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
         self.lingering: set[int] = set()
         self.returned = 0  # events up to here happen before the model returns, where that is not all of the forward
@@ -125,17 +130,17 @@ class Recorder:
         self.silent = False  # ... after which operations still leave their nodes, but make nothing
 
     def enter(self, name: str) -> None:
-        """What is made from here to `leave` is labelled as part of `name`."""
+        """Label what is made from here to `leave` as part of `name`."""
         self.scopes.append(f"{self.scopes[-1]}{name}.")
 
     def leave(self) -> None:
-        """The end of the innermost `enter`."""
+        """End the innermost `enter`."""
         self.scopes.pop()
 
     def new(
         self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries", heads_first: bool = False
     ) -> Tensor:
-        """A fresh tensor of `elements` times `itemsize` bytes."""
+        """Return a fresh tensor of `elements` times `itemsize` bytes."""
         if self.silent:
             return Tensor(None, elements, itemsize, heads_first=heads_first)
         id = len(self.sizes) + 1
@@ -146,22 +151,22 @@ class Recorder:
         return Tensor(Storage(self, id), elements, itemsize, heads_first=heads_first)
 
     def product(self, elements: Elements, itemsize: int, label: str, heads_first: bool = False) -> Tensor:
-        """A fresh tensor that cuBLAS writes."""
+        """Return a fresh tensor that cuBLAS writes."""
         out = self.new(elements, itemsize, label, heads_first=heads_first)
         self.multiplies()
         return out
 
     def multiplies(self) -> None:
-        """cuBLAS is at work: a thread's first product takes the thread's workspace."""
+        """Record a product of cuBLAS: a thread's first one allocates the thread's workspace."""
         if not self.silent:
             self.events.append(0)
 
     def like(self, x: Tensor, label: str, itemsize: int = 0) -> Tensor:
-        """A fresh tensor with the shape and layout of `x`, and its dtype unless `itemsize` says otherwise."""
+        """Return a fresh tensor with the shape and layout of `x`, and its dtype unless `itemsize` is given."""
         return self.new(x.elements, itemsize or x.itemsize, label, heads_first=x.heads_first)
 
     def buffer(self, size: Size, label: str) -> Tensor:
-        """A kernel's own buffer, in bytes."""
+        """Return a kernel's own buffer of `size` bytes."""
         return self.new(size, 1, label)
 
     def record(
@@ -174,7 +179,7 @@ class Recorder:
     def record_all(
         self, outs: list[Tensor], inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None], apply: Backward
     ) -> None:
-        """`record` for an operation with several outputs; `apply` gets a list when there is more than one."""
+        """Attach a node to several outputs; `apply` gets a list when there is more than one."""
         if not self.grad or not any(t is not None and t.requires_grad for t in inputs):
             return
         kept = [t.detach() for t in reversed(saved) if t is not None]  # a list drops its last member first
@@ -193,29 +198,29 @@ class Recorder:
             self.silent = True
 
     def hold(self, x: Tensor) -> None:
-        """The node that is about to be recorded keeps `x` as a plain attribute, until the graph is gone."""
+        """Keep `x` as a plain attribute of the node that is recorded next, until the graph is freed."""
         if x.storage is not None:
             self.roles[x.storage.id] = "activations"
             self.attributes.append(x.detach())
 
     def before_saving(self, *saved: Tensor | None) -> None:
-        """Inputs are saved before the kernel runs: a recomputation that needs no more stops here, without the output."""
+        """Stop a recomputation that needs no more than these inputs, which are saved before the kernel runs."""
         count = sum(t is not None for t in saved)
         if self.grad and count and self.stop_at is not None and self.saves + count >= self.stop_at:
             self.silent = True
 
     def taken(self) -> list[int]:
-        """The events so far; the recorder starts a new list."""
+        """Return the events so far, and start a new list."""
         events, self.events = self.events, []
         return events
 
     def exit_autocast(self) -> None:
-        """The forward returns: autocast's weight cache is emptied and a key/value cache goes."""
+        """End the forward: empty autocast's weight cache and free a key/value cache."""
         self.cache.clear()
         self.until_exit.clear()
 
     def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
-        """Run all nodes from `root`, whose gradient is popped off `gradient`; returns that of the tensor named "input"."""
+        """Run all nodes from `root`, whose gradient is popped off `gradient`; returns the gradient of "input"."""
         buffers: Buffers = {}
         if root.grad_fn is not None:
             buffers[root.grad_fn] = [gradient.pop()]
@@ -225,7 +230,7 @@ class Recorder:
         return received[0]
 
     def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
-        """The nodes behind a checkpointed region's last saved tensor run before it is computed again.
+        """Run the nodes behind a checkpointed region's last saved tensor, before the region is computed again.
 
         Returns how many of the region's nodes are left, and the gradients that wait for some of them.
         """
@@ -239,7 +244,7 @@ class Recorder:
         return left, waiting
 
     def resume(self, left: int, waiting: dict[int, list[Tensor | None]]) -> Tensor | None:
-        """The rest of the backward, through the nodes of the recomputation."""
+        """Run the rest of the backward, through the nodes of the recomputation."""
         del self.nodes[left:]
         buffers = {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
         self._run(self.nodes, buffers)
@@ -267,7 +272,7 @@ class Recorder:
                 del result
 
     def returned_from_function(self) -> None:
-        """The gradients are computed; what remains is to bring them into their inputs' shape and dtype."""
+        """Release saved tensors where a function has its gradients and only has to reshape or cast them."""
         if self.recomputed and self.running is not None:
             self.running.saved = []
 
@@ -297,13 +302,13 @@ class Recorder:
 
 
 def _holders(t: Tensor) -> int:
-    """References to a tensor and to its storage; views of one storage hold it together."""
+    """Return the number of references to a tensor and to its storage, which views share."""
     return sys.getrefcount(t) + (0 if t.storage is None else sys.getrefcount(t.storage))
 
 
 def _holders_of_one() -> int:
-    """What `_holders` says of a tensor that only one variable holds; Python versions count differently."""
-    t = Tensor(Storage(Recorder(), 0), {}, 1)
+    """Return `_holders` of a tensor that one variable holds; Python versions count differently."""
+    t = Tensor(Storage(GraphRecorder(), 0), {}, 1)
     return _holders(t)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.size import Size
 
 Grads = list[Tensor | None]
@@ -25,7 +25,7 @@ def constant(elements: Elements, itemsize: int) -> Tensor:
     return Tensor(None, elements, itemsize)
 
 
-def cast(rec: Recorder, x: Tensor, itemsize: int, label: str = "cast") -> Tensor:
+def cast(rec: GraphRecorder, x: Tensor, itemsize: int, label: str = "cast") -> Tensor:
     """x.to(dtype): a copy when the width differs; its backward casts the gradient back."""
     if x.itemsize == itemsize:
         return x
@@ -33,7 +33,7 @@ def cast(rec: Recorder, x: Tensor, itemsize: int, label: str = "cast") -> Tensor
     return rec.record(out, [x], [], lambda g: [rec.like(g, "cast gradient", width)])
 
 
-def autocast(rec: Recorder, x: Tensor) -> Tensor:
+def autocast(rec: GraphRecorder, x: Tensor) -> Tensor:
     """Cast an operand to the compute dtype of the autocast region; only trained fp32 weights are cached."""
     if not rec.autocast or x.itemsize == rec.autocast:
         return x
@@ -44,7 +44,7 @@ def autocast(rec: Recorder, x: Tensor) -> Tensor:
     return rec.cache[x.parameter]
 
 
-def linear(rec: Recorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | None = None,
+def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | None = None,
            label: str = "output") -> Tensor:  # fmt: skip
     """F.linear: keeps x when the weight is trained and the weight (or its cast) when x needs a gradient."""
     w, x = autocast(rec, w), autocast(rec, x)
@@ -69,7 +69,7 @@ def linear(rec: Recorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | 
     return rec.record(out, [x, w, bias], [x if need_w else None, w if need_x else None], backward)
 
 
-def column_sum(rec: Recorder, columns: int, itemsize: int, summed: Elements) -> Tensor:
+def column_sum(rec: GraphRecorder, columns: int, itemsize: int, summed: Elements) -> Tensor:
     """g.sum(0) of a [rows, columns] gradient: fp32 staging buffer across thread blocks, freed at once."""
     out = rec.new({"1": columns}, itemsize, "summed gradient")
     rec.buffer({("reduce", columns, summed.get("T", columns) // columns): 1}, "reduction staging")
@@ -89,7 +89,7 @@ def _wider(a: Tensor, b: Tensor) -> Tensor:
     return a if _extent(a) >= _extent(b) else b
 
 
-def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int) -> Tensor | None:
+def _reduced(rec: GraphRecorder, g: Tensor | None, elements: Elements, itemsize: int) -> Tensor | None:
     """Bring a gradient back to its input's shape and dtype, as validate_outputs does."""
     if g is None:
         return None
@@ -103,7 +103,7 @@ def _reduced(rec: Recorder, g: Tensor | None, elements: Elements, itemsize: int)
     return cast(rec, g, itemsize, "cast gradient")
 
 
-def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
+def bmm(rec: GraphRecorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
     """torch.matmul of two activations with heads; copies operands laid out token by token."""
     a, b = autocast(rec, a), autocast(rec, b)
     a, b = heads_first(rec, a), heads_first(rec, b)
@@ -119,7 +119,7 @@ def bmm(rec: Recorder, a: Tensor, b: Tensor, shape: Elements, label: str = "prod
     return rec.record(out.view(), [out], [], lambda g: [_as_heads_first(rec, g)])
 
 
-def _as_heads_first(rec: Recorder, g: Tensor) -> Tensor:
+def _as_heads_first(rec: GraphRecorder, g: Tensor) -> Tensor:
     return g if g.heads_first else rec.new(g.elements, g.itemsize, "contiguous gradient", heads_first=True)
 
 
@@ -130,14 +130,14 @@ def viewed(g: Tensor | None) -> Tensor | None:
     return g
 
 
-def add(rec: Recorder, a: Tensor, b: Tensor, label: str = "sum") -> Tensor:
+def add(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "sum") -> Tensor:
     """a + b in the wider dtype; backward hands the same gradient to both (summed and cast where they are smaller)."""
     out = rec.like(_wider(a, b), label, max(a.itemsize, b.itemsize))
     shapes = [(a.elements, a.itemsize, a.requires_grad), (b.elements, b.itemsize, b.requires_grad)]
     return rec.record(out, [a, b], [], lambda g: [_reduced(rec, g if need else None, e, w) for e, w, need in shapes])
 
 
-def mul(rec: Recorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
+def mul(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
     """a * b, the smaller broadcast; keeps each operand that the other's gradient needs.
 
     The gradient of a broadcast operand is a full product first and then its sum.
@@ -154,7 +154,7 @@ def mul(rec: Recorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
     return rec.record(out, [a, b], [a if need_b else None, b if need_a else None], backward)
 
 
-def sub(rec: Recorder, a: Tensor, b: Tensor, label: str = "difference") -> Tensor:
+def sub(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "difference") -> Tensor:
     """a - b, b broadcast: its gradient is a negated copy, then the sum."""
     out = rec.like(a, label)
     need_a, need_b, b_shape = a.requires_grad, b.requires_grad, (b.elements, b.itemsize)
@@ -166,7 +166,7 @@ def sub(rec: Recorder, a: Tensor, b: Tensor, label: str = "difference") -> Tenso
     return rec.record(out, [a, b], [], backward)
 
 
-def unary(rec: Recorder, x: Tensor, label: str, *, keeps: str = "input", buffers: int = 0) -> Tensor:
+def unary(rec: GraphRecorder, x: Tensor, label: str, *, keeps: str = "input", buffers: int = 0) -> Tensor:
     """An elementwise function: keeps its input, its output or nothing, and needs `buffers` extra copies backward."""
     out = rec.like(x, label)
     kept = {"input": x, "output": out, "nothing": None}[keeps]
@@ -181,27 +181,27 @@ def unary(rec: Recorder, x: Tensor, label: str, *, keeps: str = "input", buffers
     return rec.record(out, [x], [kept], backward)
 
 
-def scale(rec: Recorder, x: Tensor, label: str = "scaled") -> Tensor:
+def scale(rec: GraphRecorder, x: Tensor, label: str = "scaled") -> Tensor:
     """x times a number."""
     return unary(rec, x, label, keeps="nothing")
 
 
-def shift(rec: Recorder, x: Tensor, label: str = "shifted") -> Tensor:
+def shift(rec: GraphRecorder, x: Tensor, label: str = "shifted") -> Tensor:
     """x plus a number: the gradient passes through."""
     return rec.record(rec.like(x, label), [x], [], lambda g: [g])
 
 
-def power(rec: Recorder, x: Tensor, label: str) -> Tensor:
+def power(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
     """x ** n: backward takes a power, scales it and multiplies."""
     return unary(rec, x, label, buffers=2)
 
 
-def clone(rec: Recorder, x: Tensor, label: str = "clone") -> Tensor:
+def clone(rec: GraphRecorder, x: Tensor, label: str = "clone") -> Tensor:
     """x.clone(): the gradient passes through."""
     return rec.record(rec.like(x, label), [x], [], lambda g: [g])
 
 
-def copy(rec: Recorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor:
+def copy(rec: GraphRecorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor:
     """torch.cat with an empty tensor of a dtype: a new tensor, laid out head by head where there are heads."""
     out, width = rec.new(x.elements, itemsize, label, heads_first=True), x.itemsize
     return rec.record(
@@ -209,7 +209,7 @@ def copy(rec: Recorder, x: Tensor, itemsize: int, label: str = "copy") -> Tensor
     )
 
 
-def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
+def copy_into(rec: GraphRecorder, target: Tensor, source: Tensor) -> Tensor:
     """target[..., a:b].copy_(source): backward copies the whole gradient, then the part that goes to the source."""
     whole, part, written = target.blueprint(), source.blueprint(), target.requires_grad
 
@@ -224,20 +224,20 @@ def copy_into(rec: Recorder, target: Tensor, source: Tensor) -> Tensor:
     return rec.record(target.view(), [target, source], [], backward)
 
 
-def rows(rec: Recorder, x: Tensor, indices: Tensor) -> Tensor:
+def rows(rec: GraphRecorder, x: Tensor, indices: Tensor) -> Tensor:
     """x[indices], or zeros[indices] = x, for up to all rows of tokens; backward is the other of the two."""
     before, out = x.blueprint(), rec.new(x.elements, x.itemsize, "rows of tokens")
     return rec.record(out, [x], [indices], lambda g: [rec.new(before.elements, g.itemsize, "gradient of rows")])
 
 
-def repeat(rec: Recorder, x: Tensor, elements: Elements, label: str = "repeated") -> Tensor:
+def repeat(rec: GraphRecorder, x: Tensor, elements: Elements, label: str = "repeated") -> Tensor:
     """repeat_kv, repeat_interleave: keys or values copied for every query head; the gradient is summed back."""
     before = x.blueprint()
     out = rec.new(elements, x.itemsize, label, heads_first=True)
     return rec.record(out, [x], [], lambda g: [_summed_over_heads(rec, before, g)])
 
 
-def expand(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
+def expand(rec: GraphRecorder, x: Tensor, elements: Elements) -> Tensor:
     """x.expand(): a view of one head for all; products copy it first, unless the batch is one sequence."""
     before = x.blueprint()
     out = x.view(elements)
@@ -245,11 +245,11 @@ def expand(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
     return rec.record(out, [x], [], lambda g: [_summed_over_heads(rec, before, g)])
 
 
-def _summed_over_heads(rec: Recorder, before: Tensor, g: Tensor) -> Tensor:
+def _summed_over_heads(rec: GraphRecorder, before: Tensor, g: Tensor) -> Tensor:
     return rec.new(before.elements, g.itemsize, "sum over repeated heads", heads_first=g.heads_first)
 
 
-def heads_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
+def heads_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Tensor:
     """x.contiguous() of a [B, N, S, H] tensor: a copy when it still lies token by token."""
     if x.heads_first:
         return x
@@ -258,7 +258,7 @@ def heads_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
     return rec.record(out, [x], [], lambda g: [viewed(g.detach())])
 
 
-def tokens_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
+def tokens_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Tensor:
     """x.transpose(1, 2).contiguous(): back to [B, S, N * H]; a copy when it lies head by head."""
     if not x.heads_first:
         return x
@@ -266,7 +266,7 @@ def tokens_first(rec: Recorder, x: Tensor, label: str = "contiguous") -> Tensor:
     return rec.record(out, [x], [], lambda g: [viewed(g.detach())])
 
 
-def split_heads(rec: Recorder, x: Tensor) -> Tensor:
+def split_heads(rec: GraphRecorder, x: Tensor) -> Tensor:
     """x.view(B, S, N, H).transpose(1, 2): a view; a gradient that comes back head by head is copied."""
 
     def backward(g: Tensor) -> Grads:
@@ -277,19 +277,19 @@ def split_heads(rec: Recorder, x: Tensor) -> Tensor:
     return rec.record(x.view(), [x], [], backward)
 
 
-def slice(rec: Recorder, x: Tensor, elements: Elements) -> Tensor:
+def slice(rec: GraphRecorder, x: Tensor, elements: Elements) -> Tensor:
     """x[..., a:b]: a view; its gradient is written into zeros of the whole shape."""
     whole = x.elements
     out = x.view(elements)
     return rec.record(out, [x], [], lambda g: [rec.new(whole, g.itemsize, "slice gradient", heads_first=True)])
 
 
-def negate(rec: Recorder, x: Tensor) -> Tensor:
+def negate(rec: GraphRecorder, x: Tensor) -> Tensor:
     """-x."""
     return scale(rec, x, "negated")
 
 
-def split(rec: Recorder, x: Tensor, widths: Sequence[int], *, by_head: bool = False) -> list[Tensor]:
+def split(rec: GraphRecorder, x: Tensor, widths: Sequence[int], *, by_head: bool = False) -> list[Tensor]:
     """x.split(widths, dim=-1): views; their gradients wait for each other and are concatenated (head by head if so)."""
     basis = next(iter(x.elements))
     parts = [x.view({basis: w}) for w in widths]
@@ -303,7 +303,7 @@ def split(rec: Recorder, x: Tensor, widths: Sequence[int], *, by_head: bool = Fa
     return parts
 
 
-def cat(rec: Recorder, parts: Sequence[Tensor], label: str = "concatenated") -> Tensor:
+def cat(rec: GraphRecorder, parts: Sequence[Tensor], label: str = "concatenated") -> Tensor:
     """torch.cat along the last axis: a new tensor; gradients come back as views of one."""
     basis = next(iter(parts[0].elements))
     shapes = [p.elements for p in parts]
@@ -319,7 +319,7 @@ def cat(rec: Recorder, parts: Sequence[Tensor], label: str = "concatenated") -> 
     return rec.record(out, list(parts), [], backward)
 
 
-def extended(rec: Recorder, x: Tensor, elements: Elements, label: str) -> Tensor:
+def extended(rec: GraphRecorder, x: Tensor, elements: Elements, label: str) -> Tensor:
     """cat((x, a column)): the gradient comes back as a view of a part."""
     out = rec.new(elements, x.itemsize, label, heads_first=True)
     before = x.elements
@@ -332,7 +332,7 @@ def extended(rec: Recorder, x: Tensor, elements: Elements, label: str) -> Tensor
     return rec.record(out, [x], [], backward)
 
 
-def minus_maximum(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+def minus_maximum(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     """x - x.max(dim=-1, keepdim=True).values: keeps which element was the largest."""
     top, where = rec.new(rows, x.itemsize, "maximum"), rec.new(rows, 8, "index of the maximum")
     like = x.blueprint()
@@ -340,7 +340,7 @@ def minus_maximum(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
     return sub(rec, x, top, "shifted scores")
 
 
-def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
+def dropout(rec: GraphRecorder, x: Tensor, p: float) -> Tensor:
     """native_dropout: a bool mask is kept. Nothing at all when p is 0."""
     if not p:
         return x
@@ -349,7 +349,9 @@ def dropout(rec: Recorder, x: Tensor, p: float) -> Tensor:
     return rec.record(out, [x], [mask], lambda g: [rec.like(g, "dropout gradient")])
 
 
-def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False) -> Tensor:
+def softmax(
+    rec: GraphRecorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False
+) -> Tensor:
     """F.softmax(x, dtype=...): casts x first (not fp16), keeps the output; backward multiplies it by the gradient."""
     x = cast(rec, x, itemsize, "fp32 copy")
     out = rec.like(x, label)
@@ -363,7 +365,7 @@ def softmax(rec: Recorder, x: Tensor, itemsize: int, label: str = "softmax", *, 
     return rec.record(out, [x], [out, x] if keeps_input else [out], backward)
 
 
-def layer_norm(rec: Recorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:
+def layer_norm(rec: GraphRecorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:
     """F.layer_norm: keeps x, mean and rstd (fp32 per row); an fp32 op under autocast."""
     x = cast(rec, x, 4, "autocast copy") if rec.autocast else x
     out = rec.like(x, "layer_norm output")
@@ -381,7 +383,7 @@ def layer_norm(rec: Recorder, x: Tensor, w: Tensor | None, b: Tensor | None, row
     return rec.record(out, [x, w, b], [x, mean, rstd], backward)
 
 
-def cross_entropy(rec: Recorder, logits: Tensor, labels: Tensor | None = None) -> Tensor:
+def cross_entropy(rec: GraphRecorder, logits: Tensor, labels: Tensor | None = None) -> Tensor:
     """F.cross_entropy: log_softmax in the dtype of the logits is kept; autocast widens it for nll_loss."""
     out = rec.like(logits, "log_softmax")
     out = rec.record(out, [logits], [out], lambda g: [rec.like(g, "logits gradient")])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import SdpaKernel
@@ -30,9 +30,9 @@ class Code:
     stored: Callable[[Architecture], Architecture] | None = None  # the weights it keeps of a model
     block: Callable[[Any, Tensor], Tensor] | None = None  # (layer, hidden states) -> hidden states
     head: Callable[[Any, Architecture, Recipe, bool], Any] | None = None  # (HeadStyle, ..., train) -> HeadStyle
-    quantised: Callable[[Recorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.linears
-    mask: Callable[[Recorder, Tensor, int], Tensor] | None = None  # the efficient kernel's mask for so many heads
-    softmax: Callable[[Recorder, Tensor, int], Tensor] | None = None
+    quantised: Callable[[GraphRecorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.linears
+    mask: Callable[[GraphRecorder, Tensor, int], Tensor] | None = None  # the efficient kernel's mask for so many heads
+    softmax: Callable[[GraphRecorder, Tensor, int], Tensor] | None = None
 
 
 TRANSFORMERS = Code()

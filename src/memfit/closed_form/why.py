@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
-from memfit.closed_form.run.micro_step import Part, Step
-from memfit.closed_form.run.peak import Peak
+from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.tape import Role
 from memfit.tables.quantization import QUANTIZATIONS
@@ -312,14 +311,14 @@ def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
     return tuple(sorted(found, key=lambda k: (-k.total, k.label)))
 
 
-def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
+def _living(peak: Peak) -> Iterator[tuple[PlacedProgram, int, Role]]:
     """Replay the completed steps and the current one: return every tensor that is still allocated, with its role.
 
     A block's output is allocated in the block and freed by the next one as its INPUT; gradients flow the other way.
     """
-    live: dict[Part, dict[int, Role]] = {}
-    before: dict[Part, Part] = {}  # the part whose output is this part's input
-    last: Part | None = None
+    live: dict[PlacedProgram, dict[int, Role]] = {}
+    before: dict[PlacedProgram, PlacedProgram] = {}  # the part whose output is this part's input
+    last: PlacedProgram | None = None
     for step, events, backward in _played(peak):
         part, program = step.part, step.part.program
         own = live.setdefault(part, {})
@@ -343,12 +342,12 @@ def _living(peak: Peak) -> Iterator[tuple[Part, int, Role]]:
             yield part, id, role
 
 
-def _gradient_of(part: Part) -> int:
+def _gradient_of(part: PlacedProgram) -> int:
     """Return the id a part gives the gradient that comes in: the embedding has no input of its own."""
     return 1 if part.title == "embedding" else GRADIENT
 
 
-def _played(peak: Peak) -> Iterator[tuple[Step, tuple[int, ...], bool]]:
+def _played(peak: Peak) -> Iterator[tuple[PlacedSegment, tuple[int, ...], bool]]:
     """Yield (step, its events so far, whether it runs backward) in order of time."""
     for step in peak.steps:
         yield step, step.segment.events, step.segment is step.part.program.backward

@@ -7,7 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from memfit.allocator.recorded_card import as_recorded
+from memfit.allocator.replay import as_recorded
 from memfit.catalogue import cards
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import codec, recipe_file, snapshot

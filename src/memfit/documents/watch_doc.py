@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.footprints.compare import Agreement, Comparison, Level, PhaseRow, RoleRow, Term
-from memfit.footprints.footprint_of_watch import by_phase, highest
+from memfit.allocator.replay import highest
+from memfit.footprints.compare import Agreement, Comparison, Level, NamedShare, PhaseRow, RoleRow
+from memfit.footprints.footprint_of_watch import by_phase
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Watched
 from memfit.nouns.tape import Phase
@@ -32,7 +33,7 @@ class CompareDoc(Struct, frozen=True, kw_only=True):
     agreement: Annotated[Agreement, Meta(description="right_need against left_need")]
     phases: tuple[PhaseRow, ...]
     roles: tuple[RoleRow, ...]
-    terms: tuple[Term, ...]
+    terms: tuple[NamedShare, ...]
     notes: tuple[str, ...]
     refused: Annotated[
         tuple[int, int],

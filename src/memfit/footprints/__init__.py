@@ -1,1 +1,1 @@
-"""A Footprint of every kind of run, predicted, traced or watched, and what follows from two of them: a comparison, a band."""
+"""Footprints of traced and watched runs, the comparison of two footprints, and the band a prediction allows."""

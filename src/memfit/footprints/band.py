@@ -1,4 +1,4 @@
-"""The predicted band of every phase, and a state machine that says once when a run leaves it or fills the card."""
+"""The predicted band of every phase, and alarms, each raised once, when a run leaves it or fills the card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it the n
 
 
 def bands(predicted: Footprint | None, level: str | None) -> dict[Phase, tuple[int, int]]:
-    """Phase -> (low, high) bytes of `level` that the prediction allows; empty where nothing can be compared."""
+    """Return the (low, high) bytes of `level` that the prediction allows by phase; {} where nothing can be compared."""
     if predicted is None or level is None:
         return {}
     if level == "device":  # seen from outside there are no phases
@@ -23,22 +23,22 @@ def bands(predicted: Footprint | None, level: str | None) -> dict[Phase, tuple[i
 
 
 def level_of(levels: Levels, name: str) -> int:
-    """One of the four by its name."""
+    """Return one of the four levels by its name."""
     return int(getattr(levels, name))
 
 
 class Alarms:
-    """Each kind of alarm is raised once, `band` once per phase."""
+    """Raises each kind of alarm once, `band` once per phase."""
 
     def __init__(self, header: Header) -> None:
         self.level = METERS[header.meter].compared
         self.bands = bands(header.predicted, self.level)
         self.limit = int(header.total * CARD_SHARE)
         self.total = header.total
-        self._told: set[tuple[str, Phase | None]] = set()
+        self._raised: set[tuple[str, Phase | None]] = set()
 
     def look(self, sample: Sample) -> tuple[Alarm, ...]:
-        """What this sample gives cause to say."""
+        """Return the alarms that this sample raises."""
         return tuple(alarm for alarm in (self._card(sample), self._band(sample)) if alarm)
 
     def _card(self, sample: Sample) -> Alarm | None:
@@ -65,6 +65,6 @@ class Alarms:
         return Alarm("band", sample.step, sample.phase, found, high, text)
 
     def _again(self, kind: str, phase: Phase | None) -> bool:
-        told = (kind, phase) in self._told
-        self._told.add((kind, phase))
-        return told
+        again = (kind, phase) in self._raised
+        self._raised.add((kind, phase))
+        return again

@@ -18,13 +18,13 @@ Agreement = Literal["agrees", "more", "less"]
 Level = Literal["reserved", "device", "tensors", "resident"]
 CARDLESS: dict[Level, Level] = {"reserved": "tensors", "device": "resident"}  # what a level is called without a card
 MOST_TERMS = 12
-TELLING = 0.01  # of the peak: roles that differ by less are not taken apart, because no two sources cut them alike
+TELLING = 0.01  # of the peak: roles that differ by less are not split, because sources divide them differently
 OUTSIDE: tuple[Role, ...] = ("context",)  # what lies on the card beside what is reserved
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One phase on both sides; None: that side has none. `agreement`: by the phase's own band, where both have it."""
+    """One phase on both sides; None where a side lacks it. `agreement` is by the phase's own band, if both have it."""
 
     phase: Phase
     left: Levels | None
@@ -33,7 +33,7 @@ class PhaseRow:
 
 
 class _Sides:
-    """What has a left and a right side, in bytes."""
+    """Bytes on a left and a right side."""
 
     __slots__ = ()
     left: int
@@ -54,8 +54,8 @@ class RoleRow(_Sides):
 
 
 @dataclass(frozen=True, slots=True)
-class Term(_Sides):
-    """One named share on both sides."""
+class NamedShare(_Sides):
+    """The bytes of one label on both sides."""
 
     role: Role
     label: str
@@ -67,11 +67,11 @@ class Term(_Sides):
 class Comparison(_Sides):
     """Right against left; sizes in bytes.
 
-    `agreement` holds what the whole runs need against each other, `right_need` against `left_need`: the largest of each
-    side, of `level`: what is reserved (the device level where a side was seen from outside), or what tensors take (what is
-    resident) where both ran without a card. `band` is what left may be off. `left` and `right` are the worst instants of
-    `left_phase` and `right_phase`, where the difference is explained: those of `roles` sum to `difference`, NCCL's buffers
-    aside, which are not reserved.
+    `agreement` compares what the whole runs need: `right_need` with `left_need`, the largest of each side, within
+    `band`. They are bytes of `level`: what is reserved (the device level where a side was seen from outside), or what
+    tensors take (what is resident) where both ran without a card. `left` and `right` are the worst instants of
+    `left_phase` and `right_phase`, where the difference is explained: `roles` sum to `difference`, except for NCCL's
+    buffers, which are not reserved.
     """
 
     phases: tuple[PhaseRow, ...]
@@ -85,13 +85,13 @@ class Comparison(_Sides):
     band: int
     agreement: Agreement
     roles: tuple[RoleRow, ...]
-    terms: tuple[Term, ...]
+    terms: tuple[NamedShare, ...]
     notes: tuple[str, ...]
     refused: tuple[int, int] = (0, 0)  # bytes of the request at which left and right ended; 0: they did not run out
 
 
 def compare(left: Footprint, right: Footprint) -> Comparison:
-    """Hold `right` (measured, say) against `left` (predicted, say)."""
+    """Compare `right` (measured, say) with `left` (predicted, say)."""
     level: Level = "reserved" if left.peak.levels.reserved and right.peak.levels.reserved else "device"
     size = _size_of(level)
     need, needed = (max(map(size, side.needed)) for side in (left, right))
@@ -104,7 +104,7 @@ def compare(left: Footprint, right: Footprint) -> Comparison:
     titles = {facts.title for facts in METERS.values()}
     for name, side in (("left", left), ("right", right)):
         if side.source == "measured":
-            notes += [f"{name}: {said}" for said in side.assumptions if said not in titles]
+            notes += [f"{name}: {text}" for text in side.assumptions if text not in titles]
         if side.refused:
             notes.append(
                 f"the {name} ran out of memory asking for {human(side.refused)} more: it needs more than it shows"
@@ -130,10 +130,13 @@ def _agreement(left: int, right: int) -> Agreement:
 def _instants(
     left: Footprint, right: Footprint, size: Callable[[PhasePeak], int]
 ) -> tuple[PhasePeak, PhasePeak, list[str]]:
-    """The phases that are held against each other: of those that make one side need more than the other, the one that
-    differs most; where the runs agree, the one that needs most on the left. Without such a one on both sides, the peaks."""
+    """Return the phases whose difference is explained, and a note where they are two different ones.
+
+    Of the phases that make one side need more than the other it is the one that differs most; where the runs agree, the
+    one that needs most on the left; where both sides have no such phase, their peaks.
+    """
     peak, other = (max(side.needed, key=size) for side in (left, right))
-    told = _agreement(size(peak), size(other))
+    agreement = _agreement(size(peak), size(other))
     if len(left.phases) > 1 and len(right.phases) > 1:
         theirs = {p.phase: p for p in right.needed}
         pairs = [(p, theirs[p.phase]) for p in left.needed if p.phase in theirs]
@@ -142,7 +145,7 @@ def _instants(
             "more": lambda _, b: _agreement(size(peak), size(b)) == "more",
             "less": lambda a, _: _agreement(size(a), size(other)) == "less",
         }
-        pairs = [pair for pair in pairs if makes[told](*pair)]
+        pairs = [pair for pair in pairs if makes[agreement](*pair)]
         if pairs:
             return *max(pairs, key=lambda pair: abs(size(pair[1]) - size(pair[0]))), []
     if peak.phase == other.phase:
@@ -160,20 +163,20 @@ def _phases(left: Footprint, right: Footprint, size: Callable[[PhasePeak], int])
     rows = []
     for phase in dict.fromkeys((*mine, *theirs)):
         a, b = mine.get(phase), theirs.get(phase)
-        told = _agreement(size(a), size(b)) if a and b else None
-        rows.append(PhaseRow(phase, a.levels if a else None, b.levels if b else None, told))
+        agreement = _agreement(size(a), size(b)) if a and b else None
+        rows.append(PhaseRow(phase, a.levels if a else None, b.levels if b else None, agreement))
     return tuple(rows)
 
 
 def _groups(a: PhasePeak, b: PhasePeak, left_out: Iterable[Role]) -> tuple[tuple[Role, ...], ...]:
-    """Roles that are compared; those that a side lumps into one line are one group."""
+    """Return the roles that are compared; those that a side has in one line are one group."""
     shown = [role for role in ROLES if role not in left_out]
     lumped: set[Role] = set()
     for peak in (a, b):
         roles = {line.role for line in peak.lines}
         if any(line.label == REST for line in peak.lines) or roles <= {"temporaries", "context", "fragmentation"}:
-            told = {line.role for line in peak.lines if line.label != REST and line.role != "temporaries"}
-            lumped |= {role for role in shown if role not in told}
+            separate = {line.role for line in peak.lines if line.label != REST and line.role != "temporaries"}
+            lumped |= {role for role in shown if role not in separate}
     if len(lumped) > 1:
         rest = tuple(role for role in shown if role in lumped)
         return (*((role,) for role in shown if role not in lumped), rest)
@@ -184,17 +187,17 @@ def _sum(peak: PhasePeak, roles: tuple[Role, ...]) -> int:
     return sum(line.bytes for line in peak.lines if line.role in roles)
 
 
-def _terms(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> tuple[Term, ...]:
-    """The labels behind the roles that differ by `least` bytes and more, largest difference first."""
+def _terms(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> tuple[NamedShare, ...]:
+    """Return the labels of the roles that differ by `least` bytes or more, largest difference first."""
     differing = {row.roles[0] for row in rows if len(row.roles) == 1 and abs(row.difference) >= least}
     mine, theirs = (_labels(peak, differing) for peak in (a, b))
-    terms = [Term(*key, mine[key], theirs[key]) for key in dict.fromkeys((*mine, *theirs))]
+    terms = [NamedShare(*key, mine[key], theirs[key]) for key in dict.fromkeys((*mine, *theirs))]
     terms = [term for term in terms if term.difference]
     return tuple(sorted(terms, key=lambda term: -abs(term.difference))[:MOST_TERMS])
 
 
 def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]:
-    """(role, label) -> bytes: a label may stand on several lines."""
+    """Return bytes by (role, label); a label may stand on several lines."""
     sizes: Counter[tuple[Role, str]] = Counter()
     for line in peak.lines:
         if line.bytes and line.role in roles and line.label and line.label != REST:
@@ -203,7 +206,7 @@ def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]
 
 
 def _lump(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> list[str]:
-    """What the side that has names says of roles that the other cannot tell apart."""
+    """Return notes on roles that one side cannot tell apart, with the largest labels of a side that has them."""
     notes = []
     for row in rows:
         if len(row.roles) > 1:

@@ -1,4 +1,4 @@
-"""A traced tape read as a Footprint: what was alive at the worst instant of each phase, by role and by name."""
+"""A traced tape as a Footprint: what was alive at the worst instant of each phase, by role and by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memfit.allocator.replay import Span, Timeline, alive_at
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import Span, Timeline
 from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 
@@ -17,7 +18,7 @@ _WRAPPERS = re.compile(r"base_model\.model\.|_fsdp_wrapped_module\.|\bmodule\.|\
 
 
 def judged(tape: Tape) -> Tape:
-    """The tape up to what not every run goes through: resuming and merging decide no verdict."""
+    """Return the tape up to resuming and merging, which not every run does and which decide no verdict."""
     for position, event in enumerate(tape.events):
         if isinstance(event, Mark) and event.phase in OPTIONAL:
             return replace(tape, events=tape.events[:position])
@@ -27,7 +28,7 @@ def judged(tape: Tape) -> Tape:
 def footprint_of(
     tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int, nccl: int = 0
 ) -> Footprint:
-    """The phases of a replayed tape, each explained by what was alive at its worst; `context` and `nccl` come on top."""
+    """Return the phases of a replayed tape, each with what was alive at its worst, and `context` and `nccl` on top."""
     largest: dict[Phase, Span] = {}
     for span in timeline.spans:
         if span.phase not in largest or span.peak.allocated > largest[span.phase].peak.allocated:
@@ -38,7 +39,7 @@ def footprint_of(
 
 
 def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> PhasePeak:
-    """The levels of a phase are its maxima; what is shown is the instant at which most is allocated."""
+    """Return a phase: its levels are its maxima, its lines are of the instant at which most is allocated."""
     lines = _lines(alive_at(tape.events, span.at, tape.start))
     tensors = sum(line.bytes for line in lines)
     lines.append(Line("context", "CUDA context and loaded modules", context))
@@ -50,7 +51,7 @@ def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> Pha
 
 
 def _lines(alive: tuple[Alloc, ...]) -> list[Line]:
-    """The groups of every role by name, layers taken together; small ones share a line."""
+    """Return the bytes of every role by name, layers taken together; small groups share a line."""
     groups: dict[Role, Counter[str]] = {}
     for event in alive:
         groups.setdefault(event.role, Counter())[general(event.label)] += event.size
@@ -69,12 +70,12 @@ def _lines(alive: tuple[Alloc, ...]) -> list[Line]:
 
 
 def general(label: str) -> str:
-    """`base_model.model.layers.3.mlp` -> `layers.*.mlp`: the same tensor of every layer, wrappers left out."""
+    """Return `layers.*.mlp` for `base_model.model.layers.3.mlp`: one name for all layers, without wrappers."""
     return _NUMBER.sub("*", _WRAPPERS.sub("", label))
 
 
 def by_module(tape: Tape, span: Span) -> Mapping[str, int]:
-    """Bytes alive at a span's worst instant by the module that made them, largest first."""
+    """Return the bytes alive at a span's worst instant by the module that made them, largest first."""
     sizes: Counter[str] = Counter()
     for event in alive_at(tape.events, span.at, tape.start):
         place, found, _ = event.label.partition(": ")

@@ -1,8 +1,10 @@
-"""A watched run as the nouns predictions have: its Footprint and its Timeline."""
+"""A watched run as a Footprint and a Timeline, so that it can be compared with a prediction."""
 
 from __future__ import annotations
 
-from memfit.allocator.replay import Span, Timeline
+from functools import reduce
+
+from memfit.allocator.replay import Span, Timeline, highest
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.sample import METERS, Sample, Watched
 from memfit.nouns.tape import PHASES, Phase
@@ -14,14 +16,14 @@ UNTOLD = ("which tensor is what, beyond parameters and optimizer states",)
 
 
 def footprint_of(watched: Watched) -> Footprint:
-    """The peaks of every phase; roles as far as they were counted. Phases without a sample are left out."""
+    """Return the peaks of every phase, with roles as far as they were counted. Phases without a sample are left out."""
     peaks = by_phase(watched.samples)
     phases = tuple(_phase(watched, phase, peaks[phase]) for phase in PHASES if phase in peaks)
     return Footprint(phases, "measured", (measured_by(watched),), UNTOLD)
 
 
 def measured_by(watched: Watched) -> str:
-    """What the meter measured, in words; where that was the whole card, they say so."""
+    """Say what the meter measured, and whether that was the whole card."""
     title = METERS[watched.header.meter].title
     whole = sum(sample.whole_card for sample in watched.samples)
     seen = sum(sample.now.device > 0 for sample in watched.samples)
@@ -31,31 +33,23 @@ def measured_by(watched: Watched) -> str:
 
 
 def cardless(footprint: Footprint) -> bool:
-    """Was it measured on no card? Then `reserved` are bytes of live tensors and `device` is what the process had resident."""
+    """Return whether the run had no card: `reserved` is then bytes of live tensors, `device` resident bytes."""
     return any(facts.title in footprint.assumptions for facts in METERS.values() if facts.compared is None)
 
 
 def by_phase(samples: tuple[Sample, ...]) -> dict[Phase, Levels]:
-    """Each level's maximum within each phase, in the order the phases first came."""
+    """Return each level's maximum within each phase, in the order the phases first came."""
     peaks: dict[Phase, Levels] = {}
     for sample in samples:
         peaks[sample.phase] = highest(peaks.get(sample.phase, sample.peak), sample.peak)
     return peaks
 
 
-def highest(a: Levels, b: Levels) -> Levels:
-    """Each level's own maximum."""
-    return Levels(
-        max(a.requested, b.requested),
-        max(a.allocated, b.allocated),
-        max(a.reserved, b.reserved),
-        max(a.device, b.device),
-    )
-
-
 def timeline_of(watched: Watched) -> Timeline:
-    """One span per stretch of a phase; `first` and `at` index the samples. Without a card the levels of tensors are 0 in a
-    stretch in which they were never counted."""
+    """Return a Timeline with one span per uninterrupted stretch of a phase; `first` and `at` are indices of samples.
+
+    Without a card the levels of tensors are 0 in a stretch in which they were never counted.
+    """
     spans: list[Span] = []
     first = at = 0
     peak = Levels(0, 0, 0, 0)
@@ -69,10 +63,7 @@ def timeline_of(watched: Watched) -> Timeline:
         peak = highest(peak, sample.peak)
     if samples:
         spans.append(_span(watched, first, at, peak))
-    whole = Levels(0, 0, 0, 0)
-    for span in spans:
-        whole = highest(whole, span.peak)
-    return Timeline(tuple(spans), whole, 0)
+    return Timeline(tuple(spans), reduce(highest, (span.peak for span in spans), Levels(0, 0, 0, 0)), 0)
 
 
 def _span(watched: Watched, first: int, at: int, peak: Levels) -> Span:
@@ -84,7 +75,7 @@ def _instant(watched: Watched, index: int) -> str:
 
 
 def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
-    """Parameters are there in every phase, optimizer states from the second step on; the rest is one line."""
+    """Return a phase with its parameters, from the second step on its optimizer states, and the rest in one line."""
     facts = METERS[watched.header.meter]
     if not facts.roles or (facts.compared is None and not peak.allocated):  # seen from outside, or never counted
         return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))

@@ -1,4 +1,7 @@
-"""The noun Tape: what happened to a card's memory, event by event, whoever recorded it."""
+"""The noun Tape: what happened to a card's memory, event by event, predicted, traced or recorded.
+
+`memfit.allocator.compact` converts the events to and from integers, for speed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ PHASES: tuple[Phase, ...] = ("load", "first_step", "step", "eval", "save", "resu
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """A tensor's storage was born: `size` requested bytes; `id` is unique among the live ones."""
+    """A tensor's storage was allocated: `size` requested bytes; `id` is unique among the live ones."""
 
     id: int
     size: int
@@ -28,7 +31,7 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The storage `id` died."""
+    """The storage `id` was freed."""
 
     id: int
 
@@ -71,7 +74,7 @@ class Oom:
 
     size: int
     free: int = 0  # bytes the driver still had
-    label: str = ""  # who asked for them
+    label: str = ""  # what requested them
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class EmptyCache:
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """The program called Tensor.record_stream: once freed, the storage `id` waits for `stream` before it is used again."""
+    """The program called Tensor.record_stream: once freed, the storage `id` waits for `stream` before its reuse."""
 
     id: int
     stream: int
@@ -92,7 +95,7 @@ Event = Alloc | Free | Mark | SegmentAlloc | SegmentFree | Oom | EmptyCache | Re
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a segment at the start of a tape: `size` bytes held by `alloc`, or free; or addresses without memory."""
+    """A part of a segment at the start of a tape: `size` bytes held by `alloc`, free (None), or not mapped."""
 
     size: int
     alloc: Alloc | None = None
@@ -119,8 +122,8 @@ class Tape:
 
     `start` is empty where the recording began with an empty allocator. `about` may say `torch` ("2.13"), `alloc_conf`
     (the PYTORCH_ALLOC_CONF the run had), `capacity` (bytes the allocator is known to have had at its disposal),
-    `total_memory` (bytes of the card), `gpu` (its name), `device` (its number), `chosen` (why that one of several), `model`
-    and whatever else the recorder knew; a missing key is not known.
+    `total_memory` (bytes of the card), `gpu` (its name), `device` (its number), `chosen` (why that one of several),
+    `model` and whatever else was recorded; a missing key is not known.
     """
 
     events: tuple[Event, ...]
@@ -130,17 +133,17 @@ class Tape:
 
     @property
     def device(self) -> int | None:
-        """The number of the card it is of, where that was recorded."""
-        said = self.about.get("device", "")
-        return int(said) if said.isdecimal() else None
+        """Return the number of the recorded card, where it is known."""
+        number = self.about.get("device", "")
+        return int(number) if number.isdecimal() else None
 
     @property
     def is_instant(self) -> bool:
-        """Whether nothing but one instant was recorded: what was alive then need not be the most there was."""
+        """Return whether only one instant was recorded, which need not be that of the peak."""
         return not any(isinstance(event, Alloc | Free | Oom) for event in self.events)
 
     @property
     def ends_in_oom(self) -> bool:
-        """Whether the run died of an out-of-memory: what it would have needed afterwards is not in here."""
+        """Return whether the run died of an out-of-memory: what it would have needed afterwards is not on the tape."""
         last = next((event for event in reversed(self.events) if isinstance(event, Oom | Alloc)), None)
         return isinstance(last, Oom)

@@ -1,5 +1,7 @@
-"""Two more pictures for the page of a timeline: a flame graph of who was alive, and a map of the segments. HTML without
-script: each box tells itself under the mouse by its title."""
+"""Two more pictures for the page of a timeline: a flame graph of the live bytes, and a map of the segments.
+
+They are HTML without script: each box has its name and size as its title, which browsers show as a tooltip.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ THIN = 0.002  # share of a segment below which neighbours of one role are drawn 
 STYLE = """<style>
   h2.picture { font-size: 15px; font-weight: 650; margin: 34px 0 4px; }
   .flame { position: relative; margin: 10px 0 0; font-size: 11.5px; }
-  .flame div { position: absolute; height: 18px; overflow: hidden; white-space: nowrap; padding: 0 4px; border-radius: 2px;
-               background: color-mix(in srgb, var(--reserved) 38%, var(--ground)); border: .5px solid var(--ground); }
+  .flame div { position: absolute; height: 18px; overflow: hidden; white-space: nowrap; padding: 0 4px;
+               border-radius: 2px; border: .5px solid var(--ground);
+               background: color-mix(in srgb, var(--reserved) 38%, var(--ground)); }
   .flame div:nth-child(3n) { background: color-mix(in srgb, var(--gradients) 42%, var(--ground)); }
   .flame div:nth-child(3n+1) { background: color-mix(in srgb, var(--activations) 42%, var(--ground)); }
   .segment { display: flex; height: 9px; margin: 2px 0; background: var(--shade); }
@@ -39,9 +42,9 @@ class _Node:
 
 
 def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Sequence[Segment]) -> str:
-    """HTML to stand below the timeline: the instant of `memory` by role and line, the end by stack, the segments.
+    """Return the HTML below the timeline: the instant of `memory` by role and line, the end by stack, the segments.
 
-    `stacks` are whole calls, which a snapshot has for its last instant alone; {} for other histories.
+    `stacks` are whole call stacks, which a snapshot has for its last instant alone; {} for other histories.
     """
     when = "when memory ran out" if memory.asked else WRITTEN if memory.instant == WRITTEN else "at the highest instant"
     made = STYLE + flame(stacks_of_groups(memory.groups), f"Who was alive {when}", "by role and line")
@@ -51,7 +54,7 @@ def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Se
 
 
 def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
-    """For histories without stacks: by role, line and place."""
+    """Return bytes by role, line and module, for histories without stacks."""
     found: dict[tuple[str, ...], int] = {}
     for group in groups:
         path = tuple(part for part in (part_word(group.role).title, group.line, group.module) if part)
@@ -63,7 +66,7 @@ def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
 
 
 def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
-    """Callers above, what they called below; a box is as wide as its bytes."""
+    """Draw callers above what they called; a box is as wide as its bytes."""
     root = _Node()
     for path, size in stacks.items():
         node = root
@@ -78,7 +81,7 @@ def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
 
 
 def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> int:
-    """Draw what is below a node; the rows it took."""
+    """Draw what is below a node; returns the number of rows so far."""
     deepest = row
     for name, child in sorted(node.below.items(), key=lambda pair: -pair[1].bytes):
         width = child.bytes / total
@@ -95,7 +98,7 @@ def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> 
 
 
 def segment_map(segments: Sequence[Segment], when: str) -> str:
-    """A line per segment, largest first, as wide as its bytes; what no tensor has is red."""
+    """Draw a line per segment, largest first, as wide as its bytes; free bytes have the colour of the slack."""
     sizes = [(sum(piece.size for piece in s.pieces if piece.mapped), s) for s in segments]
     ordered = sorted(sizes, key=lambda pair: -pair[0])
     widest = max((size for size, _ in ordered), default=1) or 1
@@ -119,7 +122,7 @@ def _segment(segment: Segment, size: int, widest: int) -> str:
 
 
 def _runs(pieces: Sequence[Piece], thin: float) -> list[tuple[Role | None, int, str]]:
-    """(role, bytes, label) of the pieces; thin neighbours of one role are one."""
+    """Return (role, bytes, label) of the pieces; thin neighbours of one role are joined."""
     found: list[tuple[Role | None, int, str]] = []
     for piece in pieces:
         if not piece.mapped:

@@ -1,23 +1,23 @@
-"""A Tape as one HTML page that needs no network: bytes by role over its events, what was alive named under the mouse.
+"""A Tape as one HTML page that needs no network: bytes by role over its events, with names in a tooltip.
 
-A page of a million events is a page of a few hundred columns: each shows its events' highest instant, so that no peak is
-lost, and names the largest tensors alive then. The drawing is SVG made here; the page's script only answers the mouse.
+However many events, the page has at most COLUMNS columns: each shows its events' highest instant, so that no peak is
+lost, and names the largest tensors alive then. The drawing is SVG made here; the page's script only fills the tooltip.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import msgspec
 
-from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
-from memfit.allocator.replay import alive_at_start, begun
+from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
-from memfit.nouns.tape import ROLES, WRITTEN, Alloc, EmptyCache, Free, Mark, Oom, RecordStream, Tape
+from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.words import part_word, phase_title, visible
 from memfit.units import gib, human
 
@@ -30,7 +30,7 @@ SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("
 
 
 @dataclass(slots=True)
-class Column:
+class PeakColumn:
     """The highest instant of some events: bytes by role (as SHOWN), and what the allocator held."""
 
     event: int
@@ -45,7 +45,7 @@ class Column:
 class Drawing:
     """What a page shows of a tape."""
 
-    columns: list[Column]
+    columns: list[PeakColumn]
     marks: list[tuple[int, Mark]]  # with the column each begins at
     named: list[Alloc]
     born: list[int]  # event at which each of them was born, -1: before the first
@@ -64,10 +64,10 @@ def timeline_html(
     below: str = "",
     go_on: bool = False,
 ) -> bytes:
-    """The page, UTF-8. `template` has a place for each of its parts; a `capacity` in bytes draws the card's line.
+    """Return the page, UTF-8. `template` has a place for each part; a `capacity` in bytes draws the card's line.
 
-    total_memory: what the card is said to have where it runs out, as for `replay`. below: HTML of more pictures, to stand under the legend.
-    go_on: the page tells what happened, so it goes on where the program did after an out-of-memory.
+    total_memory: what an out-of-memory says the card has, as for `replay`. below: HTML of more pictures, under the
+    legend. go_on: show what happened, so go on where the program did after an out-of-memory.
     """
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
     top = _top(drawing, capacity)
@@ -85,7 +85,7 @@ def sample(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None,
     go_on: bool = False,
 ) -> Drawing:  # fmt: skip
-    """Replay the tape into columns; it ends where memory runs out, with `go_on` only where the recorded run did not."""
+    """Replay the tape into columns; it ends where memory runs out, with `go_on` as `play` does."""
     allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     place = {role: number for number, role in enumerate(SHOWN)}
     start = alive_at_start(tape.start)
@@ -97,56 +97,35 @@ def sample(
     drawing = Drawing([], [], [], [], len(tape.events), None)
     try:
         live = begun(allocator, tape.start)
-        for index, event in enumerate(tape.events):
-            if index % width == 0:
-                top = -1
-            passing: Block | None = None
-            if isinstance(event, Alloc):
-                live[event.id] = allocator.malloc(event.size, event.stream)
-                owner[event.id] = event
-                roles[place[part_of(event)]] += event.size
-            elif isinstance(event, Free):
-                allocator.free(live.pop(event.id))
-                gone = owner.pop(event.id)
-                roles[place[part_of(gone)]] -= gone.size
-            elif isinstance(event, Mark):
-                drawing.marks.append((index // width, event))
-            elif isinstance(event, EmptyCache):
-                allocator.empty_cache()
-            elif isinstance(event, RecordStream):
-                allocator.record_stream(live[event.id], event.stream)
-            elif isinstance(event, Oom) and not go_on:
-                passing = allocator.malloc(event.size)
-            elif isinstance(event, Oom):
-                drawing.oom = _refused(allocator, event) or drawing.oom
-            if allocator.allocated > top:
-                if top < 0:
-                    drawing.columns.append(Column(index, [], 0, 0, 0))
-                top = allocator.allocated
-                column = drawing.columns[-1]
-                column.event, column.roles, column.total = index, roles.copy(), allocator.requested
-                column.allocated, column.reserved = top, max(column.reserved, allocator.reserved)
-            if passing is not None:
-                drawing.columns[-1].roles[place["temporaries"]] += passing.requested
-                allocator.free(passing)
     except OutOfMemory as error:
-        drawing.oom = error
+        live, tape, drawing.oom = {}, replace(tape, events=()), error
+    for index, event, block in play(allocator, live, tape.events, go_on=go_on):
+        if isinstance(block, OutOfMemory):
+            drawing.oom = block
+            if not (go_on and isinstance(event, Oom)):
+                break
+        if index % width == 0:
+            drawing.columns.append(PeakColumn(index, [], -1, -1, 0))
+        column = drawing.columns[-1]
+        if isinstance(event, Alloc):
+            owner[event.id] = event
+            roles[place[part_of(event)]] += event.size
+        elif isinstance(event, Free):
+            gone = owner.pop(event.id)
+            roles[place[part_of(gone)]] -= gone.size
+        elif isinstance(event, Mark):
+            drawing.marks.append((index // width, event))
+        if allocator.allocated > column.allocated:
+            column.event, column.roles, column.total = index, roles.copy(), allocator.requested
+            column.allocated, column.reserved = allocator.allocated, max(column.reserved, allocator.reserved)
+        if isinstance(event, Oom) and isinstance(block, Block):  # a request that is given back at once
+            column.roles[place["temporaries"]] += block.requested
     _name(drawing, tape, start)
     return drawing
 
 
-def _refused(allocator: Allocator, event: Oom) -> OutOfMemory | None:
-    """A request that failed in the recorded run, made again on its card: cached blocks are given back before."""
-    try:
-        if allocator.capacity < UNLIMITED:
-            allocator.free(allocator.malloc(event.size))
-    except OutOfMemory as error:
-        return error
-    return None
-
-
 def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
-    """The largest tensors of each role alive at each column's instant."""
+    """Name the largest tensors of each role alive at each column's instant."""
     alive: dict[Part, dict[int, tuple[int, int, Alloc]]] = {part: {} for part in SHOWN}
     for alloc in start:
         alive[part_of(alloc)][alloc.id] = (alloc.size, -1, alloc)
@@ -183,7 +162,7 @@ def _first(row: tuple[int, int, Alloc]) -> int:
 
 
 def _top(drawing: Drawing, capacity: int | None) -> int:
-    """Bytes at the upper edge."""
+    """Return the bytes at the upper edge."""
     peak = max((column.reserved for column in drawing.columns), default=1) or 1
     line = capacity if capacity is not None and capacity <= FAR * peak else 0
     return int(1.06 * max(peak, line))
@@ -194,7 +173,7 @@ def _y(size: int, top: int) -> str:
 
 
 def _areas(drawing: Drawing, top: int) -> str:
-    """Each role upon the ones before; above them what the allocator holds besides, and its edge as a line."""
+    """Stack the roles; above them draw what the allocator holds besides, and its edge as a line."""
     if not drawing.columns:
         return ""
     columns = drawing.columns * (1 + (len(drawing.columns) == 1))  # one instant is as wide as the page
@@ -219,7 +198,7 @@ def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -
 
 
 def _bands(drawing: Drawing) -> str:
-    """Phases as shades behind the areas, with their names above; the instants inside are told under the mouse."""
+    """Draw phases as shades behind the areas, with their names above; their instants stand in the tooltip."""
     spans: list[tuple[str, int]] = []
     for column, mark in drawing.marks:
         if not spans or spans[-1][0] != mark.phase:
@@ -235,7 +214,7 @@ def _bands(drawing: Drawing) -> str:
 
 
 def _axis(top: int) -> str:
-    """Lines at round numbers of GiB or MiB, four to eight of them."""
+    """Draw lines at round numbers of GiB or MiB, four to eight of them."""
     step = 1 << 20
     while top / step > 8:
         step *= 2
@@ -258,7 +237,7 @@ def _card(capacity: int | None, top: int) -> str:
 
 
 def _legend(drawing: Drawing) -> str:
-    """The roles there are, with the highest each reaches."""
+    """List the roles on the page, with the highest each reaches."""
     rows = []
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):
@@ -271,21 +250,21 @@ def _legend(drawing: Drawing) -> str:
 def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> str:
     peak = max((column.reserved for column in drawing.columns), default=0)
     tensors = max((column.total for column in drawing.columns), default=0)
-    said = [
+    facts = [
         WRITTEN if tape.is_instant else f"{drawing.events:,} events", tape.source, f"PyTorch {torch[0]}.{torch[1]}",
         f"{'' if tape.is_instant else 'peak '}{gib(peak, 2)} GiB reserved, {gib(tensors, 2)} GiB of tensors",
     ]  # fmt: skip
     if drawing.oom is not None:
-        said.append(drawing.oom.message)
+        facts.append(drawing.oom.message)
     elif (failed := next((e for e in reversed(tape.events) if isinstance(e, Oom)), None)) and capacity is None:
-        said.append(f"{human(failed.size)} were refused")
+        facts.append(f"{human(failed.size)} were refused")
     elif capacity is not None:
-        said.append(f"runs on {human(capacity)}")
-    return " · ".join(said)
+        facts.append(f"runs on {human(capacity)}")
+    return " · ".join(facts)
 
 
 def _data(drawing: Drawing, top: int) -> str:
-    """What the script tells under the mouse, as JSON that cannot end the script element."""
+    """Return the tooltip's data as JSON that cannot end the script element."""
     marks = [[column, phase_title(mark.phase), mark.instant] for column, mark in drawing.marks]
     data = {
         "roles": [[role, part_word(role).title] for role in SHOWN],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention_kernels import scaled_dot_product_attention
 from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
@@ -113,7 +113,7 @@ def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
     return ops.rows(rec, out, tokens)
 
 
-def repeat_kv(rec: Recorder, x: Tensor, a: Attention) -> Tensor:
+def repeat_kv(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
     """Return keys or values for every query head: a view where one head serves all, else a copy."""
     if a.kv_heads == a.heads:
         return x
@@ -293,7 +293,7 @@ def falcon(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", ops.tokens_first(rec, out), block.width)
 
 
-def _falcon_heads(rec: Recorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _falcon_heads(rec: GraphRecorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Slices of the fused projection; keys and values are copied out where they are picked by index."""
     n, kv = {"T": a.heads * a.head_dim}, {"T": a.kv_heads * a.head_dim}
     q = ops.slice(rec, fused, n)

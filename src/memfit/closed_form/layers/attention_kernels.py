@@ -7,7 +7,7 @@ kernel.
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.size import Basis
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Attention
@@ -16,7 +16,7 @@ Grads = list[Tensor | None]
 
 
 def scaled_dot_product_attention(
-    rec: Recorder, style: Style, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, mask: Tensor | None
+    rec: GraphRecorder, style: Style, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, mask: Tensor | None
 ) -> Tensor:
     """Attention of [B, N, S, H] queries on keys and values of N or (without a mask) K heads.
 
@@ -38,14 +38,14 @@ def scaled_dot_product_attention(
     )
 
 
-def _bias(rec: Recorder, mask: Tensor, itemsize: int) -> Tensor:
+def _bias(rec: GraphRecorder, mask: Tensor, itemsize: int) -> Tensor:
     """convert_boolean_attn_mask: a float mask of the queries' dtype for every row of the batch, made at each call."""
     if mask.itemsize != 1:
         return mask
     return rec.new({"TS": 1} if set(mask.elements) == {"SS"} else mask.elements, itemsize, "mask in compute dtype")
 
 
-def _flash(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
     """FlashAttention-2: gradients of grouped keys and values are made for every query head first."""
     ragged = a.head_dim % 8
     if ragged:
@@ -74,7 +74,7 @@ def _flash(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: T
     return ops.slice(rec, out, {"T": a.heads * a.value_dim}) if ragged else out
 
 
-def _padded(rec: Recorder, x: Tensor, head: int) -> Tensor:
+def _padded(rec: GraphRecorder, x: Tensor, head: int) -> Tensor:
     """Heads whose width is no multiple of 8 are padded to one."""
     shape = {k: n // head * -(-head // 8) * 8 for k, n in x.elements.items()}
     before = x.blueprint()
@@ -87,7 +87,7 @@ def _head_tile(head: int) -> int:
     return -(-head // step) * step
 
 
-def _efficient(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
     """The memory-efficient kernel: fp32 accumulators for the output and the gradients of heads wider than one tile."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output")
@@ -123,7 +123,7 @@ def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
     return size
 
 
-def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
+def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
     """cuDNN: everything in the layout of its operand; one workspace backward."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output", heads_first=q.heads_first)
@@ -139,7 +139,9 @@ def _cudnn(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: T
     return rec.record(out, [q, k, v], [bias, k, q, v, logsumexp, out], backward)
 
 
-def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None) -> Tensor:
+def _math(
+    rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None
+) -> Tensor:
     """The math kernel: makes fp32 copies of 16-bit operands and all scores in full."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
     q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
@@ -162,7 +164,7 @@ def _math(rec: Recorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout:
     return out
 
 
-def _causal_bias(rec: Recorder) -> Tensor:
+def _causal_bias(rec: GraphRecorder) -> Tensor:
     ones = rec.new({"SS": 1}, 1, "ones")
     lower = rec.new({"SS": 1}, 1, "lower triangle")
     del ones
@@ -171,7 +173,7 @@ def _causal_bias(rec: Recorder) -> Tensor:
     return bias
 
 
-def _safe_softmax(rec: Recorder, scores: Tensor, heads: int) -> Tensor:
+def _safe_softmax(rec: GraphRecorder, scores: Tensor, heads: int) -> Tensor:
     """_safe_softmax: a softmax, and a search for rows in which every key is masked."""
     out = ops.softmax(rec, scores, 4)
     equal = rec.new({"TS": heads}, 1, "masked scores")

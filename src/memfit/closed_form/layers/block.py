@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention import attention
 from memfit.closed_form.layers.elementwise import activation, norm
@@ -38,7 +38,7 @@ def per_layer_of(a: Architecture) -> PerLayer | None:
     return PerLayer(rows, joint, joint // len(a.layers), a.final_norm or Norm("rms"))
 
 
-def inputs(rec: Recorder, p: PerLayer, x: Tensor, width: int, itemsize: int, style: Style) -> Tensor:
+def inputs(rec: GraphRecorder, p: PerLayer, x: Tensor, width: int, itemsize: int, style: Style) -> Tensor:
     """(scaled embedding + normed projection of the token embeddings), scaled: [B, S, L, own]."""
     table = ops.weight(p.rows * p.joint, itemsize, "embed_tokens_per_layer", style.trained)
     own = rec.new({"T": p.joint}, itemsize, "embedding of every layer")
@@ -76,7 +76,7 @@ def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
     return ops.add(rec, x, projected, "residual")
 
 
-def scaled_in_place(rec: Recorder, x: Tensor) -> Tensor:
+def scaled_in_place(rec: GraphRecorder, x: Tensor) -> Tensor:
     """hidden_states *= layer_scalar: allocates nothing forward and a product backward."""
     return rec.record(x.view(), [x], [], lambda g: [rec.like(g, "scaled gradient")])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Attention, Norm
@@ -14,7 +14,7 @@ from memfit.nouns.architecture import Attention, Norm
 KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 
 
-def activation(rec: Recorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
+def activation(rec: GraphRecorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
     """act(x); one kernel that keeps its input where it has no code here. trained: xIELU's parameters get gradients."""
     if name == "xielu":
         return _xielu(rec, x, trained)
@@ -27,7 +27,7 @@ def activation(rec: Recorder, x: Tensor, name: str, trained: bool = False) -> Te
     return ops.unary(rec, x, name, keeps="output" if name in KEEP_OUTPUT else "input")
 
 
-def _new_gelu(rec: Recorder, x: Tensor) -> Tensor:
+def _new_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(c * (x + 0.044715 * x^3)))."""
     half = ops.scale(rec, x, "half")
     inner = ops.add(rec, x, ops.scale(rec, _power(rec, x, "cube"), "scaled cube"), "inner")
@@ -37,7 +37,7 @@ def _new_gelu(rec: Recorder, x: Tensor) -> Tensor:
     return ops.mul(rec, half, ops.shift(rec, gate, "one plus tanh"), "gelu")
 
 
-def _fast_gelu(rec: Recorder, x: Tensor) -> Tensor:
+def _fast_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(x * c * (1 + 0.044715 * x * x)))."""
     half = ops.scale(rec, x, "half")
     inner = ops.scale(rec, x, "scaled")
@@ -49,22 +49,22 @@ def _fast_gelu(rec: Recorder, x: Tensor) -> Tensor:
     return ops.mul(rec, half, ops.shift(rec, gate, "one plus tanh"), "gelu")
 
 
-def _quick_gelu(rec: Recorder, x: Tensor) -> Tensor:
+def _quick_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     """x * sigmoid(1.702 * x)."""
     return ops.mul(rec, x, ops.unary(rec, ops.scale(rec, x, "scaled"), "sigmoid", keeps="output"), "gelu")
 
 
-def _relu2(rec: Recorder, x: Tensor) -> Tensor:
+def _relu2(rec: GraphRecorder, x: Tensor) -> Tensor:
     """relu(x)^2."""
     return _power(rec, ops.unary(rec, x, "relu", keeps="output"), "squared relu")
 
 
-def _power(rec: Recorder, x: Tensor, label: str) -> Tensor:
+def _power(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
     """torch.pow, which autocast runs in fp32, so everything computed from the result is fp32 too."""
     return ops.power(rec, ops.cast(rec, x, 4, "fp32 copy") if rec.autocast else x, label)
 
 
-def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
+def _xielu(rec: GraphRecorder, x: Tensor, trained: bool) -> Tensor:
     """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); autocast makes a, c, result fp32."""
     wide = 4 if rec.autocast else x.itemsize
     positive_scale, negative_scale = (ops.weight(1, wide, name, trained) for name in ("alpha_p", "alpha_n"))
@@ -87,7 +87,7 @@ def _xielu(rec: Recorder, x: Tensor, trained: bool) -> Tensor:
     )
 
 
-def _minimum(rec: Recorder, x: Tensor) -> Tensor:
+def _minimum(rec: GraphRecorder, x: Tensor) -> Tensor:
     """torch.min(x, a number): equal values share the gradient, so backward makes two masks and a halved gradient."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -100,7 +100,7 @@ def _minimum(rec: Recorder, x: Tensor) -> Tensor:
     return rec.record(rec.like(x, "minimum"), [x], [x], backward)
 
 
-def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:
+def _bloom_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     """BLOOM's own autograd function: keeps the input; forward and backward make up to six tensors."""
     _held(rec, x, 3)
     out = rec.like(x, "gelu")
@@ -112,14 +112,14 @@ def _bloom_gelu(rec: Recorder, x: Tensor) -> Tensor:
     return rec.record(out, [x], [x], backward)
 
 
-def _held(rec: Recorder, x: Tensor, count: int) -> None:
+def _held(rec: GraphRecorder, x: Tensor, count: int) -> None:
     """Make `count` intermediate results that are alive together."""
     held = [rec.like(x, "gelu intermediate") for _ in range(count)]
     while held:
         held.pop()
 
 
-def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
+def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
     """A norm over vectors of `width` elements, with its weight (and the shift of a LayerNorm)."""
     rec.enter(label)
     try:
@@ -137,14 +137,14 @@ def norm(rec: Recorder, x: Tensor, kind: Norm, width: int, style: Style, label: 
         rec.leave()
 
 
-def mean(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+def mean(rec: GraphRecorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     """x.mean(-1, keepdim=True)."""
     out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
     like = x.blueprint()
     return rec.record(out, [x], [], lambda g: [rec.like(like, "mean gradient")])
 
 
-def total(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
+def total(rec: GraphRecorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     """x.sum(-1, keepdim=True): the gradient is expanded without a copy."""
     out = rec.new(rows, x.itemsize, label, heads_first=x.heads_first)
     like = x.blueprint()
@@ -155,17 +155,17 @@ def total(rec: Recorder, x: Tensor, rows: Elements, label: str) -> Tensor:
     return rec.record(out, [x], [], backward)
 
 
-def rsqrt(rec: Recorder, x: Tensor) -> Tensor:
+def rsqrt(rec: GraphRecorder, x: Tensor) -> Tensor:
     """1 / sqrt(x + eps)."""
     return ops.unary(rec, ops.shift(rec, x), "rsqrt", keeps="output", buffers=2)
 
 
-def _rms(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _rms(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """LlamaRMSNorm: the weight comes after the cast back."""
     return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
 
 
-def rms_without_weight(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt(mean(x^2)) in fp32, cast back."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
@@ -174,7 +174,7 @@ def rms_without_weight(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
     return ops.cast(rec, x, before, "normalised")
 
 
-def _rms_gemma(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """Gemma3RMSNorm: the fp32 weight comes before the cast back."""
     wide = ops.cast(rec, x, 4, "fp32 copy")
     out = ops.mul(
@@ -185,7 +185,7 @@ def _rms_gemma(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     return ops.cast(rec, out, x.itemsize, "scaled")
 
 
-def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _layer_fp32(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """CohereLayerNorm: a LayerNorm without shift, written out in fp32."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
@@ -196,19 +196,19 @@ def _layer_fp32(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     return ops.cast(rec, x, before, "scaled")
 
 
-def _layer_bare(rec: Recorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+def _layer_bare(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """OlmoLayerNorm: F.layer_norm of an fp32 copy, without weight and shift."""
     out = ops.layer_norm(rec, ops.cast(rec, x, 4, "fp32 copy"), None, None, rows)
     return ops.cast(rec, out, x.itemsize, "normalised")
 
 
-def l2_norm(rec: Recorder, x: Tensor, rows: Elements) -> Tensor:
+def l2_norm(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt((x * x).sum(-1) + eps), as the gated delta rule normalises queries and keys."""
     length = total(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
     return ops.mul(rec, x, rsqrt(rec, length), "unit vectors")
 
 
-def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
+def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys; a part of each head that is not rotated is concatenated again.
 
     table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
@@ -231,7 +231,7 @@ def rotate(rec: Recorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tup
     return ops.cast(rec, q_embed, q_type, "rotated"), ops.cast(rec, k_embed, k_type, "rotated")
 
 
-def _parts(rec: Recorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+def _parts(rec: GraphRecorder, x: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
     heads = x.elements["T"] // a.head_dim
     first = ops.slice(rec, x, {"T": heads * a.rotary_dim}) if a.rotary_dim != a.head_dim else x
     return first, ops.slice(rec, x, {"T": heads * (a.head_dim - a.rotary_dim)})
@@ -246,7 +246,7 @@ def _table(itemsize: int) -> Tensor:
     return ops.constant({"S": 1}, itemsize)
 
 
-def _turn_half(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_half(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """(x * cos) + (rotate_half(x) * sin) with rotate_half(x) = cat((-x2, x1))."""
     table = _table(itemsize)
     straight = ops.mul(rec, _wide(rec, x, row), table, "x * cos")
@@ -255,16 +255,16 @@ def _turn_half(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     )
 
 
-def _wide(rec: Recorder, x: Tensor, row: Rotary) -> Tensor:
+def _wide(rec: GraphRecorder, x: Tensor, row: Rotary) -> Tensor:
     return ops.cast(rec, x, 4, "fp32 copy") if row.wide == "each" else x
 
 
-def _rotate_half(rec: Recorder, x: Tensor) -> Tensor:
+def _rotate_half(rec: GraphRecorder, x: Tensor) -> Tensor:
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
     return ops.cat(rec, [ops.negate(rec, x2), x1], "rotate_half")
 
 
-def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_pairs(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), x1 and x2 the halves or the even and odd elements."""
     table = _table(itemsize)
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
@@ -273,7 +273,7 @@ def _turn_pairs(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     return ops.cat(rec, [first, second], "rotated")
 
 
-def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
+def _turn_complex(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
     """Multiply pairs of numbers, viewed as complex, by the table; the gradient is copied before that view."""
     out, need = rec.like(x, "rotated"), x.requires_grad
 
@@ -288,7 +288,7 @@ def _turn_complex(rec: Recorder, x: Tensor, row: Rotary, itemsize: int) -> Tenso
 class Rotary:
     """How a family of models rotates queries and keys."""
 
-    turn: Callable[[Recorder, Tensor, Rotary, int], Tensor]
+    turn: Callable[[GraphRecorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
     concatenates: bool = False  # the part that is not rotated, even when there is none
     wide_table: bool = False  # cos and sin stay in fp32, which widens the products

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.block import PerLayer, inputs
 from memfit.closed_form.layers.elementwise import norm
 from memfit.closed_form.layers.program import GRADIENT, Program, finished, recorder, sharded
@@ -30,7 +30,7 @@ class MaskStyle:
     alibi: int = 0  # heads of a position bias; Falcon adds it to the mask, BLOOM and MPT keep it beside
 
 
-def masks(rec: Recorder, m: MaskStyle) -> list[Tensor]:
+def masks(rec: GraphRecorder, m: MaskStyle) -> list[Tensor]:
     """Build the masks; returns those that live as long as the body of the model."""
     made = [rec.new({"T": m.alibi}, 4, "position bias", "activations")] if m.alibi else []
     made += [mask for mask in (_mask(rec, m, window) for window in m.windows) if mask is not None]
@@ -39,7 +39,7 @@ def masks(rec: Recorder, m: MaskStyle) -> list[Tensor]:
     return made
 
 
-def _mask(rec: Recorder, m: MaskStyle, window: bool) -> Tensor | None:
+def _mask(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor | None:
     """sdpa_mask or eager_mask for one kind of layer."""
     if not (m.additive or window or m.always):
         for _ in range((2 if m.padded else 1) if m.given and m.causal else 0):
@@ -60,14 +60,14 @@ def _mask(rec: Recorder, m: MaskStyle, window: bool) -> Tensor | None:
     return pattern
 
 
-def _positions(rec: Recorder) -> Tensor:
+def _positions(rec: GraphRecorder) -> Tensor:
     plain = rec.new({"S": 1}, 8, "positions")
     shifted = rec.new({"S": 1}, 8, "shifted positions")
     del plain
     return shifted
 
 
-def _pattern(rec: Recorder, m: MaskStyle, window: bool) -> Tensor:
+def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
     """Return which positions attend to which, padding aside: comparisons of positions combined by `and`."""
     square: Elements = {"SS": 1}
     if not m.causal:
@@ -91,11 +91,11 @@ def _pattern(rec: Recorder, m: MaskStyle, window: bool) -> Tensor:
     return _and(rec, causal)
 
 
-def _and(rec: Recorder, mask: Tensor) -> Tensor:
+def _and(rec: GraphRecorder, mask: Tensor) -> Tensor:
     return rec.new(mask.elements, 1, "mask")
 
 
-def _anded(rec: Recorder, mask: Tensor, other: Tensor) -> Tensor:
+def _anded(rec: GraphRecorder, mask: Tensor, other: Tensor) -> Tensor:
     return rec.new(mask.elements, 1, "mask")
 
 
@@ -176,7 +176,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
 
-def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
+def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Return the sum of all embeddings, what the model's code holds beside it, and the leaf among them, if any."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
@@ -198,7 +198,7 @@ def _embed(rec: Recorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list
     return x, [] if e.module else held, leaf
 
 
-def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
+def _look_up(rec: GraphRecorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
     out = rec.new(hidden, e.itemsize, "embedding output")
     table: Elements = {"1": e.vocabulary * e.width}
     weight = ops.weight(e.vocabulary * e.width, e.itemsize, "embedding", e.trained)
@@ -219,13 +219,13 @@ def _look_up(rec: Recorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
     return rec.record(out, [weight], [], backward)
 
 
-def _table(rec: Recorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
+def _table(rec: GraphRecorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
     out = rec.new(size, e.itemsize, label)
     weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
     return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
 
 
-def _rotary_tables(rec: Recorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
+def _rotary_tables(rec: GraphRecorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:
     """LlamaRotaryEmbedding.forward: cos and sin of one sequence."""
     angles = rec.new({"S": width // 2}, 4, "angles")
     both = rec.new({"S": width}, 4, "angles twice")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.elementwise import activation, norm
 from memfit.closed_form.layers.program import Program, finished, recorder, sharded
 from memfit.closed_form.size import TILE_TOKENS
@@ -37,7 +37,7 @@ class HeadStyle:
     pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
 
 
-def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
+def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
     """lm_head(x), scaled and capped where the model does."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None
@@ -54,21 +54,21 @@ def logits_of(rec: Recorder, h: HeadStyle, x: Tensor) -> Tensor:
 Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward
 
 
-def _loss_function(rec: Recorder, h: HeadStyle, logits: Tensor) -> Tensor:
+def _loss_function(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
     """ForCausalLMLoss, ForMaskedLMLoss, or a bare CrossEntropyLoss."""
     logits = ops.cast(rec, logits, 4, "fp32 logits") if h.upcast else logits
     labels = _shifted_labels(rec) if h.causal else None
     return ops.cross_entropy(rec, logits, labels)
 
 
-def _shifted_labels(rec: Recorder) -> Tensor:
+def _shifted_labels(rec: GraphRecorder) -> Tensor:
     padded = rec.new({"T": 1}, 8, "padded labels")
     shifted = rec.new({"T": 1}, 8, "shifted labels")
     del padded
     return shifted
 
 
-def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """All logits, an fp32 copy, and their log_softmax at once."""
     logits = logits_of(rec, h, x)
     held = [logits] if h.holds_logits or not style.grad else []
@@ -84,7 +84,7 @@ def _full(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
 
 
-def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _fused(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """TRL's fused LM head (trl/kernels/chunked_logprob.py): one tile of logits at a time, gradients summed in fp32."""
     rows = labelled(rec, x, h.width)
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
@@ -122,7 +122,7 @@ def _fused(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [rows, w], [rows, w, targets, *kept], backward), []
 
 
-def _narrow(rec: Recorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
+def _narrow(rec: GraphRecorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
     """Return a piece of x cast to the compute dtype, None where x has it already."""
     return rec.new(elements, itemsize, "piece in the compute dtype") if x.itemsize != itemsize else None
 
@@ -139,7 +139,7 @@ def _next_chunk(h: HeadStyle) -> Elements:
     return {("past", TILE_TOKENS, 0): h.vocabulary * h.width}
 
 
-def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:
+def labelled(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
     """hidden_states[:, :-1][labels[:, 1:] != -100]: a copy of the rows that have a label."""
     body = ops.slice(rec, x, {"L": width})
     rec.new({"L": 1}, 16, "indices")
@@ -150,7 +150,7 @@ def labelled(rec: Recorder, x: Tensor, width: int) -> Tensor:
 CHUNK_TOKENS = 256  # of TRL's chunked loss
 
 
-def _chunked(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time, checkpointed, head weight and logits in fp32."""
     contiguous = rec.new({"L": h.width}, x.itemsize, "contiguous hidden states")
     rows = labelled(rec, x, h.width)
@@ -187,7 +187,7 @@ def _chunked(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [rows, w], [rows, w], backward), []
 
 
-def _wide_operands(rec: Recorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
+def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
     """h.float() @ w.float().t(): fp32 copies, and under autocast 16-bit copies of those."""
     chunk: Elements = {("rows", CHUNK_TOKENS, 0): h.width}
     made = [rec.new(chunk, 4, "fp32 hidden states of a chunk")] if x.itemsize != 4 else []
@@ -197,7 +197,7 @@ def _wide_operands(rec: Recorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Te
     return made
 
 
-def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Liger's fused linear cross entropy 0.8: gradients are made in the forward, chunk by chunk of tokens."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     share = -(-h.vocabulary // h.width)  # one chunk of logits takes about as much as the hidden states
@@ -218,7 +218,7 @@ def _liger(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return rec.record(loss, [x, w], [], backward), []
 
 
-def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Classify each token, or each sequence by its first token as BertForSequenceClassification does."""
     basis = "B" if h.pooled else "T"
     if h.pooled:
@@ -232,7 +232,7 @@ def _classes(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
 
 
-LOSSES: dict[str, Callable[[Recorder, HeadStyle, Style, Tensor], Loss]] = {
+LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
     "full": _full, "fused": _fused, "chunked": _chunked, "liger": _liger, "classes": _classes
 }  # fmt: skip
 
@@ -275,7 +275,7 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
 
 
-def _transform(rec: Recorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
+def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
     """The prediction head of encoders: dense, activation, norm."""
     w = ops.weight(h.width * h.width, h.itemsize, "transform.weight", h.trained)
     x = ops.linear(

@@ -7,10 +7,10 @@ inputs contiguous first. Under autocast they compute in the dtype they are given
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 
 
-def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
+def rms_norm(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
     """LigerRMSNormFunction: keeps x, weight and an fp32 number a row; sums the weight's gradient by multiprocessor."""
     out, rstd = rec.like(x, "normalised"), rec.new(rows, 4, "rstd")
     columns, width, trained, heads_first = w.elements["1"], w.itemsize, w.requires_grad, x.heads_first
@@ -28,7 +28,7 @@ def rms_norm(rec: Recorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: b
     return rec.record(out, [x, w], [x, w, rstd], backward)
 
 
-def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
+def gated_product(rec: GraphRecorder, gate: Tensor, up: Tensor) -> Tensor:
     """LigerSiLUMulFunction, LigerGELUMulFunction: act(gate) * up; the gradients overwrite the two saved tensors."""
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -39,20 +39,20 @@ def gated_product(rec: Recorder, gate: Tensor, up: Tensor) -> Tensor:
     return rec.record(rec.like(gate, "gated product"), [gate, up], [gate, up], backward)
 
 
-def halves(rec: Recorder, x: Tensor) -> tuple[Tensor, Tensor]:
+def halves(rec: GraphRecorder, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two halves of a joint projection, each copied."""
     count = next(iter(x.elements.values()))
     gate, up = ops.split(rec, x, (count // 2, count // 2))
     return contiguous(rec, gate), contiguous(rec, up)
 
 
-def contiguous(rec: Recorder, part: Tensor) -> Tensor:
+def contiguous(rec: GraphRecorder, part: Tensor) -> Tensor:
     """Copy a part of a tensor, as a Liger function does before it begins."""
     copied = rec.new(part.elements, part.itemsize, "contiguous part")
     return rec.record(copied, [part], [], lambda g: [ops.viewed(g.detach())])
 
 
-def rotate(rec: Recorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor, Tensor]:
+def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor, Tensor]:
     """LigerRopeFunction: in place on [B, S, N, H], forward and backward; what lies otherwise is copied first.
 
     parts: queries and keys are parts of one tensor.
@@ -67,7 +67,7 @@ def rotate(rec: Recorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor,
     return turned[0], turned[1]
 
 
-def _by_token(rec: Recorder, x: Tensor, label: str, part: bool = False) -> Tensor:
+def _by_token(rec: GraphRecorder, x: Tensor, label: str, part: bool = False) -> Tensor:
     """x.transpose(1, 2).contiguous() inside an autograd function, so it adds no node to the graph."""
     if not (x.heads_first or part):
         return x.view()
@@ -76,7 +76,7 @@ def _by_token(rec: Recorder, x: Tensor, label: str, part: bool = False) -> Tenso
     return copied
 
 
-def experts(rec: Recorder, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, width: int, k: int) -> Tensor:
+def experts(rec: GraphRecorder, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, width: int, k: int) -> Tensor:
     """LigerFusedMoEFunction: keeps the inputs and the joint projection of every row.
 
     The gradients of all experts are made even where they are frozen.

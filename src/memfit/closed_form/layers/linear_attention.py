@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.elementwise import l2_norm, mean, rsqrt
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.errors import Unsupported
@@ -77,12 +77,12 @@ def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, 
     return qkv, z, b, decay
 
 
-def _reshaped(rec: Recorder, x: Tensor) -> Tensor:
+def _reshaped(rec: GraphRecorder, x: Tensor) -> Tensor:
     """A part of every head by itself: copied out of the joint projection."""
     return ops.clone(rec, x, "reshaped")
 
 
-def _last_tokens(rec: Recorder, x: Tensor) -> Tensor:
+def _last_tokens(rec: GraphRecorder, x: Tensor) -> Tensor:
     """x[..., -S:]: a view of everything, whose gradient is copied all the same."""
     return ops.slice(rec, x, x.elements)
 
@@ -154,13 +154,13 @@ def _chunk_rule(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, g: Tensor, bet
     return core
 
 
-def _for_every_head(rec: Recorder, x: Tensor, width: int) -> Tensor:
+def _for_every_head(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
     out = ops.repeat(rec, x, {"T": width}, "repeated for every value head")
     out.heads_first = False
     return out
 
 
-def _fp32_by_head(rec: Recorder, x: Tensor) -> Tensor:
+def _fp32_by_head(rec: GraphRecorder, x: Tensor) -> Tensor:
     """x.transpose(1, 2).to(fp32, contiguous): in fp32 already, it stays a view."""
     if x.itemsize == 4:
         return x
@@ -168,24 +168,24 @@ def _fp32_by_head(rec: Recorder, x: Tensor) -> Tensor:
     return rec.record(out, [x], [], lambda g: [rec.like(g, "cast gradient", width)])
 
 
-def _padded(rec: Recorder, x: Tensor) -> Tensor:
+def _padded(rec: GraphRecorder, x: Tensor) -> Tensor:
     """F.pad to whole chunks: always a copy."""
     whole, before = {"T64": x.elements["T"]}, x.elements
     out = rec.new(whole, x.itemsize, "padded", heads_first=True)
     return rec.record(out, [x], [], lambda g: [rec.new(before, g.itemsize, "cut gradient", heads_first=True)])
 
 
-def _as_is(rec: Recorder, x: Tensor) -> Tensor:
+def _as_is(rec: GraphRecorder, x: Tensor) -> Tensor:
     return x
 
 
-def _laid_by_token(rec: Recorder, x: Tensor) -> Tensor:
+def _laid_by_token(rec: GraphRecorder, x: Tensor) -> Tensor:
     """fp32 operands were never copied head by head; a padding of nothing keeps that, and a product copies them."""
     out = rec.new({("whole", CHUNK, 0): x.elements["T64"]}, x.itemsize, "contiguous", heads_first=True).view(x.elements)
     return rec.record(out, [x], [], lambda g: [ops.viewed(g.detach())])
 
 
-def _cumsum(rec: Recorder, x: Tensor) -> Tensor:
+def _cumsum(rec: GraphRecorder, x: Tensor) -> Tensor:
     """x.cumsum(dim): a scratch copy; backward flips, sums and flips."""
     out, scratch = rec.like(x, "cumulative decay"), rec.like(x, "cumsum scratch")
     del scratch
@@ -200,7 +200,7 @@ def _cumsum(rec: Recorder, x: Tensor) -> Tensor:
     return rec.record(out, [x], [], backward)
 
 
-def _pairwise(rec: Recorder, x: Tensor) -> Tensor:
+def _pairwise(rec: GraphRecorder, x: Tensor) -> Tensor:
     """exp(masked(x_i - x_j)) for all pairs of a chunk."""
     rows, square = x.elements, {"T64": x.elements["T64"] * CHUNK}
     difference = rec.new(square, 4, "differences", heads_first=True)
@@ -217,14 +217,14 @@ def _pairwise(rec: Recorder, x: Tensor) -> Tensor:
     return ops.unary(rec, masked, "pairwise decay", keeps="output")
 
 
-def _rest_of_chunk(rec: Recorder, x: Tensor) -> Tensor:
+def _rest_of_chunk(rec: GraphRecorder, x: Tensor) -> Tensor:
     """exp(x at the end of the chunk - x)."""
     difference = rec.like(x, "differences")
     difference = rec.record(difference, [x], [], lambda g: [rec.like(g, "negated gradient")])
     return ops.unary(rec, difference, "exp", keeps="output")
 
 
-def _solve_triangular(rec: Recorder, system: Tensor, b: Tensor) -> Tensor:
+def _solve_triangular(rec: GraphRecorder, system: Tensor, b: Tensor) -> Tensor:
     """torch.linalg.solve_triangular: keeps the system and the solution."""
     out, square = rec.like(b, "solution"), system.blueprint()
 
@@ -238,19 +238,26 @@ def _solve_triangular(rec: Recorder, system: Tensor, b: Tensor) -> Tensor:
     return rec.record(out, [system, b], [system, out], backward)
 
 
-def _reshaped_rows(rec: Recorder, x: Tensor) -> Tensor:
+def _reshaped_rows(rec: GraphRecorder, x: Tensor) -> Tensor:
     """core.reshape(): the zeros it was written into have the strides of a solution, so this copies."""
     return rec.record(rec.like(x, "reshaped"), [x], [], lambda g: [g])
 
 
-def _tokens_first(rec: Recorder, x: Tensor, itemsize: int, elements: Elements) -> Tensor:
+def _tokens_first(rec: GraphRecorder, x: Tensor, itemsize: int, elements: Elements) -> Tensor:
     """Padding cut, heads behind tokens, and the dtype of the hidden states."""
     out, before = rec.new(elements, itemsize, "attention output"), x.blueprint()
     return rec.record(out, [x], [], lambda g: [rec.like(before, "cast gradient")])
 
 
 def _scan(
-    rec: Recorder, core: Tensor, new_values: Tensor, seen: Tensor, q: Tensor, k: Tensor, intra: Tensor, a: Attention
+    rec: GraphRecorder,
+    core: Tensor,
+    new_values: Tensor,
+    seen: Tensor,
+    q: Tensor,
+    k: Tensor,
+    intra: Tensor,
+    a: Attention,
 ) -> tuple[Tensor, Tensor]:
     """The loop over the chunks: each keeps its new values and the state that enters it. Returns the last state too."""
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
@@ -295,7 +302,7 @@ class _ScanBackward:
     `core`, `seen`, `q`, `k` and `intra` are blueprints of the whole tensors whose gradients are born here.
     """
 
-    rec: Recorder
+    rec: GraphRecorder
     a: Attention
     core: Tensor
     seen: Tensor

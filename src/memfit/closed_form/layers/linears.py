@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Elements, Recorder, Tensor
+from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.elementwise import norm
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer, Norm, Weight
 
 
-def quantised(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def quantised(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """Return the product, of `shape`, of x and a quantised weight of `numel` elements."""
     own = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
     return own(rec, x, numel, shape, style)
 
 
-def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
+def _int8(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
 
     MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the
@@ -45,7 +45,7 @@ def _int8(rec: Recorder, x: Tensor, numel: int, shape: Elements, style: Style) -
 
 
 def four_bits(
-    rec: Recorder,
+    rec: GraphRecorder,
     x: Tensor,
     numel: int,
     shape: Elements,
@@ -113,7 +113,7 @@ MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_fo
 class LayerRun:
     """One layer being traced under a style; the code of attention and MLP calls its projections and norms."""
 
-    def __init__(self, rec: Recorder, layer: Layer, style: Style, width: int) -> None:
+    def __init__(self, rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
         self.hidden: Elements = {"T": width}
 
@@ -194,7 +194,9 @@ class LayerRun:
         return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
 
-def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+def base_linear(
+    rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
+) -> Tensor:
     """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
     if style.quantization != "none":
         return quantised(rec, x, numel, shape, style)
@@ -203,7 +205,9 @@ def base_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Eleme
     return ops.linear(rec, x, w, shape, b)
 
 
-def _falcon_linear(rec: Recorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str) -> Tensor:
+def _falcon_linear(
+    rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
+) -> Tensor:
     """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added after, uncast."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])

@@ -12,7 +12,7 @@ large again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 from __future__ import annotations
 
 from memfit.closed_form import ops
-from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.elementwise import activation
 from memfit.closed_form.layers.linears import LayerRun
@@ -81,7 +81,7 @@ def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
     return ops.cast(rec, by_expert, style.weight, "lora_B"), ops.cast(rec, a, style.weight, "lora_A")
 
 
-def _folded(rec: Recorder, elements: int, factors: Factors) -> Tensor:
+def _folded(rec: GraphRecorder, elements: int, factors: Factors) -> Tensor:
     """torch.baddbmm: copies the weight and adds the product to it; the permuted B is copied first."""
     out = rec.new({"1": elements}, factors[0].itemsize, "experts with adapters")
     copied = rec.like(factors[0], "contiguous B")
@@ -175,7 +175,7 @@ ROUTERS = {
 }  # fmt: skip
 
 
-def _best(rec: Recorder, scores: Tensor, m: Mlp, *, normed: bool) -> Tensor:
+def _best(rec: GraphRecorder, scores: Tensor, m: Mlp, *, normed: bool) -> Tensor:
     """torch.topk, and the division by the sum in place: a copy of the undivided values is kept for it."""
     chosen, whole = {"T": m.experts_per_token}, scores.blueprint()
     values = rec.new(chosen, scores.itemsize, "best scores")
@@ -218,7 +218,7 @@ def _experts(block: LayerRun, x: Tensor, scores: Tensor) -> Tensor:
     return out
 
 
-def _sorted(rec: Recorder, k: int) -> tuple[Tensor, Tensor]:
+def _sorted(rec: GraphRecorder, k: int) -> tuple[Tensor, Tensor]:
     """torch.sort of the expert ids: sorted values, permutation and CUB's buffers."""
     ids, order = rec.new({"T": k}, 8, "sorted experts"), rec.new({"T": k}, 8, "permutation")
     buffers = [rec.new({"T": k}, 8, "sort buffer"), rec.new({"T": k}, 17, "sort buffer")]
@@ -227,7 +227,9 @@ def _sorted(rec: Recorder, k: int) -> tuple[Tensor, Tensor]:
     return ids, order
 
 
-def _index(rec: Recorder, x: Tensor, width: int, indices: int, label: str, kept: list[Tensor] | None = None) -> Tensor:
+def _index(
+    rec: GraphRecorder, x: Tensor, width: int, indices: int, label: str, kept: list[Tensor] | None = None
+) -> Tensor:
     """x[indices] by row: the indices are kept; backward adds into zeros of x's shape."""
     saved: list[Tensor | None] = [*(kept or [])]
     if indices:
@@ -237,7 +239,7 @@ def _index(rec: Recorder, x: Tensor, width: int, indices: int, label: str, kept:
     return rec.record(out, [x], saved, lambda g: [rec.like(whole, "scattered gradient")])
 
 
-def _sum_over_experts(rec: Recorder, x: Tensor, width: int) -> Tensor:
+def _sum_over_experts(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
     """x.view(tokens, k, D).sum(1): backward expands, and the view copies what it expanded."""
     out = rec.new({"T": width}, x.itemsize, "sum over experts")
     like = x.blueprint()
@@ -273,7 +275,7 @@ def _expert_bias(block: LayerRun, out: int, name: str) -> Tensor | None:
     return rec.record(rows, [w], [], lambda g: [rec.like(like, "bias gradient")])
 
 
-def _gate(rec: Recorder, x: Tensor, m: Mlp) -> Tensor:
+def _gate(rec: GraphRecorder, x: Tensor, m: Mlp) -> Tensor:
     """act(gate) * up of the joint projection; gpt-oss clamps both and has a gate of its own."""
     half = x.elements["T"] // 2
     if m.activation != "gpt_oss_glu":
@@ -286,7 +288,7 @@ def _gate(rec: Recorder, x: Tensor, m: Mlp) -> Tensor:
     return ops.mul(rec, ops.shift(rec, up, "up + 1"), glu, "gated")
 
 
-def _clamp(rec: Recorder, x: Tensor, bounds: int) -> Tensor:
+def _clamp(rec: GraphRecorder, x: Tensor, bounds: int) -> Tensor:
     """torch.clamp: backward compares with each bound and selects."""
     out = rec.like(x, "clamped")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from memfit.closed_form.engine import Recorder, Tensor
+from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers.block import forward as transformers_block
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.size import Basis, Size, added, covers
@@ -85,20 +85,20 @@ class Program:
     labels: dict[int, str]
     output: int
     input_gradient: int  # 0: none
-    lingering: Size  # see Recorder.lingering
-    attributes: tuple[int, ...] = ()  # see Recorder.attributes: they die with the graph
+    lingering: Size  # see GraphRecorder.lingering
+    attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes: they die with the graph
     waiting: int = 0  # a gradient that waits for another part's to be added to it; there, what was waiting
 
 
-def recorder(style: Style) -> Recorder:
+def recorder(style: Style) -> GraphRecorder:
     """Return a recorder set up for a style."""
-    rec = Recorder(style.autocast, style.grad)
+    rec = GraphRecorder(style.autocast, style.grad)
     # sharded gradients are whole and new in every micro-batch
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
     return rec
 
 
-def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
+def sharded(rec: GraphRecorder, style: Style, beside: int | None = None) -> None:
     """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
 
     beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
@@ -119,7 +119,7 @@ def sharded(rec: Recorder, style: Style, beside: int | None = None) -> None:
         rec.kept = None
 
 
-def finished(rec: Recorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
+def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
     """Return the program of what `rec` has recorded in four parts; what the recorder frees from here on is no event.
 
     Tensors passed between programs have one role on both sides: hidden states are activations, their gradients

@@ -1,4 +1,4 @@
-"""The byte account of one recipe on one card: every phase's worst instant, in requested bytes, then in reserved ones."""
+"""The byte account of one recipe on one card: the worst instants of every phase, in requested bytes by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share
-from memfit.closed_form.run.afterwards import Merge, loaded_again, merging, taken_apart
-from memfit.closed_form.run.micro_step import MicroStep, Step
-from memfit.closed_form.run.peak import Peak, fold, meter_of
+from memfit.closed_form.run.micro_step import MicroStep, Peak, PlacedSegment, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
+from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of
 from memfit.closed_form.style import CODES
@@ -24,23 +23,24 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.tables.optimizers import Optimizer, optimizer
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer, checkpointing_of, trainer
 
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A level reached at one moment, with what was alive: requested bytes by name."""
+    """A moment of a run and what is alive then, in requested bytes by name."""
 
     phase: Phase
     name: str
     requested: int
     static: tuple[tuple[Role, str, int], ...]
     peak: Peak | None = None
-    idle: int = 0  # cached by other streams, of no use to this one
+    idle: int = 0  # cached on other streams, so this one cannot use it
 
 
 class Account:
-    """One recipe taken apart. Cheap to make: everything that does not depend on the batch is cached."""
+    """The byte account of one recipe. Cheap to make: everything that does not depend on the batch is cached."""
 
     def __init__(
         self,
@@ -82,28 +82,28 @@ class Account:
 
     @property
     def released(self) -> bool:
-        """Gradients never exist together."""
+        """Return whether gradients are freed one by one, so that they never exist together."""
         return self.share.release_gradients or self.optimizer.in_backward
 
     @property
     def accumulates(self) -> bool:
-        """Some forward passes begin with the gradients of earlier ones in place."""
+        """Return whether some forward passes begin with the gradients of earlier ones in place."""
         again = self.recipe.accumulation > 1 or self.trainer.zeroes_gradients
         return again and not self.optimizer.in_backward
 
     @property
     def tied_gradient(self) -> int:
-        """Bytes of the gradient of an embedding that is also the head, when it is trained; else 0."""
+        """Return the bytes of the gradient of a tied embedding, when it is trained; else 0."""
         tied = self.architecture.tied and self.recipe.method == "full"
         return max(w.numel for w in self.architecture.embedding) * self.numerics.gradient if tied else 0
 
     @property
     def warmup(self) -> int:
-        """Bytes asked for and freed before a model is loaded; only a quantised one is loaded onto the card."""
+        """Return the bytes requested and freed before a quantised model, which is loaded onto the card."""
         return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
 
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
-        """The traced micro-step (cached by everything but the batch size)."""
+        """Return the traced micro-step (cached by everything but the batch size)."""
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
@@ -124,7 +124,7 @@ class Account:
         return found
 
     def resident(self, *, states: bool, gradients: bool, buffers: int = 0) -> tuple[tuple[Role, str, int], ...]:
-        """What lies on the card during a phase, line by line."""
+        """Return what lies on the card during a phase, line by line."""
         s, share = self.static, self.share
         whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
         lines: list[tuple[Role, str, int]] = [
@@ -144,7 +144,7 @@ class Account:
         return tuple(line for line in lines if line[2])
 
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
-        """The worst instant of forward and of backward, of the first and of a later micro-batch of a step."""
+        """Return the worst instants of forward and of backward, of the first and of a later micro-batch of a step."""
         found = []
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
         tied = self.tied_gradient if self.optimizer.in_backward else 0  # waits for its second half
@@ -170,7 +170,7 @@ class Account:
     def _gathered(
         self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
     ) -> list[Instant]:
-        """The worst instant of each of the first `parts` of a pass (None: all) whose weights are gathered part by part."""
+        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights by part."""
         special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
         share = special or self.share
         whole, streams = share.gathered, share.streams
@@ -191,7 +191,7 @@ class Account:
     def _between(
         self, phase: Phase, micro: MicroStep, where: str, share: Share, *, states: bool, gradients: bool
     ) -> list[Instant]:
-        """The instants of a forward at which one group is gathered while another's output is still there."""
+        """Return the instants of a forward at which one group is gathered while another's output is still there."""
         found: list[Instant] = []
         if share.transitions is None:
             return found
@@ -207,7 +207,7 @@ class Account:
         return found
 
     def optimizer_step(self, phase: Phase) -> Instant:
-        """All gradients and states exist, and the step's own buffers."""
+        """Return the optimizer step: all gradients and states exist, and the step's own buffers."""
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
         stepping = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
         buffers = max(stepping, self.share.step_bytes)
@@ -221,7 +221,7 @@ class Account:
         return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines, idle=idle)
 
     def evaluation(self) -> Instant:
-        """One forward without gradients; its logits and loss exist at once. Or the gathering that it begins with."""
+        """Return the worst instant of a forward without gradients, or of the gathering that it begins with."""
         micro, share = self.micro(train=False), self.share.evaluated or self.share
         if share.gathered is None:
             lines = self.resident(states=True, gradients=False)
@@ -234,7 +234,7 @@ class Account:
         return max(found, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
-        """Weights arriving; one at a time is converted (quantised, or cast to fp32)."""
+        """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
         kept = ("parameters", "gradients", "optimizer_states")
         lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] in kept)
         if self.static.passing:
@@ -251,7 +251,7 @@ class Account:
         return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
 
     def save(self) -> Instant:
-        """Saving copies to the host; a full state dict of sharded weights gathers them first."""
+        """Return the saving of a checkpoint; a full state dict of sharded weights is gathered on the card."""
         lines = self.resident(states=True, gradients=False)
         if self.recipe.shard == "parameters":
             lines = (*lines, ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight))
@@ -261,23 +261,29 @@ class Account:
 
     @property
     def resumes(self) -> bool:
-        """A trainer of transformers' loads its checkpoint into a model that is on the card already."""
+        """Return whether a checkpoint is loaded into a model already on the card, as transformers' trainers do."""
         return self.trainer.code == "transformers" and self.trainer.name != "torch" and self.recipe.num_gpus == 1
 
     @property
     def again(self) -> Static:
-        """What lies on the card after resuming."""
+        """Return what lies on the card after resuming."""
         if not self.resumes:
             return self.static
         return loaded_again(self.architecture, self.recipe, self.numerics, self.optimizer, self.trainer)
 
     def resume(self) -> Instant:
-        """transformers loads optimizer states to the host on one GPU, but straight onto each of several."""
+        """Return the worst instant of resuming.
+
+        transformers loads optimizer states to the host on one GPU, but straight onto each of several.
+        """
         return max(self._states_loaded(), self._weights_loaded(), key=lambda instant: instant.requested)
 
     def _weights_loaded(self) -> Instant:
-        """FSDP2's rank 0 puts every saved weight on the card whole, one by one. A tied head counts as trained: PyTorch knows
-        frozen weights by name, and it has two (torch.distributed.checkpoint.state_dict, 2.13)."""
+        """Return the loading of the weights, which FSDP2's rank 0 puts on the card whole, one by one.
+
+        A tied head counts as trained: PyTorch identifies frozen weights by name, and it has two
+        (torch.distributed.checkpoint.state_dict, 2.13).
+        """
         lines = self.resident(states=False, gradients=False)
         saved = self.recipe.method == "full" or self.architecture.tied
         if self.share.by_block and self.trainer.code == "transformers" and saved:
@@ -302,18 +308,18 @@ class Account:
 
     @property
     def merging(self) -> tuple[Merge, ...]:
-        """The merges, after resuming."""
+        """Return the merges of the adapter, after resuming."""
         wide = 4 if self.resumes else self.numerics.adapter
         return merging(self.static, self.recipe, self.numerics, wide)
 
     def merge(self) -> Instant:
-        """Adapters folded into the base, one matrix at a time, by the process that trained them."""
+        """Return the merging of the adapter into the base, one matrix at a time, in the process that trained it."""
         lines = self._states_loaded().static
         lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
         return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
 
     def instants(self) -> list[Instant]:
-        """The worst instants of every phase."""
+        """Return the worst instants of every phase."""
         found = [self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step")]
         found += [
             *self.passes("step", states=True),
@@ -328,17 +334,17 @@ class Account:
 
 
 def masks_needed(recipe: Recipe) -> bool:
-    """Samples padded to the longest need a mask; so do packed ones, unless flash-attn's variable-length kernel is used."""
+    """Return whether batches need a mask: padded ones do, and packed ones without flash-attn's varlen kernel."""
     if recipe.padding == "packing":
         return recipe.attention != "flash"
     return recipe.micro_batch > 1
 
 
 def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Trainer) -> bool:
-    """Whether a batch that happens to be of one length needs more than a padded one.
+    """Return whether a batch that happens to be of one length needs more than a padded one.
 
-    It has no mask, so grouped keys are not repeated before the kernel is chosen, and where the fused ones take no
-    grouped heads all scores are written out.
+    Such a batch has no mask, so grouped keys are not repeated before the kernel is chosen, and where the fused kernels
+    take no grouped heads all scores are written out.
     """
     if r.padding == "packing" or t.code != "transformers":
         return False
@@ -358,13 +364,74 @@ def _windows(a: Architecture) -> tuple[int, ...]:
 
 
 def _named(peak: Peak) -> str:
-    step: Step | None = peak.step
+    step: PlacedSegment | None = peak.step
     if step is None:
         return "forward"
     return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
 
 
-def with_profile(account: Account, **changes: Any) -> Account:
-    """The same account under a changed trainer row."""
-    profile = replace(account.trainer, **changes)
-    return Account(account.architecture, account.recipe, account.gpu, account.padded, profile)
+# ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------
+
+# stacked experts that are stored as they are; all others transformers stores expert by expert (conversion_mapping.py)
+STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})
+
+
+def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
+    """Return the bytes that saving a whole model needs for copies of all experts' joint gate and up projections."""
+    if r.method != "full" or a.model_type in STORED_STACKED:
+        return 0
+    weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
+    return sum(w.numel for w in weights) * n.weight
+
+
+def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
+    """Return what lies on the card after resuming.
+
+    PEFT loads 16-bit adapters in fp32, and bitsandbytes loads paged states onto the card.
+    """
+    wide = n if r.method == "full" else replace(n, adapter=4)
+    return static_of(a, r, wide, replace(o, paged=False), t)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Bytes of the tensors of one merge: `before`, the product of the factors twice (scaled anew), then `after`."""
+
+    before: tuple[int, ...]
+    delta: int
+    after: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that exist at once."""
+        return sum(self.before) + self.delta + max(self.delta, sum(self.after))
+
+    def play(self, heap: Heap) -> None:
+        """Play the merge on a heap, and free everything."""
+        blocks = [heap.malloc(size) for size in (*self.before, self.delta, self.delta)]
+        heap.free(blocks.pop(len(self.before)))
+        blocks += [heap.malloc(size) for size in self.after]
+        for block in blocks:
+            heap.free(block)
+
+
+def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[Merge, ...]:
+    """Return the merges of adapters into the weights of one block of every kind, one after the other.
+
+    adapter: itemsize of the factors, in which the product is made. A quantised weight is restored, added to in the
+    wider dtype, and its sum sent to the host and back to be quantised.
+    Source: PEFT 0.21, tuners/lora/layer.py and bnb.py.
+    """
+    return tuple(_merge(numel, r, n, adapter) for numel in s.adapted)
+
+
+def _merge(numel: int, r: Recipe, n: Numerics, adapter: int) -> Merge:
+    delta = numel * adapter
+    if r.method != "qlora":
+        return Merge((), delta, ())
+    row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
+    stored = (row.payload(numel), row.scales(numel, 0))
+    if r.quantization == "int8":  # restored in fp32, sent back in fp16
+        return Merge((4 * numel,), delta, (4 * numel, 2 * numel, *stored))
+    total = numel * max(n.weight, adapter)
+    return Merge((numel * n.weight,), delta, (total, total, *stored))

@@ -1,4 +1,4 @@
-"""estimate(): a recipe on a card -> Footprint. The closed form, and on request a replay through the exact allocator."""
+"""Estimate a recipe on a card: the closed form, and on request a replay through the exact allocator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
 from memfit.closed_form.parallel.zero import BUCKET
-from memfit.closed_form.run import fsdp2 as gathering
-from memfit.closed_form.run import pools
 from memfit.closed_form.run.account import Account, Instant
-from memfit.closed_form.run.timeline import Schedule, play
-from memfit.closed_form.run.unroll import Memory, Pass, Tape
+from memfit.closed_form.run.sharded_runs import deepspeed_reserved, fsdp2_reserved
+from memfit.closed_form.run.timeline import played, replayable
+from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
@@ -38,11 +37,12 @@ def estimate(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
     profile: Trainer | None = None,
 ) -> Footprint:  # fmt: skip
-    """Bytes of every phase of a run.
+    """Return the bytes of every phase of a run.
 
     replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
     (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
-    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose activations are not modelled.
+    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose
+    activations are not modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
@@ -54,7 +54,7 @@ def estimate(
     exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
     if replay and real and account.share.streams:
         allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
-        play_streams = pools.reserved if recipe.zero else gathering.reserved
+        play_streams = deepspeed_reserved if recipe.zero else fsdp2_reserved
         exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
@@ -64,17 +64,17 @@ def estimate(
     for phase in worst:  # the cache is never given back between phases
         cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
     phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
-    return Footprint(phases, "formula", *_said(account, bool(exact)))
+    return Footprint(phases, "formula", *_notes(account, bool(exact)))
 
 
 def closed_form(account: Account) -> Instant:
-    """The worst instant of training alone (no load, evaluation or saving): what a search compares."""
+    """Return the worst instant of training alone (no load, evaluation or saving), which searches compare."""
     found = [*account.passes("step", states=True), account.optimizer_step("step")]
     return max(found, key=lambda i: i.requested + i.idle)
 
 
 def reserved_of(account: Account, instant: Instant) -> int:
-    """Reserved bytes without a replay."""
+    """Return the reserved bytes of an instant without a replay."""
     steady = sum(size for role, _, size in instant.static if role in ("parameters", "optimizer_states", "workspace"))
     moving = max(instant.requested - steady, 0)
     return (
@@ -85,32 +85,8 @@ def reserved_of(account: Account, instant: Instant) -> int:
     )
 
 
-def replayable(recipe: Recipe) -> bool:
-    """Is the run unrolled tensor by tensor? Those of several cards and DeepSpeed's are known by their sums alone."""
-    return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
-
-
-def played(account: Account, memory: Memory) -> Iterator[Phase]:
-    """Play the run's own allocations on `memory`: load, first step, later step; yields each at its end."""
-    s, r = account.static, account.recipe
-    passes = 1 if account.released else r.accumulation
-    schedule = Schedule(
-        s.stored, s.state_tensors, s.step_groups, account.workspace, 8 * r.tokens, account.warmup, passes
-    )
-    return play(schedule, account.micro(), account.micro(accumulating=True), account.meter, memory)
-
-
-def tape_of(account: Account) -> list[tuple[Phase, list[int]]]:
-    """The same as integers by phase: n > 0 allocates, n < 0 frees allocation -n (from 1)."""
-    tape, sections = Tape(), []
-    for phase in played(account, tape):
-        sections.append((phase, tape.events))
-        tape.events = []
-    return sections
-
-
 def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
-    """Levels by phase from the allocator; device is left equal to reserved, requested is not needed."""
+    """Return the levels by phase from the allocator; `device` equals `reserved`, and `requested` is left 0."""
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
     levels: dict[Phase, Levels] = {}
     for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
@@ -123,7 +99,7 @@ def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, L
 
 
 def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
-    """Evaluating where it needs more than training did; then, with an empty cache, resuming and merging."""
+    """Play an evaluation that needs more than training did; then, with an empty cache, resuming and merging."""
     if worst["eval"].requested > worst["step"].requested:
         Pass(allocator, account.meter, account.micro(train=False)).run(0)
         yield "eval"
@@ -176,7 +152,7 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     return lines
 
 
-def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     r, n = account.recipe, account.numerics
     kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
     assumptions = [
@@ -200,7 +176,8 @@ def _said(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ..
     ]
     if not exact:
         unknowns.append(
-            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, not replayed"
+            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, "
+            "not replayed"
         )
     if account.share.buckets and not r.zero:  # DeepSpeed's are others
         unknowns.append(

@@ -1,24 +1,29 @@
-"""One micro-step as a list of segments: embedding, blocks, head and back, ready to be folded or unrolled."""
+"""One micro-step as segments, from the embedding to the head and back, and the highest level that a stretch reaches.
+
+The same steps are unrolled tensor by tensor in `unroll`; here they are folded into one peak, in requested bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
 from memfit.closed_form.layers.head import HeadStyle, head_program
-from memfit.closed_form.layers.program import Program, ProgramPart, block_program
-from memfit.closed_form.size import Basis, Size, added
+from memfit.closed_form.layers.program import Program, ProgramPart, block_program, by_role
+from memfit.closed_form.size import Basis, Dims, Size, added
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.tape import Role
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """A program in its place: block `index` (from 0), or an end of the model."""
+class PlacedProgram:
+    """A program at its place in the model: block `index` (from 0), or -1 for embedding and head."""
 
     program: Program
     title: str
@@ -26,15 +31,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A segment at its moment."""
+class PlacedSegment:
+    """A segment of a placed program, with the name of the moment at which it runs."""
 
     instant: str
     segment: ProgramPart
-    part: Part
+    part: PlacedProgram
 
 
-class Run(NamedTuple):
+class EqualSegments(NamedTuple):
     """Neighbouring steps that share a segment: `times` of them from step `first` on."""
 
     segment: ProgramPart
@@ -44,18 +49,18 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """Steps in order of time, those from `begin` on also as runs: a model of equal blocks has few."""
+    """Steps in order of time; those from `begin` on also as runs of equal segments, few in a model of equal blocks."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlacedSegment, ...]
     begin: int
-    runs: tuple[Run, ...]
+    runs: tuple[EqualSegments, ...]
 
     @staticmethod
-    def of(steps: Sequence[Step], before: Sequence[Step] = ()) -> Stretch:
+    def of(steps: Sequence[PlacedSegment], before: Sequence[PlacedSegment] = ()) -> Stretch:
         first, runs = len(before), []
         for _, equal in groupby(steps, key=lambda step: id(step.segment)):
             run = tuple(equal)
-            runs.append(Run(run[0].segment, first, len(run)))
+            runs.append(EqualSegments(run[0].segment, first, len(run)))
             first += len(run)
         return Stretch((*before, *steps), len(before), tuple(runs))
 
@@ -64,57 +69,57 @@ class Stretch:
 class MicroStep:
     """Forward and backward of one micro-batch."""
 
-    embedding: Part
-    blocks: tuple[Part, ...]
-    head: Part
+    embedding: PlacedProgram
+    blocks: tuple[PlacedProgram, ...]
+    head: PlacedProgram
 
     @cached_property
-    def forward(self) -> list[Step]:
-        """In order of time."""
-        first = [Step("forward, embedding", self.embedding.program.forward, self.embedding)]
-        middle = [Step("forward", p.program.forward, p) for p in self.blocks]
+    def forward(self) -> list[PlacedSegment]:
+        """Return the steps of the forward in order of time."""
+        first = [PlacedSegment("forward, embedding", self.embedding.program.forward, self.embedding)]
+        middle = [PlacedSegment("forward", p.program.forward, p) for p in self.blocks]
         leaving = [p for p in (self.embedding, *self.blocks) if p.program.leave.events]
-        leave = [Step("end of the body", p.program.leave, p) for p in leaving]
-        return [*first, *middle, *leave, Step("loss", self.head.program.forward, self.head)]
+        leave = [PlacedSegment("end of the body", p.program.leave, p) for p in leaving]
+        return [*first, *middle, *leave, PlacedSegment("loss", self.head.program.forward, self.head)]
 
     def before(self, step: int) -> Stretch:
-        """The first `step` steps of the forward."""
+        """Return the first `step` steps of the forward."""
         if step not in self.begun:
             self.begun[step] = Stretch.of(self.forward[:step])
         return self.begun[step]
 
     @cached_property
     def begun(self) -> dict[int, Stretch]:
-        """What `before` has made, by its number of steps."""
+        """Cache the stretches of `before` by their number of steps."""
         return {}
 
     @cached_property
     def lingering(self) -> Size:
-        """What the graph of the step before still holds while a loop that keeps `loss` runs the next forward."""
+        """Return what the previous step's graph still holds during a forward, in a loop that keeps `loss`."""
         total: dict[Basis, int] = {}
         for part in (self.embedding, *self.blocks, self.head):
             added(total, part.program.lingering)
         return total
 
     @cached_property
-    def exits(self) -> list[Step]:
-        """What the end of the forward frees."""
+    def exits(self) -> list[PlacedSegment]:
+        """Return the steps in which the end of the forward frees tensors."""
         parts = [self.embedding, *self.blocks, self.head]
-        return [Step("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+        return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
 
     @cached_property
     def until_loss(self) -> Stretch:
-        """The forward and the frees at its end, to be folded."""
+        """Return the forward and the frees at its end, to be folded."""
         return Stretch.of([*self.forward, *self.exits])
 
     @cached_property
     def from_loss(self) -> Stretch:
-        """The backward, to be folded; what came before belongs to its peak."""
+        """Return the backward, to be folded; the steps before belong to its peak."""
         return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
     def stages(self) -> tuple[Stretch, ...]:
-        """The pass where other weights are gathered in each part of it, in the order of `sharding.Gathered`."""
+        """Return the parts of a pass in which different weights are gathered, in the order of `sharding.Gathered`."""
         loss, exits = self.forward[-1:], self.exits
         head, *blocks, embedding = self.backward
         parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
@@ -124,26 +129,134 @@ class MicroStep:
         return tuple(found)
 
     @cached_property
-    def backward(self) -> list[Step]:
-        """In order of time."""
-        first = [Step("backward of the loss", self.head.program.backward, self.head)]
-        middle = [Step(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)]
-        return [*first, *middle, Step("backward of the embedding", self.embedding.program.backward, self.embedding)]
+    def backward(self) -> list[PlacedSegment]:
+        """Return the steps of the backward in order of time."""
+        first = [PlacedSegment("backward of the loss", self.head.program.backward, self.head)]
+        middle = [
+            PlacedSegment(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)
+        ]
+        return [
+            *first,
+            *middle,
+            PlacedSegment("backward of the embedding", self.embedding.program.backward, self.embedding),
+        ]
 
 
 def micro_step(
     architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
 ) -> MicroStep:
-    """Trace the distinct blocks once; `styles` has one entry per layer."""
+    """Trace each distinct block once; `styles` has one entry per layer."""
     blocks = []
     known: dict[tuple[int, int], Program] = {}
     for i, (layer, style) in enumerate(zip(architecture.layers, styles, strict=True)):
         key = (id(layer), id(style))
         if key not in known:
             known[key] = block_program(layer, style, architecture.width)
-        blocks.append(Part(known[key], f"block {i + 1}", i))
+        blocks.append(PlacedProgram(known[key], f"block {i + 1}", i))
     end_style = replace(styles[-1], checkpointing="none", input_grad=True)
     first = replace(styles[0], checkpointing="none", input_grad=True)
     above = head_program(head, end_style)
     below = embedding_program(replace(embedding, awaited=bool(above.waiting)), first)
-    return MicroStep(Part(below, "embedding"), tuple(blocks), Part(above, "head"))
+    return MicroStep(PlacedProgram(below, "embedding"), tuple(blocks), PlacedProgram(above, "head"))
+
+
+# ---- the highest level ---------------------------------------------------------------------------------------------
+
+
+class SizeMeter:
+    """The sizes of one batch in bytes; each basis, segment and stretch is evaluated once."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.values: dict[Basis, int] = {}
+        self.tops: dict[ProgramPart, tuple[int, int, int]] = {}
+        self.peaks: dict[Stretch, Peak] = {}
+
+    def bytes(self, size: Size) -> int:
+        """Return `size` in bytes."""
+        total = 0
+        values = self.values
+        for basis, coefficient in size.items():
+            value = values.get(basis)
+            if value is None:
+                value = values[basis] = self.dims.value(basis)
+            total += coefficient * value
+        return total
+
+    def top(self, segment: ProgramPart) -> tuple[int, int, int]:
+        """Return a segment's highest level above its start, the index of its event, and what the segment leaves."""
+        best, at = 0, -1
+        for size, index in segment.peaks:
+            height = self.bytes(size)
+            if height > best:
+                best, at = height, index
+        self.tops[segment] = best, at, self.bytes(segment.left)
+        return self.tops[segment]
+
+
+@lru_cache(maxsize=256)
+def meter_of(dims: Dims) -> SizeMeter:
+    """Return the one meter for all recipes of a batch, which share most segments."""
+    return SizeMeter(dims)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peak:
+    """The highest level of a stretch, in bytes above its start, with the place it is reached at."""
+
+    height: int
+    stretch: Stretch
+    done: int  # steps completed before
+    event: int | None  # of the step after them; None: before it
+    left: int = 0  # level at the end of the stretch, in bytes above its start
+
+    @property
+    def steps(self) -> Sequence[PlacedSegment]:
+        """Return the steps completed before the peak."""
+        return self.stretch.steps[: self.done]
+
+    @property
+    def step(self) -> PlacedSegment | None:
+        """Return the step in which the peak is reached; None: before it."""
+        return None if self.event is None else self.stretch.steps[self.done]
+
+    @property
+    def by_role(self) -> Mapping[Role, Size]:
+        """Return what is alive at the peak, by role."""
+        return _alive(self.stretch, self.done, self.event)
+
+
+@lru_cache(maxsize=4096)
+def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size]:
+    """Return what `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
+    total: dict[Role, dict[Basis, int]] = {}
+    for segment, times in Counter(step.segment for step in stretch.steps[:done]).items():
+        for role, size in segment.left_by_role.items():
+            added(total.setdefault(role, {}), size, times)
+    if event is not None:
+        begun = stretch.steps[done].segment
+        for role, size in by_role(begun.events[: event + 1], begun.sizes, begun.roles).items():
+            added(total.setdefault(role, {}), size)
+    return total
+
+
+def fold(stretch: Stretch, meter: SizeMeter) -> Peak:
+    """Return the peak of a stretch; it is folded once for each meter."""
+    known = meter.peaks.get(stretch)
+    if known is None:
+        known = meter.peaks[stretch] = _folded(stretch, meter)
+    return known
+
+
+def _folded(stretch: Stretch, meter: SizeMeter) -> Peak:
+    tops = meter.tops
+    height, where, event, level = 0, -1, -1, 0
+    for segment, first, times in stretch.runs:
+        top, index, left = tops.get(segment) or meter.top(segment)
+        highest = times - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
+        if level + highest * left + top > height:
+            height, where, event = level + highest * left + top, first + highest, index
+        level += times * left
+    if where < 0:
+        return Peak(height, stretch, stretch.begin, None, level)
+    return Peak(height, stretch, where, event, level)

@@ -35,7 +35,7 @@ class Situation:
 
 def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
               s: Situation) -> tuple[Style, ...]:  # fmt: skip
-    """One style per layer; equal layers get equal styles, so they share a program."""
+    """Return one style per layer; equal layers get equal styles, so they share a program."""
     full, own = r.method == "full", per_layer_of(a)
     common = Style(
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=_residual(a, n), trained=full,
@@ -68,17 +68,17 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
 
 
 def _liger(a: Architecture, r: Recipe, t: Trainer) -> Liger | None:
-    """The layers that come with a fused loss."""
+    """Return the Liger layers that the trainer switches on together with a fused loss."""
     return LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
 
 
 def _residual(a: Architecture, n: Numerics) -> int:
-    """Width of the hidden states; autocast runs the LayerNorm of an embedding in fp32, and all that is added to it is."""
+    """Return the itemsize of the hidden states: 4 where autocast runs the LayerNorm of an embedding, in fp32."""
     return 4 if n.autocast and _embedding_norm(a) else n.residual
 
 
 def _embedding_norm(a: Architecture) -> Norm | None:
-    """The norm right after the embedding."""
+    """Return the norm right after the embedding, if there is one."""
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
 
 
@@ -91,17 +91,17 @@ def _written_out(a: Attention, r: Recipe) -> bool:
 
 
 def _package(a: Attention, r: Recipe) -> bool:
-    """Whether flash-attn runs it, which is given lengths and windows, never a mask [B, 1, S, S]."""
+    """Return whether the flash-attn package runs; it takes lengths and windows, never a mask [B, 1, S, S]."""
     return r.attention == "flash" and a.sdpa and a.code != "falcon"
 
 
 def windowed(a: Attention, sequence: int) -> bool:
-    """Whether a window shortens the look back; at equal length transformers makes a mask too."""
+    """Return whether a sliding window is in effect; at equal length transformers makes its mask too."""
     return a.window is not None and a.window <= sequence
 
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
-    """Which mask reaches the attention of a layer."""
+    """Return which mask reaches the attention of a layer."""
     if _package(a, r):
         return "rows" if s.padded else "none"
     always = windowed(a, r.sequence_length) or a.code == "falcon" or (a.causal and _written_out(a, r))
@@ -111,7 +111,7 @@ def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
 
 
 def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
-    """The masks the model makes once per forward."""
+    """Return the masks that the model makes once per forward."""
     kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
     first = a.layers[0].attention
     return MaskStyle(
@@ -123,7 +123,7 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
 
 
 def _tables(a: Architecture) -> dict[str, Weight]:
-    """The embedding tables by what they hold."""
+    """Return the embedding tables by what they hold: tokens, positions, types."""
     found: dict[str, Weight] = {}
     for w in a.embedding:
         if w.kind == "embedding":
@@ -133,17 +133,18 @@ def _tables(a: Architecture) -> dict[str, Weight]:
 
 
 def _embedding_alone(a: Architecture) -> bool:
-    """Whether the first block's input is the token embedding itself."""
+    """Return whether the first block's input is the token embedding itself."""
     return len(a.embedding) == 1 and not a.embedding_dropout
 
 
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
-    """Styles of the two ends."""
+    """Return the styles of embedding and head."""
     full, tables = r.method == "full", _tables(a)
     rows = {kind: w.shape[0] for kind, w in tables.items()}
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(
-        vocabulary=rows["tokens"], width=tables["tokens"].shape[1], rotary=(rotary,) * a.rotary_tables if rotary else (),
+        vocabulary=rows["tokens"], width=tables["tokens"].shape[1],
+        rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
         tied=a.tied, tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
@@ -156,7 +157,9 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     outputs = classes or rows["tokens"]
     head = HeadStyle(
         vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else t.head(r.loss),
-        pooled=any("pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head),
+        pooled=any(
+            "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
+        ),
         tied=a.tied, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
@@ -168,12 +171,12 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
 
 
 def _classes(a: Architecture) -> int:
-    """How many classes a classifier tells apart; 0 for a head that predicts tokens."""
+    """Return the number of classes of a classifier; 0 for a head that predicts tokens."""
     return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
                   s: Situation) -> MicroStep:  # fmt: skip
-    """The traced micro-step of a recipe."""
+    """Return the traced micro-step of a recipe."""
     embedding, head = ends_of(a, r, n, t, s)
     return micro_step(a, styles_of(a, r, n, t, o, capability, s), embedding, head)

@@ -1,79 +1,149 @@
-"""A whole run: the load weight by weight, then optimizer steps built from unrolled passes."""
+"""A whole run: loading weight by weight, then optimizer steps of unrolled passes, on an allocator or onto a tape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
-from memfit.closed_form.run.micro_step import MicroStep
-from memfit.closed_form.run.peak import Meter
-from memfit.closed_form.run.unroll import Memory, Pass
-from memfit.closed_form.static import Stored
-from memfit.nouns.tape import Phase
+from memfit.closed_form.numerics import adapted, adapter_weights
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, named
+from memfit.closed_form.static import Stored, arrival, in_groups
+from memfit.errors import Unsupported
+from memfit.nouns.alloc_settings import LATEST_TORCH
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import Phase, Tape
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a run does, in bytes."""
-
-    stored: Sequence[Stored]
-    states: Sequence[tuple[int, ...]]  # per trained weight, made at the first step
-    step_groups: Sequence[tuple[int, ...]]  # temporaries of one optimizer step, see Optimizer.step_temporaries
-    workspace: int
-    batch: int  # bytes of one tensor of token ids
-    warmup: int = 0  # bytes asked for and freed before the first weight arrives
-    accumulation: int = 1
-    steps: int = 2
+def replayable(recipe: Recipe) -> bool:
+    """Return whether the run is unrolled tensor by tensor; of several cards and of DeepSpeed only sums are known."""
+    return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
-def play(schedule: Schedule, first: MicroStep, later: MicroStep, meter: Meter, memory: Memory) -> Iterator[Phase]:
-    """Play load, first step and later step on `memory`, yielding each at its end. `later` adds to existing gradients."""
-    memory.free(memory.malloc(schedule.warmup))
-    load(schedule.stored, memory)
+def played(account: Account, heap: Heap) -> Iterator[Phase]:
+    """Play the run's own allocations on `heap`: load, first step, later step; yields each at its end."""
+    static, recipe, malloc = account.static, account.recipe, named(heap)
+    writer = heap if isinstance(heap, TapeWriter) else None
+    heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
+    load(static.stored, heap, _owners(account) if writer else ())
     yield "load"
     batch: list[Any] = []
-    for number in range(schedule.steps):
+    phases: tuple[Phase, Phase] = ("first_step", "step")
+    for phase in phases:
         gradients: list[Any] = []
-        for micro in range(min(schedule.accumulation, 2)):
-            fresh = [memory.malloc(schedule.batch) for _ in range(3)]
+        for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
+            if writer:
+                writer.instant(f"forward{', later micro-batch' if later else ''}")
+            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
             for old in batch:
-                memory.free(old)
+                heap.free(old)
             batch = fresh
-            one = Pass(memory, meter, later if micro else first)
-            one.run(schedule.workspace if number == 0 and micro == 0 else 0)
+            one = Pass(heap, account.meter, account.micro(accumulating=later))
+            one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
-        if number == 0:
-            for group in schedule.states:
-                for size in group:
-                    memory.malloc(size)
-        optimizer_step(schedule.step_groups, memory)
+        if writer:
+            writer.instant("optimizer step")
+        if phase == "first_step":
+            owners = _state_owners(account) if writer else ()
+            for group, owner in zip(static.state_tensors, chain(owners, repeat("")), strict=False):
+                for place, size in enumerate(group, 1):
+                    malloc(size, "optimizer_states", f"{owner} state {place}")
+        optimizer_step(static.step_groups, heap)
         for gradient in gradients:
-            memory.free(gradient)
-        yield "first_step" if number == 0 else "step"
+            heap.free(gradient)
+        yield phase
 
 
-def load(stored: Sequence[Stored], memory: Memory) -> None:
-    """Weights arrive one by one; what a conversion needs is gone after it. Then some are replaced by wider copies."""
-    narrow: list[tuple[Any, int]] = []
-    for item in stored:
-        passing = memory.malloc(item.passing)
-        blocks = [memory.malloc(size) for size in item.stays]
-        memory.free(passing)
+def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
+    """Load weights one by one; what a conversion needs is gone after it. Then some are replaced by wider copies."""
+    malloc = named(heap)
+    narrow: list[tuple[Any, int, str]] = []
+    for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
+        passing = malloc(item.passing, "temporaries", f"{owner} on its way")
+        blocks = [malloc(size, "parameters", owner) for size in item.stays]
+        heap.free(passing)
         if item.widened:
-            narrow.append((blocks[0], item.widened))
-    for block, size in narrow:
-        memory.malloc(size)
-        memory.free(block)
+            narrow.append((blocks[0], item.widened, owner))
+    for block, size, owner in narrow:
+        malloc(size, "parameters", owner)
+        heap.free(block)
 
 
-def optimizer_step(groups: Sequence[tuple[int, ...]], memory: Memory) -> None:
-    """The temporaries of one optimizer step: of each group the last is kept until the next group is there."""
+def optimizer_step(groups: Sequence[tuple[int, ...]], heap: Heap) -> None:
+    """Make the temporaries of one optimizer step: of each group the last is kept until the next group is there."""
+    malloc = named(heap)
     last = None
     for group in groups:
-        *done, kept = [memory.malloc(size) for size in group]
-        memory.free(last)
+        *done, kept = [malloc(size, "temporaries", "optimizer step buffer") for size in group]
+        heap.free(last)
         for block in done:
-            memory.free(block)
+            heap.free(block)
         last = kept
-    memory.free(last)
+    heap.free(last)
+
+
+# ---- the tape ------------------------------------------------------------------------------------------------------
+
+
+def recorded(account: Account) -> Tape:
+    """Return load, first step and later step of a run on one card, every tensor named, with its role and moment.
+
+    Raises Unsupported where a run is not unrolled.
+    """
+    recipe, writer = account.recipe, TapeWriter()
+    if not replayable(recipe):
+        raise Unsupported(
+            "no tape is written of DeepSpeed's runs and those of several cards: only their sums are known",
+            hint="leave out --shard, --offload and --num-gpus, and take --precision bf16 or bf16-mixed",
+        )
+    writer.begin("load", "weights")
+    for phase in played(account, writer):
+        if phase == "load" and recipe.method == "qlora" and account.trainer.kbit_prepare:
+            writer.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
+        if phase != "step":
+            writer.begin("first_step" if phase == "load" else "step", "start")
+    about = {"torch": ".".join(map(str, LATEST_TORCH)), "model": account.architecture.name}
+    if recipe.alloc_conf:
+        about["alloc_conf"] = recipe.alloc_conf
+    return Tape(tuple(writer.events), "formula", about)
+
+
+def _owners(account: Account) -> list[str]:
+    """Return the names of what is stored, in the order it is loaded."""
+    a, method = account.architecture, account.recipe.method
+    names, trained = _weights(a), _trained(account)
+    owners = [names[at] for at in arrival(a, method)] + ["buffer"] * len(a.buffers)
+    return owners + ([] if method == "full" else trained) + [f"{name} (master)" for name in trained]
+
+
+def _state_owners(account: Account) -> list[str]:
+    """Return the names of the weights that optimizer states belong to, in the order the states are made."""
+    trained, states = _trained(account), len(account.static.state_tensors)
+    if account.recipe.method == "full":
+        pairs = list(zip(account.architecture.weights, trained, strict=True))
+        trained = [name for _, name in in_groups(pairs, account.trainer.decayed_first)]
+    return (["optimizer tables"] * (states - len(trained)) + trained)[-states:] if states else []
+
+
+def _weights(architecture: Architecture) -> list[str]:
+    """Return the names of the stored weights, in their order."""
+    blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(architecture.layers, 1)]
+    parts = [
+        ("", architecture.embedding),
+        *blocks,
+        ("", (*architecture.final, *architecture.head, *architecture.tower)),
+    ]
+    return [prefix + weight.name for prefix, weights in parts for weight in weights]
+
+
+def _trained(account: Account) -> list[str]:
+    """Return the names of the weights a run trains, in the order they are stored."""
+    r, a = account.recipe, account.architecture
+    if r.method == "full":
+        return _weights(a)
+    targets = adapted(a, r.lora_targets)
+    blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
+    parts = [("", a.embedding), *blocks, ("", a.head)]
+    return [prefix + w.name for prefix, weights in parts for w in adapter_weights(weights, targets, r.lora_rank)]

@@ -1,54 +1,79 @@
-"""Unroll a pass into the sizes and frees an allocator sees, every tensor by itself, onto a tape or an allocator."""
+"""Unroll a pass into the sizes and frees an allocator sees, every tensor by itself, onto an allocator or a tape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memfit.closed_form.layers.program import GRADIENT, INPUT, Program
-from memfit.closed_form.run.micro_step import MicroStep, Part, Step
-from memfit.closed_form.run.peak import Meter
+from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, PlacedSegment, SizeMeter
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Phase, Role
+
+WORKSPACE = "cuBLAS workspace"
 
 
-class Memory(Protocol):
+class Heap(Protocol):
     """What a run is played on. A block is whatever `malloc` returns; what is falsy is no block."""
 
     def malloc(self, size: int) -> Any:
-        """A block of `size` bytes; none for 0 bytes."""
+        """Return a block of `size` bytes; none for 0 bytes."""
 
     def free(self, block: Any) -> None:
         """Free a block once."""
 
 
-@dataclass(slots=True)
-class Tape:
-    """Events as integers: n > 0 allocates n bytes under the next index (from 1), n < 0 frees index -n."""
+class TapeWriter:
+    """A heap that writes down what happens to it, each allocation with its role and label."""
 
-    events: list[int] = field(default_factory=list)
-    count: int = 0
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._count = 0
+        self._phase: Phase = "load"
+        self._instants: list[str] = []  # those whose first allocation is still to come
 
-    def malloc(self, size: int) -> int:
-        """Allocate `size` bytes; returns the index that frees them. Nothing happens for 0 bytes (index 0)."""
+    def begin(self, phase: Phase, instant: str) -> None:
+        """Begin a phase."""
+        self._phase = phase
+        self.events.append(Mark(phase, instant))
+
+    def instant(self, name: str) -> None:
+        """Name the part of the phase that begins with the next allocation."""
+        self._instants.append(name)
+
+    def malloc(self, size: int, role: Role = "temporaries", label: str = "") -> int:
+        """Write an allocation and return its id; nothing happens for 0 bytes (id 0)."""
         if size <= 0:
             return 0
-        self.count += 1
-        self.events.append(size)
-        return self.count
+        self.events += (Mark(self._phase, name) for name in self._instants)
+        self._instants.clear()
+        self._count += 1
+        self.events.append(Alloc(self._count, size, role, label))
+        return self._count
 
     def free(self, block: int) -> None:
-        """Free an index once; 0 is nothing."""
+        """Write that an allocation is freed; 0 is none."""
         if block:
-            self.events.append(-block)
+            self.events.append(Free(block))
+
+    def empty_cache(self) -> None:
+        """Write a call of empty_cache()."""
+        self.events.append(EmptyCache())
+
+
+def named(heap: Heap) -> Callable[[int, Role, str], Any]:
+    """Return the heap's malloc with the role and label of what is allocated, for which an allocator has no use."""
+    return heap.malloc if isinstance(heap, TapeWriter) else lambda size, role, label: heap.malloc(size)
 
 
 @dataclass(slots=True)
 class Pass:
-    """One forward and backward being played on a memory."""
+    """One forward and backward, played on a heap."""
 
-    memory: Memory
-    meter: Meter
+    memory: Heap
+    meter: SizeMeter
     micro: MicroStep
-    live: dict[Part, dict[int, Any]] = field(default_factory=dict)
+    live: dict[PlacedProgram, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
     waiting: Any = None  # the head's gradient of a tied table
     sizes: dict[int, list[int]] = field(default_factory=dict)
@@ -57,13 +82,18 @@ class Pass:
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
+        writer = self.memory if isinstance(self.memory, TapeWriter) else None
         flow, self.due = None, workspace
         for step in self.micro.forward:
+            if writer and step.instant == "loss":
+                writer.instant("loss")
             flow = self._segment(step, flow)
         for step in self.micro.exits:
             self._segment(step, None)
         flow, buffers, self.due = None, list[Any](), workspace
         for number, step in enumerate(self.micro.backward):
+            if writer:
+                writer.instant(step.instant)
             flow = self._segment(step, flow, backward=True)
             if number == 0:
                 buffers = [self.memory.malloc(size) for size in self.late]
@@ -74,10 +104,10 @@ class Pass:
                 self.memory.free(live.pop(held, None))
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Bytes by local id."""
+        """Return the bytes of a program's tensors by their local ids."""
         return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
 
-    def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
+    def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
         """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
         program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
         live = self.live.setdefault(step.part, {})
@@ -88,13 +118,17 @@ class Pass:
             if program is self.micro.embedding.program:
                 live[program.waiting] = self.waiting
         sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
+        writer = self.memory if isinstance(self.memory, TapeWriter) else None
         for event in step.segment.marked if self.due else step.segment.events:
-            if event > 0:
+            if event > 0 and writer:
+                label = f"{step.part.title}, {program.labels.get(event, '')}"
+                live[event] = writer.malloc(sizes[event], program.roles.get(event, "temporaries"), label)
+            elif event > 0:
                 live[event] = malloc(sizes[event])
             elif event:
                 free(live.pop(-event, None))
             else:
-                malloc(self.due)
+                named(self.memory)(self.due, "workspace", WORKSPACE)
                 self.due = 0
         if step.segment is program.leave:
             return flow

@@ -1,4 +1,4 @@
-"""A history played forwards on the model, for what it does not record: calls of empty_cache() and ages of segments.
+"""Play a history forwards on the model to find what it does not record: calls of empty_cache() and ages of segments.
 
 The allocator gives segments back by itself only to make room: when no cached block fits the next request and the driver
 has not got what it asks for. What was given back without need was a call. From torch 2.13 on the older segment wins
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.recorded_card import allocator_of
-from memfit.allocator.replay import begun
+from memfit.allocator.player import begun, play
+from memfit.allocator.replay import allocator_of
 from memfit.nouns.alloc_settings import AllocSettings, Torch
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Oom, Segment, SegmentAlloc, SegmentFree, Tape
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Oom, Segment, SegmentAlloc, SegmentFree, Tape
 
 BY_AGE: Torch = (2, 13)  # from this version on the age of segments decides between blocks of equal size
 MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the next surprise
 
 
 def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings, torch: Torch) -> Tape:
-    """The tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
+    """Return the tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
 
     `addresses` are where the recorded allocator put each allocation, by id. (A memory fraction is not recorded, so what
     garbage collection gave back reads as a call.)
@@ -32,21 +32,23 @@ def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings,
         return tape
     order = list(tape.start)
     for _ in range(MAX_SWAPS):
-        play = _Play(replace(tape, start=tuple(order)), addresses if learns else {}, settings, torch)
-        play.through()
-        if play.surprise is None:
+        round_ = _Round(replace(tape, start=tuple(order)), addresses if learns else {}, settings, torch)
+        round_.play()
+        if round_.surprise is None:
             break
-        older, younger = play.surprise
+        older, younger = round_.surprise
         if order.index(older) < order.index(younger):  # it was older already: something else is not known
-            return _Play(replace(tape, start=tuple(order)), {}, settings, torch).through()
+            round_ = _Round(replace(tape, start=tuple(order)), {}, settings, torch)
+            round_.play()
+            break
         order.remove(older)
         order.insert(order.index(younger), older)
-    return replace(tape, start=tuple(order), events=tuple(play.events))
+    return replace(tape, start=tuple(order), events=tuple(round_.events))
 
 
 @dataclass
-class _Play:
-    """One round; it stops at a `surprise`: (the segment that was chosen, the one the model took instead)."""
+class _Round:
+    """One play of the history, which stops at a `surprise`: (the segment that was chosen, the one the model took)."""
 
     tape: Tape
     addresses: Mapping[int, int]
@@ -55,46 +57,38 @@ class _Play:
     events: list[Event] = field(default_factory=list)
     surprise: tuple[Segment, Segment] | None = None
 
-    def through(self) -> Tape:
-        """Play all events; the tape with the calls."""
+    def play(self) -> None:
+        """Play the events, and write them to `events` with the calls of empty_cache() between them."""
         tape = self.tape
         allocator = allocator_of(tape, self.settings, self.torch)
         live = begun(allocator, tape.start)
         heads = [chain[0].addr for chain in allocator.blocks()]
-        for index, event in enumerate(tape.events):
+        for index, event, block in play(allocator, live, tape.events, go_on=True):
             starts = type(event) is SegmentFree and (index == 0 or type(tape.events[index - 1]) is not SegmentFree)
             if starts and _is_call(allocator, tape.events, index):
                 self.events.append(EmptyCache())
                 allocator.empty_cache()
             self.events.append(event)
-            try:
-                if type(event) is Alloc:
-                    live[event.id] = block = allocator.malloc(event.size, event.stream)
-                    if block and event.id in self.addresses and self._surprised(block, event.id, heads, allocator):
-                        break
-                elif type(event) is Free:
-                    allocator.free(live.pop(event.id))
-                elif type(event) is Oom:
-                    allocator.free(allocator.malloc(event.size))
-            except OutOfMemory:
-                if type(event) is Alloc:  # the model has lost its way, so it cannot tell any more
-                    self.events += tape.events[index + 1 :]
+            if type(event) is Alloc and isinstance(block, OutOfMemory):  # the model went another way: no more calls
+                self.events += tape.events[index + 1 :]
+            elif type(event) is Alloc and isinstance(block, Block) and event.id in self.addresses:
+                self.surprise = self._surprised(block, self.addresses[event.id], heads, allocator)
+                if self.surprise:
                     break
-        return replace(tape, events=tuple(self.events))
 
-    def _surprised(self, block: Block, number: int, heads: list[int], allocator: Allocator) -> bool:
-        """Did the recorded allocator take another of the start's segments than the model?"""
+    def _surprised(
+        self, block: Block, recorded: int, heads: list[int], allocator: Allocator
+    ) -> tuple[Segment, Segment] | None:
+        """Return the start's segments with the `recorded` address and with the model's block, where they differ."""
         here = bisect_right(heads, block.addr) - 1
-        address = self.addresses[number]
         start = self.tape.start
         if here == len(heads) - 1 and block.addr >= heads[-1] + _size(start[-1]):
-            return False  # a segment taken since
+            return None  # a segment taken since
         for there, segment in enumerate(start):
-            lies = segment.address <= address < segment.address + _size(segment)
+            lies = segment.address <= recorded < segment.address + _size(segment)
             if lies and there != here and allocator.holds(heads[there]):
-                self.surprise = segment, start[here]
-                return True
-        return False
+                return segment, start[here]
+        return None
 
 
 def _size(segment: Segment) -> int:
@@ -102,7 +96,7 @@ def _size(segment: Segment) -> int:
 
 
 def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int) -> bool:
-    """Were the segments from `index` on given back without need?"""
+    """Return whether the segments from `index` on were given back without need."""
     first = events[index]
     while index < len(events) and type(events[index]) is SegmentFree:
         index += 1

@@ -14,9 +14,9 @@ from typing import Any
 
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.blocks import ALLOCATED, FREE, PENDING, UNMAPPED
-from memfit.allocator.replay import alive_at_start, begun
+from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, SegmentAlloc, Tape
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, SegmentAlloc, Tape
 
 Stack = list[dict[str, Any]]
 BASE = 0x7F00_0000_0000  # the model counts addresses from 0; the viewer takes 0 for none
@@ -25,7 +25,7 @@ PROTOCOL = 4  # what torch writes
 
 
 def snapshot_pickle(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> bytes:
-    """The pickle of a `snapshot`."""
+    """Return the pickle of a `snapshot`."""
     return pickle.dumps(snapshot(tape, settings, torch, capacity), protocol=PROTOCOL)
 
 
@@ -33,12 +33,12 @@ def snapshot(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None,
     stacks: Mapping[int, Stack] | None = None, failed: Iterable[Stack] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Plain data. It ends where memory runs out on a card with `capacity` bytes (None: never).
+    """Return a snapshot as plain data; it ends where memory runs out on a card with `capacity` bytes (None: never).
 
-    stacks: of allocations by id, from the first that was recorded; what came before is not in the history then. failed:
-    of the requests that failed, in order.
+    stacks: those of allocations by id; what came before the first of them is then not in the history.
+    failed: those of the requests that failed, in order.
     """
-    writer = _Writer(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
+    writer = _SnapshotWriter(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
     writer.play(tape)
     return {
         "segments": writer.segments(),
@@ -48,8 +48,8 @@ def snapshot(
     }
 
 
-class _Writer:
-    """The trace being written while the allocator is played; one microsecond per event."""
+class _SnapshotWriter:
+    """Writes the trace while the tape is played; one microsecond per entry."""
 
     def __init__(
         self, allocator: Allocator, expandable: bool, stacks: Mapping[int, Stack], failed: Iterable[Stack]
@@ -60,6 +60,7 @@ class _Writer:
         self.annotations: list[dict[str, Any]] = []
         self.streams: list[tuple[int, int]] = []  # (address a segment began at, its stream), sorted
         self.owners: dict[int, Alloc] = {}  # address of a block -> what holds it
+        self.places: dict[int, int] = {}  # id of an allocation -> address of its block
         self.takes, self.gives = ("segment_map", "segment_unmap") if expandable else ("segment_alloc", "segment_free")
 
     def play(self, tape: Tape) -> None:
@@ -67,42 +68,34 @@ class _Writer:
         allocator = self.allocator
         names = {alloc.id: alloc for alloc in alive_at_start(tape.start)}
         try:
-            live: dict[int, Block | None] = begun(allocator, tape.start)
+            live = begun(allocator, tape.start)
         except OutOfMemory as error:
             self._oom(error)
             return
         self.streams = sorted((chain[0].addr, chain[0].pool.stream) for chain in allocator.blocks())
-        self.owners = {block.addr: names[number] for number, block in live.items() if block is not None}
-        for event in tape.events:
-            try:
-                if isinstance(event, Alloc):
-                    if event.id == self.first:
-                        self.trace.clear()
-                    live[event.id] = block = allocator.malloc(event.size, event.stream)
-                    self._segments(event.stream)
-                    if block is not None:
-                        self.owners[block.addr] = event
-                        self._add("alloc", block.addr, event)
-                elif isinstance(event, Free):
-                    freed = live.pop(event.id)
-                    if freed is not None:
-                        self._free(freed)
-                elif isinstance(event, EmptyCache):
-                    allocator.empty_cache()
-                    self._segments()
-                elif isinstance(event, RecordStream):
-                    allocator.record_stream(live[event.id], event.stream)
-                elif isinstance(event, Mark):
-                    self._mark(f"{event.phase}: {event.instant}")
-                elif isinstance(event, Oom):
-                    self._request(event.size)
-            except OutOfMemory as error:
-                self._oom(error, event)
-                if not isinstance(event, Oom):  # a request that failed when it was recorded may have been caught
-                    return
+        self.places = {number: block.addr for number, block in live.items() if block is not None}
+        self.owners = {address: names[number] for number, address in self.places.items()}
+        for _, event, block in play(allocator, live, tape.events, go_on=allocator.capacity < UNLIMITED):
+            if isinstance(event, Alloc) and event.id == self.first:
+                self.trace.clear()
+            if isinstance(block, OutOfMemory):
+                self._oom(block, event)
+            elif isinstance(event, Alloc):
+                self._segments(event.stream)
+                self._taken(event, block)
+            elif isinstance(event, Free):
+                self._freed(event.id)
+            elif isinstance(event, EmptyCache):
+                self._segments()
+            elif isinstance(event, Mark):
+                self._mark(f"{event.phase}: {event.instant}")
+            elif isinstance(event, Oom):
+                self._segments()
+                self._taken(Alloc(-1, event.size, "temporaries", "a request that ran out of memory"), block)
+                self._freed(-1)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Every contiguous mapped range, by address, its blocks without holes between them."""
+        """Return every contiguous mapped range, by address, its blocks without holes between them."""
         found: list[dict[str, Any]] = []
         for chain in self.allocator.blocks():
             fresh = True
@@ -139,20 +132,18 @@ class _Writer:
         segment["active_size"] += block.size * active
         segment["requested_size"] += requested * active
 
-    def _request(self, size: int) -> None:
-        """What ran out of memory when it was recorded, and does not here: given back at once."""
-        block = self.allocator.malloc(size)
-        self._segments()
+    def _taken(self, owner: Alloc, block: Block | None) -> None:
         if block is not None:
-            self.owners[block.addr] = owner = Alloc(-1, size, "temporaries", "a request that ran out of memory")
+            self.places[owner.id] = block.addr
+            self.owners[block.addr] = owner
             self._add("alloc", block.addr, owner)
-            self._free(block)
 
-    def _free(self, block: Block) -> None:
-        owner = self.owners.pop(block.addr)
-        self._add("free_requested", block.addr, owner)
-        self._add("free_completed", block.addr, owner)
-        self.allocator.free(block)
+    def _freed(self, number: int) -> None:
+        address = self.places.pop(number, None)
+        if address is not None:
+            owner = self.owners.pop(address)
+            self._add("free_requested", address, owner)
+            self._add("free_completed", address, owner)
 
     def _add(self, action: str, address: int, owner: Alloc) -> None:
         self.trace.append(
@@ -163,7 +154,7 @@ class _Writer:
         )  # fmt: skip
 
     def _segments(self, stream: int = 0) -> None:
-        """What the allocator gave back to the driver and took from it, the latter for `stream`, since the last event."""
+        """Write what the allocator gave back to the driver, and took from it for `stream`, since the last event."""
         for call in self.allocator.driver_calls:
             takes = isinstance(call, SegmentAlloc)
             action = self.takes if takes else self.gives
@@ -186,7 +177,7 @@ class _Writer:
         return [{"name": owner.label or owner.role, "filename": owner.role, "line": 0}] if owner else []
 
     def _mark(self, name: str) -> None:
-        """An annotation lasts until the next one."""
+        """Begin an annotation, which lasts until the next one."""
         now = len(self.trace)
         if self.annotations:
             self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": now})
@@ -199,7 +190,8 @@ class _Writer:
         self.trace.append(
             {
                 "action": "oom", "device_free": error.device_free, "size": error.requested, "stream": 0,
-                "time_us": len(self.trace), "frames": next(self.failed, []) if self.stacks else frames, "category": "unknown",
+                "time_us": len(self.trace), "frames": next(self.failed, []) if self.stacks else frames,
+                "category": "unknown",
             }
         )  # fmt: skip
 

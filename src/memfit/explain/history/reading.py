@@ -1,59 +1,56 @@
-"""A Tape as the noun Memory: played to its out-of-memory, or to the instant at which most was alive."""
+"""Read a Tape as the noun Memory: play it to its out-of-memory, or to the instant at which most was alive."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator import Allocator, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
-from memfit.allocator.recorded_card import made_with, room_of
-from memfit.allocator.replay import alive_at_start, begun
+from memfit.allocator.player import Live, alive_at_start, begun, play
+from memfit.allocator.replay import made_with, room_of
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.nouns.finding import Part
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Piece, Segment, Tape
+from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Segment, Tape
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
 
 
 def memory_of(tape: Tape) -> Memory:
-    """What the card held when memory ran out, or when most was alive."""
-    torch, settings = made_with(tape)
-    last = _instant(tape)
-    event = tape.events[last] if last >= 0 else None
-    failure = event if isinstance(event, Oom) else None
-    capacity = room_of(tape)
-    play = _Play(Allocator(capacity if failure else None, settings, torch), tape)
-    asked = play.through(tape.events[: last + 1])
-    allocator = play.allocator
+    """Return what the card held when memory ran out, or when most was alive."""
+    history, asked = _played(tape)
+    allocator, label = history.allocator, history.failure.label if history.failure else ""
     return Memory(
-        allocator.requested, allocator.allocated, allocator.reserved, capacity, asked, play.mark.phase,
-        play.mark.instant, play.groups(), tuple(play.floors), tuple(play.peaks), tuple(play.evals),
-        settings.expandable_segments, failure.label if failure else "",
-        tuple(play.trained), play.batch, tuple(sorted(play.caught)), play.scale(failure.label if failure else "", asked),
+        allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
+        history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
+        allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
+        tuple(sorted(history.caught)), history.growth(label, asked),
     )  # fmt: skip
 
 
 def segments_of(tape: Tape) -> tuple[Segment, ...]:
-    """The segments at the same instant, each with what lay in it."""
-    torch, settings = made_with(tape)
-    last = _instant(tape)
-    failed = isinstance(tape.events[last], Oom) if last >= 0 else False
-    capacity = room_of(tape) if failed else None
-    play = _Play(Allocator(capacity, settings, torch), tape)
-    play.through(tape.events[: last + 1])
-    there = {id(block): play.owner[number][0] for number, block in play.live.items() if number in play.owner}
+    """Return the segments at the same instant, each with what lay in it."""
+    history, _ = _played(tape)
+    there = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
     return tuple(
         Segment(
-            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, settings.expandable_segments,
+            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, history.allocator.settings.expandable_segments,
             tuple(Piece(block.size, there.get(id(block)), block.state != UNMAPPED) for block in chain),
         )
-        for chain in play.allocator.blocks()
+        for chain in history.allocator.blocks()
     )  # fmt: skip
 
 
+def _played(tape: Tape) -> tuple[_History, int]:
+    """Play a tape to its `_instant`; returns also the bytes of the request that failed there, 0 when none did."""
+    torch, settings = made_with(tape)
+    last = _instant(tape)
+    event = tape.events[last] if last >= 0 else None
+    failure = event if isinstance(event, Oom) else None
+    history = _History(Allocator(room_of(tape) if failure else None, settings, torch), tape, failure)
+    return history, history.through(tape.events[: last + 1])
+
+
 def _instant(tape: Tape) -> int:
-    """The index of the last out-of-memory; without one, of the event after which most bytes were alive; -1: none."""
+    """Return the index of the last out-of-memory, else of the event after which most bytes were alive; -1: none."""
     live = {alloc.id: alloc.size for alloc in alive_at_start(tape.start)}
     total = most = sum(live.values())
     oom = -1
@@ -71,15 +68,15 @@ def _instant(tape: Tape) -> int:
     return oom if oom >= 0 else best
 
 
-class _Play:
-    """The replay, with every live tensor's birth."""
+class _History:
+    """A tape being played: every live tensor with the pass it was made in, and the passes so far."""
 
-    def __init__(self, allocator: Allocator, tape: Tape) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: Allocator, tape: Tape, failure: Oom | None) -> None:
+        self.allocator, self.failure = allocator, failure
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
         self.start = tape.start
         self.first = set(self.owner)  # there before the first event
-        self.live: dict[int, Block | None] = {}
+        self.live: Live = {}
         self.mark, self.marks = Mark("load", "load"), 0
         self.floors: list[int] = []
         self.peaks: list[int] = []
@@ -88,43 +85,32 @@ class _Play:
         self.batch = 0  # bytes made for the pass under way before it began
         self.caught: set[int] = set()  # passes in which a request failed, and the run went on
         self.sizes: dict[str, int] = {}  # label -> largest tensor made there in the pass under way
-        self.before: dict[str, int] = {}  # the same of all passes before it
+        self.before: dict[str, int] = {}  # label -> largest tensor of all passes before it
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
-        """Play; the bytes of the request that failed at the end, 0 when none did."""
-        asked = 0
+        """Play the events; returns the bytes of the request that failed at the end, 0 when none did."""
+        allocator, asked = self.allocator, 0
         try:
-            live = self.live = begun(self.allocator, self.start)
-            for event in events:
-                if type(event) is Alloc:
-                    asked = event.size
-                    live[event.id] = self.allocator.malloc(event.size, event.stream)
-                    self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
-                    if event.size > self.sizes.get(event.label, 0):
-                        self.sizes[event.label] = event.size
-                    if self.peaks and self.mark.instant != STEPPED and self.allocator.requested > self.peaks[-1]:
-                        self.peaks[-1] = self.allocator.requested
-                elif type(event) is Free:
-                    self.allocator.free(live.pop(event.id))
-                    del self.owner[event.id]
-                    self.low = min(self.low, self.allocator.requested)
-                elif type(event) is Mark:
-                    self._begin(event)
-                elif type(event) is EmptyCache:
-                    self.allocator.empty_cache()
-                elif type(event) is Oom:
-                    self._fail(event.size)
-                    self.caught |= {len(self.floors) - 1} if event is not events[-1] else set()
-                asked = event.size if type(event) is Oom else 0
-        except OutOfMemory as error:
-            return error.requested or asked
+            self.live = begun(allocator, self.start)
+        except OutOfMemory:
+            return 0
+        for index, event, block in play(allocator, self.live, events, go_on=True):
+            asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
+            if type(event) is Alloc and not asked:
+                self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
+                if event.size > self.sizes.get(event.label, 0):
+                    self.sizes[event.label] = event.size
+                if self.peaks and self.mark.instant != STEPPED and allocator.requested > self.peaks[-1]:
+                    self.peaks[-1] = allocator.requested
+            elif type(event) is Free:
+                del self.owner[event.id]
+                self.low = min(self.low, allocator.requested)
+            elif type(event) is Mark:
+                self._begin(event)
+            elif type(event) is Oom and index + 1 < len(events):
+                self.caught.add(len(self.floors) - 1)
         return asked
-
-    def _fail(self, asked: int) -> None:
-        """A request that failed, and was perhaps caught: cached blocks were given back before."""
-        with suppress(OutOfMemory):
-            self.allocator.free(self.allocator.malloc(asked))
 
     def _begin(self, mark: Mark) -> None:
         self.mark, self.marks = mark, self.marks + 1
@@ -133,7 +119,7 @@ class _Play:
         if mark.instant.startswith("forward"):
             self.batch, self.low = self.allocator.requested - self.low if self.low >= 0 else 0, -1
             if self.floors:
-                self._measured()
+                self._end_pass()
             self.floors.append(self.allocator.requested)
             self.peaks.append(self.allocator.requested)
             self.evals.append(mark.phase == "eval")
@@ -141,21 +127,21 @@ class _Play:
         if mark.instant == "backward" and self.trained:
             self.trained[-1] = True
 
-    def _measured(self) -> None:
-        """A pass is over: the next is measured by it as well."""
+    def _end_pass(self) -> None:
+        """End a pass: the largest tensors of later ones are compared with its own too."""
         for label, size in self.sizes.items():
             self.before[label] = max(self.before.get(label, 0), size)
         self.sizes = {}
 
-    def scale(self, asker: str, asked: int) -> float:
-        """How many times as large as in any pass before are the tensors of this one, at the places where both made some."""
+    def growth(self, asker: str, asked: int) -> float:
+        """Return how many times larger this pass's tensors are than those of any before, where both made some."""
         now = self.sizes | {asker: max(asked, self.sizes.get(asker, 0))}
         both = [label for label in now if label and self.before.get(label)]
         there = sum(self.before[label] for label in both)
         return sum(now[label] for label in both) / there if there else 1.0
 
     def groups(self) -> tuple[Group, ...]:
-        """Who is alive, the largest first."""
+        """Return what is alive by role and label, the largest first."""
         turn = len(self.floors) - 1
         found: dict[tuple[Part, str], list[tuple[int, int, int]]] = {}
         for alloc, born, part in self.owner.values():

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from memfit.allocator.replay import highest
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
 from memfit.footprints.band import Alarms
-from memfit.footprints.footprint_of_watch import highest
 from memfit.live.watch.outputs import Screen, Sink
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched

@@ -1,4 +1,4 @@
-"""The ledger of a virtual card: every storage's birth and death, played through the exact allocator as it happens."""
+"""The ledger of a virtual card: every allocation and free, done to the exact allocator as it happens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.replay import EMPTY_CACHE, NOBODY, use, used
-from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Phase, RecordStream, Role
+from memfit.allocator.compact import EMPTY_CACHE, NOBODY, to_events, use
+from memfit.nouns.tape import Alloc, Event, Mark, Oom, Phase, Role
 
 BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
 
@@ -21,10 +21,10 @@ UNNAMED = "empty"  # an output made before the operator that fills it is known
 
 @dataclass(slots=True)
 class Ledger:
-    """Allocations are numbered from 0; `ops` and `streams` are what `memfit.allocator.replay.run` takes.
+    """Everything a card's allocator did: `ops` and `streams` are those of `memfit.allocator.compact`.
 
-    labels, places: what made each allocation, and where. marks: (position in `ops`, phase, instant). `number_at` finds the live
-    allocation at an address that a tensor shows.
+    Allocations are numbered from 0. labels, places: what made each allocation, and where. marks: (position in `ops`,
+    phase, instant). `number_at` finds the live allocation at an address that a tensor shows.
     """
 
     allocator: Allocator
@@ -75,12 +75,12 @@ class Ledger:
             self.blocks[number] = None
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache(), which a replay repeats."""
+        """Do and record torch.cuda.empty_cache()."""
         self.ops.append(EMPTY_CACHE)
         self.allocator.empty_cache()
 
     def record_stream(self, address: int, stream: int) -> None:
-        """The allocation at an address is used on `stream` too."""
+        """Record that the allocation at an address is used on `stream` too."""
         number = self.number_at.get(address)
         if number is not None and stream != self.streams.get(number, 0):
             self.ops.append(use(number, stream))
@@ -88,49 +88,38 @@ class Ledger:
             self.allocator.record_stream(self.blocks[number], stream)
 
     def address(self, number: int) -> int:
-        """The address of a live allocation; 0 for one of no bytes."""
+        """Return the address of a live allocation; 0 for one of no bytes."""
         block = self.blocks[number]
         return 0 if block is None else BASE + block.addr
 
     def size_at(self, address: int) -> int:
-        """Requested bytes of the live allocation at an address; 0 if there is none."""
+        """Return the requested bytes of the live allocation at an address; 0 if there is none."""
         number = self.number_at.get(address)
         block = None if number is None else self.blocks[number]
         return 0 if block is None else block.requested
 
     def describe(self, address: int, label: str) -> None:
-        """Say what the allocation at an address is for, whatever made it."""
+        """Label the allocation at an address by what it is for, whatever made it."""
         number = self.number_at.get(address)
         if number is not None:
             self.labels[number] = label
 
     def rename(self, address: int, label: str) -> None:
-        """Say what the allocation at an address turned out to be made by."""
+        """Label an UNNAMED allocation at an address by the operator that turned out to fill it."""
         number = self.number_at.get(address)
         if number is not None and self.labels[number] == UNNAMED:
             self.labels[number] = label
 
     def events(self, named: Callable[[int], tuple[Role, str]]) -> Iterator[Event]:
-        """What happened, as a Tape has it; named: the role and the label of an allocation."""
-        marks: dict[int, list[Event]] = {}
-        for position, phase, instant in self.marks:
-            marks.setdefault(position, []).append(Mark(phase, instant))
-        number = 0
-        for position, op in enumerate(self.ops):
-            yield from marks.get(position, ())
-            if op >= 0:
-                if number in self.refused:
-                    yield Oom(op, label=f"{self.places[number]}: {self.labels[number]}")
-                else:
-                    yield Alloc(number, op, *named(number), self.streams.get(number, 0))
-                number += 1
-            elif op == EMPTY_CACHE:
-                yield EmptyCache()
-            elif op < EMPTY_CACHE:
-                yield RecordStream(*used(op))
-            elif ~op not in self.refused:
-                yield Free(~op)
-        yield from marks.get(len(self.ops), ())  # instants in which nothing was allocated any more
+        """Yield the events of a Tape; `named` gives the role and the label of an allocation by its number."""
+
+        def allocation(number: int, size: int) -> Alloc | Oom:
+            if number in self.refused:
+                return Oom(size, label=f"{self.places[number]}: {self.labels[number]}")
+            return Alloc(number, size, *named(number), self.streams.get(number, 0))
+
+        marks = ((position, Mark(phase, instant)) for position, phase, instant in self.marks)
+        return to_events(self.ops, allocation, marks)
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Name the instant that begins now."""

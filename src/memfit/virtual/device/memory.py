@@ -1,4 +1,4 @@
-"""torch.cuda.memory as the card answers it: statistics by pool, limits, snapshots, and what is refused."""
+"""torch.cuda.memory on a virtual card: statistics by pool, limits, snapshots, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._package import FOLDER
-from memfit.allocator.replay import EMPTY_CACHE
-from memfit.closed_form.run.recording import WORKSPACE
+from memfit.allocator.compact import EMPTY_CACHE
+from memfit.closed_form.run.unroll import WORKSPACE
 from memfit.documents.snapshot.writing import snapshot
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
@@ -33,31 +33,31 @@ class Tally:
         self.pools = {name: {"current": 0, "peak": 0, "allocated": 0, "freed": 0} for name in POOLS}
 
     def change(self, small: bool, amount: int) -> None:
-        """Bytes or blocks came (above 0) or went."""
+        """Count bytes or blocks that came (above 0) or went."""
         for pool in (self.pools["all"], self.pools["small_pool" if small else "large_pool"]):
             pool["current"] += amount
             pool["allocated" if amount > 0 else "freed"] += abs(amount)
             pool["peak"] = max(pool["peak"], pool["current"])
 
     def become(self, small: bool, value: int) -> None:
-        """A pool's value is looked at now and then."""
+        """Set the current value of a pool."""
         self.change(small, value - self.pools["small_pool" if small else "large_pool"]["current"])
 
     def reset(self) -> None:
-        """Peaks become what is there now."""
+        """Set the peaks to the current values."""
         for pool in self.pools.values():
             pool["peak"] = pool["current"]
 
     def forget(self) -> None:
-        """What came and went so far no longer counts."""
+        """Set the sums of what was allocated and freed to 0."""
         for pool in self.pools.values():
             pool["allocated"] = pool["freed"] = 0
 
 
 class Statistics:
-    """torch.cuda.memory_stats, brought up to date from the ledger when somebody looks.
+    """torch.cuda.memory_stats, brought up to date from the ledger whenever it is called.
 
-    Peaks of `inactive_split` in one pool are the largest that were looked at; all other numbers are the allocator's.
+    Peaks of `inactive_split` in one pool are the largest at any call; all other numbers are the allocator's.
     """
 
     _NAMES = (
@@ -82,7 +82,8 @@ class Statistics:
         none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
         limit = self.card.ledger.allocator.settings.max_split_size
         return found | {name: getattr(stats, name) for name in _COUNTS} | {
-            "oversize_allocations": none, "oversize_segments": none, "num_sync_all_streams": stats.num_alloc_retries + self.card.ledger.ops.count(EMPTY_CACHE),
+            "oversize_allocations": none, "oversize_segments": none,
+            "num_sync_all_streams": stats.num_alloc_retries + self.card.ledger.ops.count(EMPTY_CACHE),
             "max_split_size": -1 if limit is None else limit,
         }  # fmt: skip
 
@@ -127,7 +128,7 @@ class Statistics:
         self.tallies["requested_bytes"].change(size > 0, sign * self._requested[number])
 
     def _splits(self) -> None:
-        """Free pieces of segments that are not wholly free."""
+        """Count the free pieces of segments that are not wholly free."""
         allocator = self.card.ledger.allocator
         for small in (True, False):
             pieces = [
@@ -138,14 +139,14 @@ class Statistics:
 
 
 class Stacks:
-    """Stacks as CUDA's allocator records them; `cpp`: with frames of C++. One frame is one dict, however many stacks share it."""
+    """Stacks as CUDA's allocator records them; `cpp`: with C++ frames. Stacks share one dict per frame."""
 
     def __init__(self) -> None:
         self.cpp = True
         self._frames: dict[tuple[str, str, int], dict[str, Any]] = {}
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Innermost first, without the operator: of a backward its node and the engine, then Python's frames."""
+        """Return the stack, innermost first, without the operator: a backward's node, the engine, then Python."""
         node, found = torch._C._current_autograd_node(), []
         if node and self.cpp:
             names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()")
@@ -160,11 +161,11 @@ class Stacks:
             frame = frame.f_back
         return found
 
-    def whole(self, label: str, frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With the operator, which is known once it has run: `label`."""
-        if not self.cpp or not (label == WORKSPACE[1] or label.isidentifier()):
+    def with_operator(self, label: str, frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the stack with its operator, `label`, which is known only after it ran."""
+        if not self.cpp or not (label == WORKSPACE or label.isidentifier()):
             return frames
-        name = "at::cuda::getCurrentCUDABlasHandle()" if label == WORKSPACE[1] else f"at::_ops::{label}::call()"
+        name = "at::cuda::getCurrentCUDABlasHandle()" if label == WORKSPACE else f"at::_ops::{label}::call()"
         return [self._frame(name, "??", 0), *frames]
 
     def _frame(self, name: str, path: str, line: int) -> dict[str, Any]:
@@ -175,19 +176,21 @@ class Stacks:
 
 
 def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
-    """Names in torch._C -> answers."""
+    """Return the functions that stand in for torch._C's, by name."""
     statistics, stacks = Statistics(card), Stacks()
     allocator = card.ledger.allocator
 
     def recorded(pool: Any = None) -> dict[str, Any]:
-        """The card's history from where the script recorded it, with stacks; else, without them, all of it."""
+        """Return the history from where the script recorded it, with stacks; else all of it, without stacks."""
         card.settle()
         ledger = card.ledger
         events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
         tape = Tape(events, "traced")
-        born = {number: stacks.whole(ledger.labels[number], frames) for number, frames in ledger.stacks.items()}
-        failed = [born.get(number, []) for number in sorted(ledger.refused)]
-        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, born, failed)
+        stacks_of = {
+            number: stacks.with_operator(ledger.labels[number], frames) for number, frames in ledger.stacks.items()
+        }
+        failed = [stacks_of.get(number, []) for number in sorted(ledger.refused)]
+        found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, stacks_of, failed)
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
 
     def record(enabled: Any, context: Any = "all", kind: str = "python", *_: Any) -> None:
@@ -195,8 +198,8 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         card.ledger.stack = stacks if enabled else None
 
     def fraction(_: Any) -> float:
-        asked = allocator.settings.per_process_memory_fraction
-        return 1.0 if asked is None else asked
+        share = allocator.settings.per_process_memory_fraction
+        return 1.0 if share is None else share
 
     return {
         "_cuda_memoryStats": lambda _: statistics.nested(),
@@ -212,7 +215,7 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
 
 
 def _refused(name: str, hint: str) -> type:
-    """A class of that name which nobody can make one of; PyTorch 2.15's compiler asks a decorated name what it wraps."""
+    """Return a class whose constructor raises; it has `__wrapped__` because PyTorch 2.15's compiler reads that."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise Unsupported(f"torch.cuda.{name} is not modelled on a virtual card", hint=hint)
@@ -221,7 +224,7 @@ def _refused(name: str, hint: str) -> type:
 
 
 _GRAPHS = "trace without CUDA graphs: their private pool keeps what a capture allocates on top"
-_POOLS = "trace with the default allocator; memfit knows no pool beside it"
+_POOLS = "trace with the default allocator; memfit models no pool beside it"
 REFUSED: dict[str, type] = {
     **{name: _refused(name, _GRAPHS) for name in ("CUDAGraph", "graph", "make_graphed_callables")},
     **{

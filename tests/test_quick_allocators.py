@@ -1,4 +1,4 @@
-"""The plain allocator against the full one: the same levels after every operation, whatever is asked."""
+"""The quick allocators against the full one: the same levels after every operation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from memfit import Recipe, find_gpu, resolve_model
 from memfit.allocator import Allocator, GrowingAllocator, OutOfMemory, PlainAllocator, allocator_for
+from memfit.allocator.compact import to_ops
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.estimate import tape_of
+from memfit.closed_form.run.timeline import recorded
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.units import KIB, MIB
 
@@ -93,15 +94,15 @@ def test_a_whole_run_leaves_the_same_levels() -> None:
     recipe = Recipe(method="lora", micro_batch=3, accumulation=2, checkpointing="full")
     full, plain = Allocator(), PlainAllocator()
     blocks = []
-    for _, ops in tape_of(Account(resolve_model("smollm2-135m"), recipe, find_gpu("t4"))):
-        for op in ops:
-            if op > 0:
-                blocks.append((full.malloc(op), plain.malloc(op)))
-            else:
-                one, other = blocks[-op - 1]
-                full.free(one)
-                plain.free(other)
-            assert levels(full) == levels(plain)
+    ops, _ = to_ops(recorded(Account(resolve_model("smollm2-135m"), recipe, find_gpu("t4"))).events)
+    for op in ops:
+        if op >= 0:
+            blocks.append((full.malloc(op), plain.malloc(op)))
+        else:
+            one, other = blocks[~op]
+            full.free(one)
+            plain.free(other)
+        assert levels(full) == levels(plain)
     assert full.reserved_peak > full.allocated_peak > 0
 
 

@@ -1,6 +1,8 @@
-"""An FSDP2 run played on the allocators of its streams: what every group gathers, reduces and keeps, in order of time.
+"""Reserved bytes of sharded runs, played on the allocators of their streams: FSDP2's, and DeepSpeed's.
 
-Source: torch 2.13 _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; groups as accelerate 1.15 wraps a model.
+FSDP2: what every group gathers, reduces and keeps, in order of time. Source: torch 2.13
+_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; groups as accelerate 1.15 wraps a model. DeepSpeed: the
+default stream's allocations are played, and the pools of its other streams added to them.
 """
 
 from __future__ import annotations
@@ -12,44 +14,47 @@ from typing import Any
 from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
 from memfit.closed_form.layers.program import REDUCED, REDUCTION, Program
 from memfit.closed_form.numerics import adapted, adapter_weights
-from memfit.closed_form.parallel.share import part
+from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.micro_step import Step
+from memfit.closed_form.run.micro_step import PlacedSegment
 from memfit.closed_form.run.timeline import load, optimizer_step
-from memfit.closed_form.run.unroll import Memory, Pass
+from memfit.closed_form.run.unroll import Heap, Pass
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
-REDUCE = -1  # size of what is no tensor but the moment of a reduction
+REDUCE = -1  # a size that stands for the moment of a reduction, not for a tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Bytes of weights that are gathered together; of one GPU where it says so."""
+class ShardGroup:
+    """Weights that are gathered together, in bytes; sizes are of the whole group or of one GPU's share."""
 
-    whole: tuple[int, ...]  # of every weight, on its way to the card
-    shares: tuple[int, ...]  # of them as stored, on one GPU
+    whole: tuple[int, ...]  # of every weight, as it is loaded
+    shares: tuple[int, ...]  # of every weight as stored, on one GPU
     gathered: tuple[int, ...]
-    cast: int  # of one GPU's share in the dtype that is sent, where that is another
+    cast: int  # of one GPU's share cast to the dtype that is sent; 0 where it is stored in that
     reduced: int  # of the whole gradients
-    received: int  # of one GPU's part of them
-    kept: int  # of it in the dtype of the weights
+    received: int  # of one GPU's part of the gradients as reduced; 0 where that is kept
+    kept: int  # of that part in the dtype of the weights
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Those of a model. Tied, the first one is both ends of it and there is no last; the root is what no other holds."""
+class ModelGroups:
+    """FSDP groups of a model. With tied embeddings `first` holds embedding and head, and `last` is None.
 
-    root: Group
-    first: Group
-    blocks: tuple[Group, ...]
-    last: Group | None
+    `root` holds every parameter not in another group.
+    """
+
+    root: ShardGroup
+    first: ShardGroup
+    blocks: tuple[ShardGroup, ...]
+    last: ShardGroup | None
 
 
-def reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Reserved bytes by phase on a fresh allocator, with the pools of the streams beside it."""
+def fsdp2_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
+    """Yield reserved bytes by phase: those of a fresh allocator and of the pools of the other streams."""
     groups = groups_of(account)
     gathering, reducing = PlainAllocator(), PlainAllocator()
 
@@ -67,10 +72,10 @@ def reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterato
     yield "eval", held()
 
 
-def groups_of(account: Account) -> Groups:
-    """The groups of a run."""
+def groups_of(account: Account) -> ModelGroups:
+    """Return the groups of a run."""
     a, r = account.architecture, account.recipe
-    made: dict[int, Group] = {}
+    made: dict[int, ShardGroup] = {}
     names = adapted(a, r.lora_targets) if r.method != "full" else frozenset()
     blocks = []
     for layer in a.layers:
@@ -80,11 +85,11 @@ def groups_of(account: Account) -> Groups:
     tokens, head = max(a.embedding, key=lambda w: w.numel), (*a.final, *a.head)
     root = _group(account, [w for w in a.embedding if w is not tokens], [])
     if a.tied:
-        return Groups(root, _group(account, (tokens, *head), []), tuple(blocks), None)
-    return Groups(root, _group(account, (tokens,), []), tuple(blocks), _group(account, head, []))
+        return ModelGroups(root, _group(account, (tokens, *head), []), tuple(blocks), None)
+    return ModelGroups(root, _group(account, (tokens,), []), tuple(blocks), _group(account, head, []))
 
 
-def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weight]) -> Group:
+def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weight]) -> ShardGroup:
     n, r, compute = account.numerics, account.recipe, account.traced.weight
     full, gpus = r.method == "full", r.num_gpus
     row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None
@@ -104,14 +109,14 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
     trained, wide = (weights, n.weight) if full else (adapters, n.adapter)
     elements, width = sum(w.numel for w in trained), compute if full else account.traced.adapter
     kept = part(elements, gpus) * wide
-    return Group(
+    return ShardGroup(
         tuple(stored), tuple(part(size, gpus) for size in stored), tuple(sent), cast, elements * width,
         part(elements, gpus) * width if width != wide else 0, kept,
     )  # fmt: skip
 
 
-def _load(account: Account, groups: Groups, memory: Memory) -> None:
-    """Every group comes whole and is cut; accelerate holds both ends until it is done. 4-bit weights come all at once."""
+def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Load every group whole and shard it; accelerate holds embedding and head until the end. 4-bit: all at once."""
     if account.recipe.method == "qlora":
         _load_quantised(account, groups, memory)
         return
@@ -132,12 +137,12 @@ def _load(account: Account, groups: Groups, memory: Memory) -> None:
     load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
-def _load_quantised(account: Account, groups: Groups, memory: Memory) -> None:
-    """Every rank reads all 4-bit weights, group after group, before they are cut."""
+def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Load all 4-bit weights on every rank, group after group, before they are sharded."""
     memory.free(memory.malloc(account.warmup))
     every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
     passing = account.static.passing
-    whole: dict[Group, list[Any]] = {}
+    whole: dict[ShardGroup, list[Any]] = {}
     for group in every:
         whole[group] = []
         for size in group.whole:
@@ -151,15 +156,15 @@ def _load_quantised(account: Account, groups: Groups, memory: Memory) -> None:
             memory.free(block)
 
 
-def _step(account: Account, groups: Groups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
-    """The passes of one step, each of which reduces its gradients, then the step itself."""
+def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
+    """Play the passes of one step, each of which reduces its gradients, then the optimizer step."""
     memory, gathering, reducing = memories
     s, gpus = account.static, account.recipe.num_gpus
-    gradients: dict[Group, Any] = {}
+    gradients: dict[ShardGroup, Any] = {}
     for number in range(min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
-        one = _Pass(
-            memory=_Reducing(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
+        one = _ShardedPass(
+            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             early=account.trainer.head(account.recipe.loss) == "fused",
         )  # fmt: skip
@@ -173,54 +178,54 @@ def _step(account: Account, groups: Groups, memories: tuple[Any, Any, Any], *, f
         reducing.free(block)
 
 
-def _save(groups: Groups, memory: Memory) -> None:
-    """A full state dict gathers one weight after the other."""
+def _save(groups: ModelGroups, memory: Heap) -> None:
+    """Gather one weight after the other, as a full state dict does."""
     for group in (groups.first, groups.blocks[0], groups.last):
         for size in group.whole if group else ():
             memory.free(memory.malloc(size))
 
 
-def _evaluate(account: Account, groups: Groups, memories: tuple[Any, Any, Any]) -> None:
-    """Two batches; what no forward lets go of stays whole for the second."""
+def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any]) -> None:
+    """Evaluate two batches; groups that the first forward does not reshard stay whole for the second."""
     memory, gathering, reducing = memories
-    left: dict[Group, list[Any]] = {}
+    left: dict[ShardGroup, list[Any]] = {}
     for _ in range(2):
-        one = _Pass(
-            memory=_Reducing(memory), meter=account.meter, micro=account.micro(train=False),
+        one = _ShardedPass(
+            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
         )  # fmt: skip
         one.run(0)
 
 
-class _Reducing:
-    """The default stream's memory, which hears when gradients are reduced."""
+class _ReducingHeap:
+    """The default stream's heap, which calls `reduce` where the program reduces gradients."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.free = memory, memory.free
         self.reduce: Callable[[], None] = lambda: None
 
     def malloc(self, size: int) -> Any:
-        """As the memory does."""
+        """Allocate; a size of REDUCE is no allocation but the moment of a reduction."""
         return self.memory.malloc(size) if size != REDUCE else self.reduce()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pass(Pass):
+class _ShardedPass(Pass):
     """A pass that gathers each group before it is used and reduces its gradients after it."""
 
-    memory: _Reducing
-    groups: Groups
-    gathering: Memory
-    reducing: Memory
+    memory: _ReducingHeap
+    groups: ModelGroups
+    gathering: Heap
+    reducing: Heap
     train: bool = True
     early: bool = False  # the last block is gathered before the loss goes backward
-    whole: dict[Group, list[Any]] = field(default_factory=dict)  # gathered weights
+    whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
-    sums: dict[Group, Any] = field(default_factory=dict)  # reduced gradients
+    sums: dict[ShardGroup, Any] = field(default_factory=dict)  # reduced gradients
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Bytes by local id; what comes out of a reduction lies on a stream of its own."""
+        """Return the bytes by local id; the outputs of a reduction lie on another stream and count 0 here."""
         sizes = Pass.sizes_of(self, program)
         for local, label in program.labels.items():
             if label in REDUCED or label == REDUCTION:
@@ -228,7 +233,7 @@ class _Pass(Pass):
         return sizes
 
     def run(self, workspace: int) -> None:
-        """Play the pass; the last reduce-scatter's input goes at its end."""
+        """Play the pass; the last reduce-scatter's input is freed at its end."""
         if self.groups.root not in self.whole:
             self._gather(self.groups.root)
             self._copy_out(self.groups.root)
@@ -238,7 +243,7 @@ class _Pass(Pass):
             self._drop(group)
         self._drop_sent()
 
-    def _segment(self, step: Step, flow: Any, backward: bool = False) -> Any:
+    def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
         if step.segment is step.part.program.leave or step.segment is step.part.program.exit:
             return Pass._segment(self, step, flow, backward)
         group = self._group(step)
@@ -253,19 +258,19 @@ class _Pass(Pass):
             self._drop(group)
         return flow
 
-    def _group(self, step: Step) -> Group:
+    def _group(self, step: PlacedSegment) -> ShardGroup:
         if step.part.index >= 0:
             return self.groups.blocks[step.part.index]
         return self.groups.first if step.part is self.micro.embedding else self.groups.last or self.groups.first
 
-    def _before_forward(self, step: Step, group: Group) -> None:
+    def _before_forward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if group not in self.whole:
             before, self.output = self.output, None
             self._gather(group)
             self._copy_out(group)
             self.gathering.free(before)
 
-    def _before_backward(self, step: Step, group: Group) -> None:
+    def _before_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if step.part is self.micro.head or not self.train:
             self._drop_output()
             if self.early:
@@ -279,7 +284,7 @@ class _Pass(Pass):
         if index > 0 or (index == 0 and self.groups.last):
             self._gather(self.groups.blocks[index - 1] if index else self.groups.first)
 
-    def _after_backward(self, step: Step, group: Group) -> None:
+    def _after_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if step.part is self.micro.head and not self.early:
             self._gather(self.groups.blocks[-1])
         if step.part is not self.micro.head or self.groups.last:
@@ -291,16 +296,16 @@ class _Pass(Pass):
                 self.memory.free(gradient)
             self.gradients = []
 
-    def _gather(self, group: Group) -> None:
+    def _gather(self, group: ShardGroup) -> None:
         cast = self.gathering.malloc(group.cast)
         self.output = self.gathering.malloc(sum(group.gathered))
         self.gathering.free(cast)
 
-    def _copy_out(self, group: Group) -> None:
+    def _copy_out(self, group: ShardGroup) -> None:
         self.whole[group] = [self.memory.malloc(size) for size in group.gathered]
 
-    def _reduce(self, group: Group) -> None:
-        """The weights are let go of, then the gradients copied together, reduced and cast, and added to earlier ones."""
+    def _reduce(self, group: ShardGroup) -> None:
+        """Free the gathered weights, then copy the gradients together, reduce, cast and add them to earlier ones."""
         if group is self.groups.first:
             self._reduce(self.groups.root)
         self._drop(group)
@@ -311,7 +316,7 @@ class _Pass(Pass):
         self.reducing.free(received)
         self.reducing.free(share) if group in self.sums else self.sums.setdefault(group, share)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: ShardGroup) -> None:
         for block in self.whole.pop(group, ()):
             self.memory.free(block)
 
@@ -322,3 +327,80 @@ class _Pass(Pass):
     def _drop_sent(self) -> None:
         self.memory.free(self.sent)
         self.sent = None
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
+    """Yield reserved bytes after the first step, a later one and an evaluation, on a fresh allocator."""
+    share = account.share
+    for size in _lasting(account):
+        allocator.malloc(size)
+    pools = _Streams()
+    for phase in ("first_step", "step"):
+        _deepspeed_step(account, allocator, states=phase == "first_step")
+        pools.play(share.first or share if phase == "first_step" else share)
+        yield phase, allocator.reserved_peak + pools.reserved
+    Pass(allocator, account.meter, account.micro(train=False)).run(0)
+    pools.play(share.evaluated or share)
+    yield "eval", allocator.reserved_peak + pools.reserved
+
+
+class _Streams:
+    """The pools of the other streams: gathered weights on one, reduced gradients on another."""
+
+    def __init__(self) -> None:
+        self.gathering, self.reducing = PlainAllocator(), PlainAllocator()
+        self.beside = 0  # reduced bytes beyond the largest bucket
+
+    @property
+    def reserved(self) -> int:
+        return self.gathering.reserved_peak + self.reducing.reserved_peak + self.beside
+
+    def play(self, share: Share) -> None:
+        """Play one pass."""
+        streams = share.streams
+        if streams is None:
+            return
+        live: dict[int, int] = {}
+        count = 0
+        for event in streams.events:
+            if event > 0:
+                count += 1
+                live[count] = self.gathering.malloc(event)
+            else:
+                self.gathering.free(live.pop(-event))
+        for block in live.values():
+            self.gathering.free(block)
+        for size in streams.reduced:
+            self.reducing.free(self.reducing.malloc(size))
+        self.beside = max(self.beside, streams.reducing - max(streams.reduced, default=0))
+
+
+def _lasting(account: Account) -> list[int]:
+    """Return the tensors that exist from loading on, as DeepSpeed flattens them."""
+    share = account.share
+    gradients = share.gradients if share.lasting_gradients else 0
+    return [share.weights, share.master, gradients, share.buckets, account.static.buffers]
+
+
+def _deepspeed_step(account: Account, memory: Heap, *, states: bool) -> None:
+    """Play the passes of one step, then the optimizer step, which makes the states the first time."""
+    gradients: list[Any] = []
+    for number in range(1 if account.released else min(account.recipe.accumulation, 2)):
+        batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
+        one = Pass(memory, account.meter, account.micro(accumulating=bool(number)), late=account.share.late)
+        one.run(account.workspace if states and number == 0 else 0)
+        gradients += one.gradients
+        for block in batch:
+            memory.free(block)
+    for group in account.share.step_tensors:
+        held = [memory.malloc(size) for size in group]
+        if states and group is account.share.step_tensors[-1]:
+            for _ in range(2):
+                memory.malloc(account.share.states // 2)
+        for block in held:
+            memory.free(block)
+    for gradient in gradients:
+        memory.free(gradient)
