@@ -32,7 +32,6 @@ class Outcome:
 
     peaks: Peaks
     oom: str | None
-    allocations: int
 
 
 def phase_of(label: str) -> str:
@@ -52,7 +51,7 @@ def recorded(record: dict[str, Any]) -> Outcome:
         label = row["phase"].removeprefix("oom:")
         _raise(peaks, phase_of(label), tuple(row[f"{level}_peak"] for level in LEVELS))
     oom = phase_of(record["error"]["phase"]) if record["outcome"] == "oom" else None
-    return Outcome(peaks, oom, record["num_allocations"])
+    return Outcome(peaks, oom)
 
 
 def _raise(peaks: Peaks, phase: str, levels: tuple[int, ...]) -> None:
@@ -81,63 +80,54 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
     )  # fmt: skip
 
 
-def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
-    """The same from a tape that was unrolled from shallow models; None where it cannot be."""
+def _card_of(case: dict[str, Any], record: dict[str, Any]) -> Any:
+    """The recorded card: all of its memory is at the allocator's disposal."""
     from memfit.catalogue.cards import find_gpu
-    from memfit.nouns.alloc_settings import parse_alloc_conf
-    from memfit.nouns.tape import Alloc
-    from memfit.virtual.jobs import run
-    from memfit.virtual.observer import Observer
-    from memfit.virtual.repeated_blocks import depths
-    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
-    depths.WORTH = 100.0  # however few layers there are
-    case = record["case"]
-    capacity = int(case["total_gib"] * 2**30)
-    gpu = replace(
-        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
+    memory = int(case["total_gib"] * 2**30)
+    return replace(
+        find_gpu(CARDS[case["cc"]]), total_bytes=memory, context_bytes=0, sm_count=record["device"]["sm_count"]
     )
-    conf = "expandable_segments:True" if case["expandable"] else ""
-
-    def once(setup: Any) -> Any:
-        with virtual_gpu(gpu, capacity=None, alloc_conf=conf, answers=Answers(balanced=False)) as card:
-            observer = Observer(card)
-            with observer.watching():
-                run(setup, observer)
-            return observer.tape({}), dict(card.answers.asked), card.rows
-
-    plan = depths.depths(setup_of(case, models))
-    found = depths.unrolled(plan, once) if plan else None
-    if found is None:
-        return None
-    peaks, oom = peaks_of(found[0], capacity, parse_alloc_conf(conf))
-    return Outcome(peaks, oom, sum(isinstance(e, Alloc) for e in found[0].events))
 
 
-def traced(record: dict[str, Any], models: Path) -> Outcome:
+def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[Any, dict[str, int]]:
+    """Run a job on a virtual card of its own, to its end or until it is out of memory; return its tape and its reads."""
     import torch
 
-    from memfit.catalogue.cards import find_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
     from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
-    case = record["case"]
-    capacity = int(case["total_gib"] * 2**30)
-    gpu = replace(
-        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
-    )
-    conf = "expandable_segments:True" if case["expandable"] else ""
-    with virtual_gpu(gpu, alloc_conf=conf, answers=Answers(balanced=False)) as card:
+    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=Answers(balanced=False)) as card:
         observer = Observer(card)
         try:
             with observer.watching():
-                run(setup_of(case, models), observer)
+                run(setup, observer)
         except torch.OutOfMemoryError:
             pass
-        tape = observer.tape({})
-    peaks, oom = peaks_of(tape, capacity, card.ledger.allocator.settings)
-    return Outcome(peaks, oom, len(card.ledger.blocks))
+        return observer.tape({}), dict(card.answers.asked)
+
+
+def traced(record: dict[str, Any], models: Path, unroll: bool = False) -> Outcome | None:
+    """The record's job on the virtual GPU. unroll: from shallow models; None where blocks do not repeat."""
+    from memfit.nouns.alloc_settings import parse_alloc_conf
+
+    case = record["case"]
+    gpu = _card_of(case, record)
+    conf = "expandable_segments:True" if case["expandable"] else ""
+    setup = setup_of(case, models)
+    if unroll:
+        from memfit.virtual.repeated_blocks import depths
+
+        depths.WORTH = 100.0  # however few layers there are
+        plan = depths.depths(setup)
+        found = depths.unrolled(plan, lambda s: _run(s, gpu, conf, None), gpu) if plan else None
+        if found is None:
+            return None
+        tape = found[0]
+    else:
+        tape, _ = _run(setup, gpu, conf, -1)
+    return Outcome(*peaks_of(tape, gpu.total_bytes, parse_alloc_conf(conf)))
 
 
 def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None]:
@@ -211,7 +201,7 @@ def main() -> int:
         record = json.loads(path.read_text())
         real = recorded(record)
         try:
-            ours = unrolled(record, options.models) if options.unrolled else traced(record, options.models)
+            ours = traced(record, options.models, options.unrolled)
         except Exception as error:  # a record that cannot be traced is a failure of ours, named and counted
             print(f"{record['id']}: {type(error).__name__}: {str(error)[:200]}")
             continue

@@ -61,7 +61,7 @@ def ways(case: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def whole(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
-    return compare(Outcome(real, None, 0), Outcome(ours, None, 0))
+    return compare(Outcome(real, None), Outcome(ours, None))
 
 
 def distilled(run: dict[str, Any]) -> Peaks:

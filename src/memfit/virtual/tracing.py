@@ -53,8 +53,8 @@ def trace_recipe(
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
-        found = unrolled(plan, once) if plan else None
-        tape, asked = found or once(setup)[:2]
+        found = unrolled(plan, once, gpu) if plan else None
+        tape, asked = found or once(setup)
         told = {"depth": str(plan)} if found else {}
         return replace(tape, about={**tape.about, **about, **versions(), **told}), asked
 
@@ -76,7 +76,7 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
         with collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         assumed = {"assumed": "\n".join(card.assumed)} if card.assumed else {}
-        return observer.tape(assumed), dict(card.answers.asked), card.rows
+        return observer.tape(assumed), dict(card.answers.asked)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.device.engine import thread
-from memfit.virtual.device.ledger import BUCKET_SIZES, Ledger
+from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
 from memfit.virtual.device.storage import Storages
 from memfit.virtual.device.unknown_values import Answers
 from memfit.virtual.device.values import Values
-
-if TYPE_CHECKING:
-    from memfit.virtual.device.rows import Row
 
 NOTHING = -1  # the number of tensors without bytes
 
@@ -47,7 +44,6 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that the watchdog still holds
         self.unseen: dict[int, list[Tensor]] = {}
-        self.rows: list[Row] = []  # what was laid out by size
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     @property
@@ -118,20 +114,6 @@ class Card:
         for number in reversed(held):
             self.ledger.free(number)
         return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
-
-    def keep(self, row: Row, start: int) -> None:
-        """Name what a row allocated from the `start`-th operation on; nothing where it is not what the row says."""
-        self.settle()
-        self.rows.append(row)
-        ledger, sizes = self.ledger, row.sizes()
-        asked = [op for op in ledger.ops[start:] if op >= 0]
-        number = len(ledger.blocks) - len(asked)
-        for i in range(len(asked) - len(sizes) + 1):
-            if asked[i : i + len(sizes)] == sizes:
-                ledger.labels[number + i : number + i + len(sizes)] = [row.label] * len(sizes)
-                if row.announced() and i and asked[i - 1] == row.announced():
-                    ledger.labels[number + i - 1] = BUCKET_SIZES
-                return
 
     def need_workspace(self) -> None:
         """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""

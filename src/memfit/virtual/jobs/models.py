@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
+from memfit.nouns.gpu import Gpu
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
-from memfit.virtual.device.rows import Row
 from memfit.virtual.jobs.setup import Setup
 from memfit.virtual.patching import patched
 from memfit.virtual.process.host import HUGE, room
@@ -169,28 +169,25 @@ def hollow_files() -> Iterator[None]:
     import transformers.modeling_utils as loading
 
     _header.cache_clear()
-    with patched(loading, {"safe_open": HollowFile}), _warm_up_told(loading):
+    with patched(loading, {"safe_open": HollowFile}), _warm_up_labelled(loading):
         yield
 
 
+def largest_warm_up(gpu: Gpu) -> int:
+    """Return the most that `caching_allocator_warmup` allocates on a card, as float16 elements."""
+    return (gpu.total_bytes - LEFT) // 2 * 2
+
+
 @contextmanager
-def _warm_up_told(loading: Any) -> Iterator[None]:
-    """The card keeps what is asked for at once before anything is loaded: what will be loaded, up to a limit."""
-    count, warm_up = loading.get_total_byte_count, loading.caching_allocator_warmup
-    counted: list[int] = []
+def _warm_up_labelled(loading: Any) -> Iterator[None]:
+    """Label what transformers allocates once before it loads: as much as it will load, or all but LEFT of the card."""
+    warm_up = loading.caching_allocator_warmup
 
-    def counting(*args: Any, **words: Any) -> Any:
-        made = count(*args, **words)
-        counted.extend(made.values())
-        return made
-
-    def told(*args: Any, **words: Any) -> None:
-        card = current()
-        start = len(card.ledger.ops)
+    def labelled(*args: Any, **words: Any) -> None:
+        labels = current().ledger.labels
+        start = len(labels)
         warm_up(*args, **words)
-        while counted:
-            pieces = ((torch.uint8, int(counted.pop())),)
-            card.keep(Row(WARM_UP, pieces, (card.gpu.total_bytes - LEFT,)), start)
+        labels[start:] = [WARM_UP] * (len(labels) - start)
 
-    with patched(loading, {"get_total_byte_count": counting, "caching_allocator_warmup": told}):
+    with patched(loading, {"caching_allocator_warmup": labelled}):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from memfit.virtual.device.dispatch import current
-from memfit.virtual.device.ledger import GATHERING, REDUCING
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERING, REDUCING
 from memfit.virtual.device.values import base, keeps
 from memfit.virtual.patching import environment, patched
-from memfit.virtual.ranks.reducer import told
 
 _c10d: Any = torch._C._distributed_c10d
 _NCCL = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.10 before it sends bfloat16
@@ -54,7 +53,7 @@ def world(size: int) -> Iterator[None]:
         patched(torch.cuda.nccl, {"version": lambda: _NCCL}),
         patched(_sharding_prop, _quick_propagation()),
         _collectives(),
-        told(),
+        _ddp_buffers_labelled(),
     ):
         distributed_c10d._world.group_count = 0  # a group that could not be made has left its number
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -80,6 +79,37 @@ def _builtin_hook(reducer: Any, kind: Any) -> None:
 
     twin = {"ALLREDUCE": "allreduce_hook", "FP16_COMPRESS": "fp16_compress_hook"}[kind.name]
     _c10d._register_comm_hook(reducer, None, getattr(default_hooks, twin))
+
+
+@contextmanager
+def _ddp_buffers_labelled() -> Iterator[None]:
+    """Label what DDP's C++ code allocates: broadcasts, buckets of gradients, and the bucket sizes that the ranks exchange."""
+
+    def labelled(real: Any, label: Callable[[list[str], tuple[Any, ...]], list[str]]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            labels = current().ledger.labels
+            start = len(labels)
+            done = real(*args)
+            labels[start:] = label(labels[start:], args)
+            return done
+
+        return call
+
+    def of_init(made: list[str], args: tuple[Any, ...]) -> list[str]:
+        count = len(args[2])  # the buckets come first, then the map of used parameters
+        return [BUCKET] * count + made[count:]
+
+    def of_rebuild(made: list[str], _: Any) -> list[str]:
+        # Reducer::sync_bucket_indices sends the indices, then the sizes
+        return [made[0], BUCKET_SIZES] + [BUCKET] * (len(made) - 2) if len(made) > 2 else made
+
+    reducer, broadcast = _c10d.Reducer, vars(dist)["_broadcast_coalesced"]
+    methods = {"__init__": of_init, "_rebuild_buckets": of_rebuild}
+    with (
+        patched(reducer, {name: labelled(getattr(reducer, name), label) for name, label in methods.items()}),
+        patched(dist, {"_broadcast_coalesced": labelled(broadcast, lambda made, _: [BROADCAST] * len(made))}),
+    ):
+        yield
 
 
 def _quick_propagation() -> dict[str, Any]:
