@@ -44,7 +44,7 @@ def trace_recipe(
     setup = setup_of(recipe, config)
     tell("importing the training libraries", 0.1)
     about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
-    with quiet(), _lean(lean), as_in_a_run(setup, lean), _failures_told(str(config.get("model_type"))):
+    with quiet(), as_in_a_run(setup, lean), _failures_told(str(config.get("model_type"))):
         with _card(setup, gpu, recipe.alloc_conf):
             from memfit.virtual.jobs import import_libraries
             from memfit.virtual.repeated_blocks.depths import depths, unrolled
@@ -57,12 +57,6 @@ def trace_recipe(
         tape, asked = found or once(setup)
         told = {"depth": str(plan)} if found else {}
         return replace(tape, about={**tape.about, **about, **versions(), **told}), asked
-
-
-def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
-    from memfit.virtual.process.fast_imports import lean_imports
-
-    return lean_imports() if lean else contextlib.nullcontext()
 
 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
