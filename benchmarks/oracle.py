@@ -60,7 +60,7 @@ def _raise(peaks: Peaks, phase: str, levels: tuple[int, ...]) -> None:
 
 
 def setup_of(case: dict[str, Any], models: Path) -> Any:
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
 
     config = json.loads((models / f"{case['model']}.json").read_text())
     tune, _, targets = case["tune"].partition("_")
@@ -105,7 +105,7 @@ def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[A
                 run(setup, observer)
         except torch.OutOfMemoryError:
             pass
-        return observer.tape({}), dict(card.answers.asked)
+        return observer.tape({}), dict(card.answers.reads)
 
 
 def traced(record: dict[str, Any], models: Path, unroll: bool = False) -> Outcome | None:

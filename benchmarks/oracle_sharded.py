@@ -24,7 +24,7 @@ DISTILLED = Path(__file__).resolve().parents[1] / "tests" / "data" / "sharded_ru
 
 def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
     """The job of a case: the loop that wraps the model as accelerate does."""
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
 
     full = case["tune"] == "full"
     rank = 16 if full else int(case["tune"].split("_")[0].removeprefix("lora"))

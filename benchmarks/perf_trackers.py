@@ -19,7 +19,7 @@ def fsdp() -> str:
     from memfit.models import hub
     from memfit.units import human
     from memfit.virtual.jobs import run
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
     from memfit.virtual.observer import Observer
     from memfit.virtual.virtual_gpu import virtual_gpu
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
-from memfit.virtual.scripts.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def step(model, optimizer, x):
 """
 
 
-def traced(folder: Path, text: str, **words: Any) -> tuple[Tape, Outcome, Timeline]:
+def traced(folder: Path, text: str, **words: Any) -> tuple[Tape, ScriptOutcome, Timeline]:
     path = folder / "train.py"
     path.write_text(HEAD + text)
     tape, outcome = trace_script(path, [], "rtx-4090", **words)

@@ -13,7 +13,7 @@ from memfit import cli  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
-from memfit.virtual.scripts.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
 from memfit.virtual.virtual_gpu import Answers  # noqa: E402
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
@@ -21,7 +21,7 @@ MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 
 
-def trace(script: str, *args: str, gpu: str = "rtx-4090", **words: object) -> tuple[Tape, Outcome]:
+def trace(script: str, *args: str, gpu: str = "rtx-4090", **words: object) -> tuple[Tape, ScriptOutcome]:
     return trace_script(SCRIPTS / f"{script}.py", args, gpu, **words)  # type: ignore[arg-type]
 
 

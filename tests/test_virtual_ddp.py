@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from memfit.virtual.device.unknown_values import Answers  # noqa: E402
+from memfit.virtual.device.values import Answers  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.patching import patched  # noqa: E402

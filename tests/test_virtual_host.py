@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit.virtual.jobs.models import load  # noqa: E402
-from memfit.virtual.jobs.setup import Setup  # noqa: E402
+from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.process.host import HUGE, hollow_host, room  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="room without a reserve is Linux's")

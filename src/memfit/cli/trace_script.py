@@ -15,7 +15,7 @@ from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
-    from memfit.virtual.scripts.script import Outcome
+    from memfit.virtual.scripts.script import ScriptOutcome
 
 
 def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
@@ -34,7 +34,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     check_trace()
     conf = _alloc_conf(flags)
     launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.device.unknown_values import Answers
+    from memfit.virtual.device.values import Answers
 
     answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
     from memfit.virtual.scripts.script import trace_script
@@ -79,11 +79,11 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 
 def _alloc_conf(flags: dict[str, Any]) -> str:
     """The allocator's settings: those of the flag, else of the environment, as the script would read them."""
-    from memfit.virtual.virtual_gpu import told_by_environment
+    from memfit.virtual.virtual_gpu import alloc_conf_of_environment
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
-    if found := told_by_environment():
+    if found := alloc_conf_of_environment():
         terminal.note(f"--alloc-conf {found}: as this shell's environment says")
     return found
 
@@ -105,7 +105,7 @@ def _settled(tape: Tape) -> str:
     return f"after the last out-of-memory there were at most {gib(most, 2)} GiB of tensors"
 
 
-def said(outcome: Outcome) -> list[str]:
+def said(outcome: ScriptOutcome) -> list[str]:
     """How the run ended, and what was taken for granted."""
     endings = {
         "enough": f"stopped after {outcome.steps} optimizer steps",

@@ -1,4 +1,4 @@
-"""What CUDA kernels allocate inside, and in which order beside their outputs: one row per operator.
+"""What CUDA kernels allocate internally, and in which order relative to their outputs: one row per operator.
 
 A row is a function from the call to a script: n >= 0 allocates n bytes that die when the kernel returns, ~i makes the
 i-th output; outputs that the script does not name are made first, in their order. Sources: the launch code of PyTorch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Call = tuple[Any, ...]
 Words = dict[str, Any]
 Script = Sequence[int]
-Row = Callable[["Card", Call, Words], Script]
+ScriptOf = Callable[["Card", Call, Words], Script]
 
 
 def _up(a: int, b: int) -> int:
@@ -294,7 +294,7 @@ GEMMS = frozenset({
     "aten._grouped_mm.default", "aten.addmm_.default", "aten.baddbmm_.default", "aten.dot.default",
 })  # fmt: skip
 
-SCRIPTS: dict[str, Row] = {
+SCRIPTS: dict[str, ScriptOf] = {
     "aten._scaled_dot_product_flash_attention.default": _flash,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "flash_attn_2.forward.default": _package,

@@ -16,7 +16,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, Event, Tape
 from memfit.virtual.device.ledger import WARM_UP
 from memfit.virtual.jobs.models import class_of, config_of, largest_warm_up
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.repeated_blocks.unroll import NotPeriodic, in_order_of_birth, unroll
 
 Traced = tuple[Tape, dict[str, int]]  # and how often each unknown value was read

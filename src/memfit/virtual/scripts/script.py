@@ -23,21 +23,20 @@ from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual.imports import when_imported
 from memfit.virtual.libraries import flash_attn
 from memfit.virtual.observer import EnoughSteps
-from memfit.virtual.patching import environment, patched
+from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.repositories import Repositories, changes
-from memfit.virtual.virtual_gpu import Answers, told_by_environment, virtual_gpu
+from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptOutcome:
     """How a script's run ended, and what was taken for granted on the way.
 
     ending: after enough steps, by itself, or out of memory; then `where` is the script's line, `message` PyTorch's
@@ -104,7 +103,7 @@ def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, launcher: Path | None = None,
     launched: bool = False,
-) -> tuple[Tape, Outcome]:  # fmt: skip
+) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
@@ -123,17 +122,17 @@ def trace_script(
     )
     import torch._dynamo  # by the first optimizer that is made, which its frame would keep alive
 
-    before = told_by_environment()
+    before = alloc_conf_of_environment()
     with card_of as card, environment(told):
         observer = ScriptObserver(card, steps)
-        run = _Run(path, observer)
+        run = _ScriptRun(path, observer)
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
         if launcher:
             run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
         with run.prepared(list(args)):
             ending, error = run.attempt()
-            if (said := told_by_environment()) not in (alloc_conf, before):  # torch was there before the script
+            if (said := alloc_conf_of_environment()) not in (alloc_conf, before):  # torch was there before the script
                 run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {said}")
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
         if card.limit is not None:
@@ -146,7 +145,7 @@ def trace_script(
             run.unreached(ending)
         where, message = run.place(error), str(error) if error is not None else ""
         survived = len(card.ledger.refused) - (ending == "oom")
-        return tape, Outcome(
+        return tape, ScriptOutcome(
             ending,
             observer.done,
             where,
@@ -154,11 +153,11 @@ def trace_script(
             _printed(error),
             survived,
             tuple(run.assumed),
-            dict(card.answers.asked),
+            dict(card.answers.reads),
         )
 
 
-class _Run:
+class _ScriptRun:
     """One run of a script: its surroundings, its end, and what was assumed."""
 
     def __init__(self, path: Path, observer: ScriptObserver) -> None:
