@@ -68,14 +68,18 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
     default = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}.get(config["model_type"], ("q_proj", "v_proj"))
     nested = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     rank = int(tune.removeprefix("q").removeprefix("lora")) if method != "full" else 16
+    loads = {"to": "host", "pretrained": "checkpoint"}
     return Setup(
-        config=config, trainer={"torch": "torch", "trainer": "transformers", "sft": "trl"}[case["method"]], method=method,
-        dtype=case["weights"], autocast="bf16" if case["autocast"] else "", quantization=nested if method == "qlora" else {},
+        config=config, trainer={"torch": "torch", "trainer": "transformers", "sft": "trl"}[case["method"]],
+        method=method,
+        dtype=case["weights"], autocast="bf16" if case["autocast"] else "",
+        quantization=nested if method == "qlora" else {},
         prepare_kbit=case["kbit_prepare"], rank=rank, alpha=2 * rank, dropout=case["lora_dropout"],
         targets="all-linear" if targets == "all" else default, optimizer=case["optim"], checkpointing=case["ckpt"],
-        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"], clip=case["clip"],
+        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"],
+        clip=case["clip"],
         steps=case["steps"], evaluate=case["eval"], mask={"pad": "padded"}.get(case["mask"], case["mask"]),
-        load="checkpoint" if method == "qlora" else {"to": "host", "pretrained": "checkpoint"}.get(case["load"], case["load"]),
+        load="checkpoint" if method == "qlora" else loads.get(case["load"], case["load"]),
         labelled=case["label_frac"], holds_outputs=case["hold"] == "outputs", use_cache=case["use_cache"],
     )  # fmt: skip
 
@@ -91,7 +95,7 @@ def _card_of(case: dict[str, Any], record: dict[str, Any]) -> Any:
 
 
 def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[Any, dict[str, int]]:
-    """Run a job on a virtual card of its own, to its end or until it is out of memory; return its tape and its reads."""
+    """Run a job on a virtual card to its end or until it is out of memory; return its tape and its reads."""
     import torch
 
     from memfit.virtual.jobs import run

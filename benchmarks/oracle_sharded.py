@@ -29,9 +29,11 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
     full = case["tune"] == "full"
     rank = 16 if full else int(case["tune"].split("_")[0].removeprefix("lora"))
     return Setup(
-        config=config, trainer="torch", method="full" if full else "lora", dtype=case["weights"], rank=rank, alpha=2 * rank,
+        config=config, trainer="torch", method="full" if full else "lora", dtype=case["weights"], rank=rank,
+        alpha=2 * rank,
         autocast="bf16" if case["mixed"] else "", checkpointing="none" if case["ckpt"] == "none" else "nonreentrant",
-        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"], clip=case["clip"],
+        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"],
+        clip=case["clip"],
         steps=case["steps"], mask=case["mask"], load="meta", use_cache=False, world_size=case["world"],
         shard="parameters" if case["mode"] == "fsdp2" else "none", reshard=case["reshard"], sync_each=case["sync_each"],
         bucket_view=case["view"],

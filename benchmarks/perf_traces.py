@@ -66,7 +66,8 @@ def rows() -> list[Traced]:
     """What is timed."""
     trace = ("-m", "memfit", "trace")
     return [
-        Traced("`memfit trace`, Llama 2 7B, LoRA, TRL", (*trace, "llama-2-7b", "--gpu", "rtx-4090", *LORA), "8 s, 1,500 MB"),
+        Traced("`memfit trace`, Llama 2 7B, LoRA, TRL", (*trace, "llama-2-7b", "--gpu", "rtx-4090", *LORA),
+        "8 s, 1,500 MB"),
         Traced("`memfit trace`, Llama 3.1 70B, LoRA, TRL", (*trace, "llama-3.1-70b", "--gpu", "h200", *LORA), "12 s"),
         Traced("FSDP2, Llama 3.1 405B, full, 1,024 ranks", (TRACKERS, "fsdp"), "20 s"),
         Traced("MemTracker, Llama 2 7B, full", (TRACKERS, "memtracker-full"), ""),

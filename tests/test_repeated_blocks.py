@@ -1,4 +1,4 @@
-"""The tape that is unrolled from shallow models equals the tape of the whole model, event by event, or is not made at all."""
+"""A tape unrolled from shallow models equals the tape of the whole model, event by event, or is not made at all."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_head": 4, "n_layer": 7, "n_positions": 512},
     "gemma 3, every third, and a rest": {
-        **COMMON, "model_type": "gemma3_text", "num_hidden_layers": 14, "layer_types": (5 * SLIDING)[:14], "sliding_window": 64,
+        **COMMON, "model_type": "gemma3_text", "num_hidden_layers": 14, "layer_types": (5 * SLIDING)[:14],
+        "sliding_window": 64,
     },
     "gemma 3 with eyes": {
         "model_type": "gemma3",
-        "text_config": {**COMMON, "model_type": "gemma3_text", "num_hidden_layers": 12, "layer_types": 4 * SLIDING, "sliding_window": 64},
+        "text_config": {**COMMON, "model_type": "gemma3_text", "num_hidden_layers": 12, "layer_types": 4 * SLIDING,
+        "sliding_window": 64},
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
     },
     "qwen3 moe": {**COMMON, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4},
@@ -50,7 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16, "num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
     },
     "gemma 4, whose embeddings grow with the depth": {
-        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 28, "num_attention_heads": 5,
+        **COMMON, "model_type": "gemma4_text", "layer_types": 7 * ["full_attention"], "hidden_size_per_layer_input": 28,
+        "num_attention_heads": 5,
         "vocab_size_per_layer_input": 1000, "num_kv_shared_layers": 0, "sliding_window": 64,
     },
 }  # fmt: skip

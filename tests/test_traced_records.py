@@ -62,7 +62,7 @@ def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path)
 def test_the_benchmark_unrolls_two_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`python benchmarks/oracle.py --unrolled` on a full and a LoRA run: every phase, to the byte in the second step."""
+    """`python benchmarks/oracle.py --unrolled` on a full and a LoRA run: all phases, the second step to the byte."""
     for model in ("gpt2", "llama-3.2-1b"):
         (tmp_path / f"{model}.json").write_text(json.dumps(DATA["configs"][model]))
     records = Path(__file__).parent / "data" / "oracle"

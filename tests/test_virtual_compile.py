@@ -208,7 +208,7 @@ def test_what_cannot_be_compiled_runs_as_it_was_traced(monkeypatch: pytest.Monke
 
 
 def test_a_backward_pass_compiles_in_the_engines_thread_with_the_same_settings(tmp_path: Path) -> None:
-    """An optimizer in a hook of the backward pass, which compiles its step there: a cache would look for Triton's libraries."""
+    """An optimizer steps, compiled, in a hook of the backward pass, where a cache would look for Triton's libraries."""
     (tmp_path / "train.py").write_text(
         "import torch\n"
         "model = torch.nn.Linear(256, 256).cuda()\n"

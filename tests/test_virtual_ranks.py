@@ -1,4 +1,4 @@
-"""Several ranks on the virtual card: streams, storages that are resized, FSDP2 and DDP as recorded, accelerate's own road."""
+"""Several ranks on the virtual card: streams, resized storages, FSDP2 and DDP as recorded, accelerate's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace the measured cases on the virtual GPU and print where they differ: `python benchmarks/measure/compare.py [DIR]`."""
+"""Trace the measured cases and print where they differ: `python benchmarks/measure/compare.py [DIR]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one case and print its peaks by instant as JSON; on the real card, or on a virtual one that has the same facts."""
+"""Run one case, on the real card or on a virtual one like it, and print its peaks by instant as JSON."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ _MISSING = object()
 def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
     """Give `target` these attributes inside the block, and restore what it had afterwards.
 
-    A class gets back only what it had itself: inherited attributes are inherited again, and class methods bind to subclasses.
+    A class gets back only what it defined itself: inherited attributes are inherited again, and class methods bind to
+    subclasses.
     """
     before = {name: _own(target, name) for name in values}
     for name, value in values.items():

@@ -30,13 +30,14 @@ Tell = Callable[[str, float], None]
 
 
 def trace_recipe(
-    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False, full: bool = False,
+    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False,
+    full: bool = False,
 ) -> tuple[Tape, dict[str, int]]:  # fmt: skip
-    """Run the recipe's own trainer on a card like `gpu` without a limit; return its tape and the reads of unknown values.
+    """Run the recipe's own trainer on a card like `gpu` without a limit; return its tape and reads of unknown values.
 
-    config: the model's config.json. lean: this process traces nothing else, so libraries that the recipe does not use may be
-    hidden from those that it does. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch or the
-    trainer is not installed, Unsupported for a recipe that cannot be traced.
+    config: the model's config.json. lean: this process traces nothing else, so libraries that the recipe does not use
+    may be hidden from those that it does. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch
+    or the trainer is not installed, Unsupported for a recipe that cannot be traced.
     """
     check_trace()
     from memfit.virtual.jobs.recipe import setup_of
@@ -112,7 +113,8 @@ def _failures_explained(model_type: str) -> Iterator[None]:
 def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
     """Use one thread, which is enough for the few values that are computed, and hide bitsandbytes where it is not used.
 
-    PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process, which traces nothing else.
+    PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process,
+    which traces no other job.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Replacements for torch.cuda while a card is active: streams and events, missing C functions, and device properties."""
+"""Replacements in torch.cuda while a card is active: streams and events, missing C functions, device properties."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         return made
 
     def get_state(self) -> torch.Tensor:
-        """Return the state; for a card its seed and offset, 8 bytes each, which DTensor reads, and never a FakeTensor."""
+        """Return the state; a card's is its seed and offset, 8 bytes each, which DTensor reads, never a FakeTensor."""
         if self.made_for.type != "cuda":
             return super().get_state()
         with _disable_current_modes():
@@ -234,7 +234,7 @@ _clone_on_host = torch.UntypedStorage.clone
 
 
 def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """UntypedStorage.clone, which builds without CUDA have for the host only; copy.deepcopy of plain tensors calls it."""
+    """UntypedStorage.clone, which builds without CUDA have for the host only. copy.deepcopy of tensors calls it."""
     if self.device.type != "cuda":
         return _clone_on_host(self)
     return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
@@ -282,7 +282,8 @@ def answered(card: Card) -> Iterator[None]:
     functions = _functions(card)
     free = functions.pop("_memfit_free")
     cuda = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: 1,
         **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
         "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
         "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,

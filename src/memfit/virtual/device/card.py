@@ -136,7 +136,7 @@ class Card:
         return self.ledger.allocator
 
     def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
-        """Free storages that died since the last call; needed before every allocation and every look at the allocator."""
+        """Free storages that died since the last call; call it before allocating and before reading the allocator."""
         if self.storages.deaths:
             for number in arranged(self.storages.dead()):
                 self._free(number)
@@ -161,7 +161,7 @@ def _format_size(size: int) -> str:
 
 
 def out_of_memory_text(error: OutOfMemory, context: int) -> str:
-    """Return the message of torch.OutOfMemoryError since PyTorch 2.11; `context` bytes of the card are not PyTorch's."""
+    """Return the message of torch.OutOfMemoryError since PyTorch 2.11; the `context` bytes are not PyTorch's."""
     size = _format_size
     limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
     process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "

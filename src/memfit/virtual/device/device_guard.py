@@ -5,13 +5,13 @@ C++ objects: the guard is registered through ctypes, then replaced by PyTorch's 
 a copy of its own virtual function table with a few entries replaced. Slot numbers are read from the headers that
 ship in the wheel. Itanium C++ ABI only.
 
-Autograd's engine makes its threads at its first backward, one per device there is; a card that comes later gets none. Then
-the backward of the virtual card runs in the calling thread, as PyTorch itself offers. All that changes is which thread a
-kernel finds itself in, and cuBLAS takes its workspace once per thread: so a backward counts as a thread of its own.
+Autograd's engine makes its threads at its first backward, one per existing device; a later card gets none. Then the
+backward of the virtual card runs in the calling thread, which PyTorch supports. All that changes is the thread in which
+a kernel is launched, and cuBLAS takes its workspace once per thread: so a backward counts as a thread of its own.
 
-A thread of the engine lets go of a backward's state after that backward has returned, and needs the interpreter for it, as
-the state holds a copy of the caller's context variables. Where the process ends meanwhile, Python before 3.14 ends the thread
-inside a destructor, which aborts the process (SIGABRT, exit code 134). So a card closes when the thread has let go.
+A thread of the engine releases a backward's state after that backward has returned, and needs the interpreter for it,
+as the state holds a copy of the caller's context variables. If the process ends meanwhile, Python before 3.14 ends the
+thread inside a destructor, which aborts the process (SIGABRT, exit code 134). So closing a card waits for the thread.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _let_go() -> None:
 
 
 def _backward() -> Callable[[], object]:
-    """Run the smallest backward on the card; return a function that gives None once its thread has released its state."""
+    """Run the smallest backward on the card; return a function that gives None once its state is released."""
     states: list[Callable[[], object]] = [lambda: None]
 
     def note(grad: torch.Tensor) -> None:

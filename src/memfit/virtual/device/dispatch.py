@@ -132,7 +132,7 @@ OWN_KERNELS = {
     "equal": _equal,
     "record_stream": _ignore,
     "is_pinned": _false,
-    "_nested_tensor_from_mask_left_aligned": _false,  # so TransformerEncoder keeps its padded path, which needs more memory
+    "_nested_tensor_from_mask_left_aligned": _false,  # TransformerEncoder then keeps its padded, larger path
     **{f"_use_{library}_ctc_loss{kind}": _false for library in ("cudnn", "miopen") for kind in ("", ".Tensor")},
 }
 
@@ -387,6 +387,7 @@ def _know_written(
 
 
 _OVERWRITES = frozenset({
-    "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_",
+    "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
+    "aten::exponential_",
 })  # fmt: skip
 _HANDLERS: dict[Any, Handler] = {}

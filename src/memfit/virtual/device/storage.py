@@ -1,9 +1,9 @@
 """Plain CUDA tensors whose storage is an address and a size, and a queue of the storages that died.
 
-Tensors are made through DLPack, whose deleter C++ calls when a storage dies. That may happen while a Python exception is on
-its way (checkpointing stops its recomputation with one), and a callback into Python would lose the exception. So the deleter
-is thirty bytes of machine code that append its argument to a ring, which Python empties before it looks at the card. Linux on
-x86-64 only.
+Tensors are made through DLPack, whose deleter C++ calls when a storage dies. That may happen while a Python exception
+propagates (checkpointing stops its recomputation with one), and a callback into Python would lose the exception. So the
+deleter is thirty bytes of machine code that append its argument to a ring, which Python empties before it looks at the
+card. Linux on x86-64 only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CODE = (
 
 
 class Deaths:
-    """A ring of dead storages. `function` is the address of `void f(void* dead)`; iteration yields the newly dead in order."""
+    """A ring of dead storages, yielded in order. `function` is the address of its `void f(void* dead)`."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -160,7 +160,7 @@ class Storages:
         raise LookupError(f"no storage of the card at {address:#x}")
 
     def _layout(self) -> tuple[int, int]:
-        """Return the offsets of pointer and size in a c10::StorageImpl, found by making one with recognisable values there."""
+        """Return the offsets of pointer and size in a c10::StorageImpl, found by recognisable values in a new one."""
         if self._offsets is None:
             address, size = 0x5A5A_5A5A_5A00, 0x1234_567
             probe = self.tensor(-1, address, (size,), (1,), torch.uint8).untyped_storage()

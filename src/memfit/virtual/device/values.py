@@ -46,7 +46,7 @@ def base(t: Tensor) -> int:
 
 
 class Values:
-    """Known contents of storages, each kept in a host storage of the same layout, so that views and writes are followed.
+    """Known contents of storages, each in a host storage of the same layout, so that views and writes are followed.
 
     size_at: the bytes of the storage at an address.
     """
@@ -70,7 +70,7 @@ class Values:
         return base(t) in self._sound
 
     def of(self, t: Tensor) -> Tensor | None:
-        """Return a card tensor's contents as a host tensor that shares memory with those of its views; None if unknown."""
+        """Return a tensor's contents as a host tensor that shares memory with its views' contents; None if unknown."""
         if not t.is_cuda:
             return t
         storage = self._known.get(base(t))
@@ -168,8 +168,8 @@ class Answers:
 
     number: what `.item()` and copies to the host give for floating point (a loss, a norm); truth: for booleans.
     balanced: unknown indices (of a router, say) go round all their possible values; otherwise all are 0.
-    late_watchdog: NCCL's watchdog thread, which holds the result of an all-reduce of gradients until it next looks (every
-    100 ms), does so only once the next backward pass reduces; otherwise at once. Recorded runs show both.
+    late_watchdog: NCCL's watchdog thread holds the result of an all-reduce of gradients until it next polls (every
+    100 ms): once the next backward pass reduces, or else at once. Recorded runs show both.
     """
 
     number: float = 1.0

@@ -100,7 +100,7 @@ def distributed(setup: Setup, model: Any) -> Any:
 
 
 def gradient_sync(setup: Setup, model: Any, last: bool) -> AbstractContextManager[Any]:
-    """Return the context of one micro-batch: gradients are reduced with the last of a step, or each time if so set up."""
+    """Return the context of a micro-batch: gradients are reduced with a step's last one, or each time if so set up."""
     quiet = not last and not setup.sync_each
     if setup.world_size > 1 and setup.shard == "parameters":
         model.set_requires_gradient_sync(not quiet)
@@ -110,7 +110,7 @@ def gradient_sync(setup: Setup, model: Any, last: bool) -> AbstractContextManage
 
 
 def _shard(setup: Setup, model: Any) -> None:
-    """Shard as accelerate's fsdp2_prepare_model: blocks, the embedding, and the last norm with the head, each a group."""
+    """Shard as accelerate's fsdp2_prepare_model: each block, the embedding, and the last norm with the head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

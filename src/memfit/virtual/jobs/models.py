@@ -1,4 +1,4 @@
-"""Models on the virtual card, from a config or a checkpoint file without data, with their adapters, optimizer and batch."""
+"""Models on the virtual card, from a config or a checkpoint without data, with adapters, optimizer and batch."""
 
 from __future__ import annotations
 

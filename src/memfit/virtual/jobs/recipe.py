@@ -92,14 +92,20 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     return Setup(
         config=config, trainer=name, method=recipe.method, dtype="fp16" if half else _DTYPES[numbers.weights],
         autocast="" if name == "torch" and not recipe.precision.endswith("mixed") else mixed,
-        quantization=_quantization(recipe, numbers), prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
-        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
-        optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
-        attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
+        quantization=_quantization(recipe, numbers),
+        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
+        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
+        widen=_scales_bf16(recipe),
+        optimizer=_optimizer(recipe, name),
+        checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
+        attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
+        sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
+        evaluate=True, save=name != "torch",
+        mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
-        shard="parameters" if kind == "fsdp" else "none", deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
+        shard="parameters" if kind == "fsdp" else "none",
+        deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
         arguments=_arguments(recipe, name),
     )  # fmt: skip
 
@@ -113,10 +119,14 @@ def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
         (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
-        (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
-        (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
-        (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),
-        (plain and recipe.checkpointing == "selective", "--checkpointing selective: transformers.Trainer has none", "--checkpointing full, or --trainer trl"),
+        (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack",
+        "--trainer trl, or --padding longest"),
+        (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none",
+        "--loss fused (Liger), or --trainer trl"),
+        (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop",
+        "--loss full, or --trainer trl"),
+        (plain and recipe.checkpointing == "selective", "--checkpointing selective: transformers.Trainer has none",
+        "--checkpointing full, or --trainer trl"),
     )  # fmt: skip
 
 
@@ -147,7 +157,7 @@ def installed_version(package: str) -> str:
 
 
 def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "host"]:
-    """Return where the model is first: a loop that shards builds on meta, the Trainers on the host, ZeRO-3 reads a file."""
+    """Return where the model is first: on meta in a loop that shards, on the host in Trainers, in a file for ZeRO-3."""
     if recipe.quantization != "none":
         return "checkpoint"
     if recipe.zero and launch.zero_stage(recipe) == 3:

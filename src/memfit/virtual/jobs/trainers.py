@@ -122,7 +122,8 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
     words: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": setup.micro_batch,
         "per_device_eval_batch_size": setup.micro_batch, "max_steps": setup.steps,
-        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
+        "gradient_accumulation_steps": setup.accumulation, "report_to": [],
+        "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
         "logging_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, "max_grad_norm": setup.clip,
         "bf16": setup.autocast == "bf16", "fp16": setup.autocast == "fp16",
         "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",

@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
     """Refuse decoding, which no training does."""
     raise Unsupported(
-        "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not stand in for",
+        "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not replace",
         hint="trace the training step alone, or generate with attn_implementation='sdpa'",
     )
 
@@ -220,7 +220,7 @@ class _Distribution(importlib.metadata.Distribution):
         return _ABOUT.get(filename)
 
     def locate_file(self, path: Any) -> Path:
-        """Refuse: the package has no files."""
+        """Return the path as it is: the package has no files."""
         return Path(path)
 
 

@@ -1,7 +1,8 @@
-"""torch.compile on a card without data: Inductor fuses and plans its buffers as on a real one; the kernels it writes launch nothing.
+"""torch.compile on a card without data: Inductor fuses and plans buffers as on a real one; its kernels launch nothing.
 
-What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), by the partitioner that says
-what the backward pass keeps, and by ATen's kernels for products. All of that is PyTorch's own and runs here; only Triton does not.
+What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), by the partitioner
+that chooses what backward keeps, and by ATen's kernels for products. All of that is PyTorch's own and runs here; only
+Triton does not.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
 
 # cached graphs may come from a real card; autotuning and CUDA graphs need one
 SETTINGS: dict[str, Any] = {
-    "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False, "max_autotune_gemm": False,
-    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False, "triton.multi_kernel": 0,
+    "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
+    "triton.multi_kernel": 0,
 }  # fmt: skip
-PLANNED = f"torch.compile: buffers as Inductor of PyTorch {torch.__version__.partition('+')[0]} plans them, which others plan otherwise"
+_VERSION = torch.__version__.partition("+")[0]
+PLANNED = f"torch.compile: buffers as Inductor of PyTorch {_VERSION} plans them, which others plan otherwise"
 LEFT_OUT = {  # options of torch.compile's modes -> what is assumed instead
     "max_autotune": "torch.compile: products as without autotuning, which needs a card",
     "triton.cudagraphs": "torch.compile: without CUDA graphs, whose pools keep what one replay needs",

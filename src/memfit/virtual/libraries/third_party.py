@@ -1,4 +1,4 @@
-"""bitsandbytes, DeepSpeed and Liger on the card: kernels that compute nothing, and process-wide state that ends with the card."""
+"""bitsandbytes, DeepSpeed and Liger on the card: kernels that compute nothing, and global state that is reset."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def installed() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Clear what bitsandbytes keeps until the process ends: parameters with 32-bit states, by id(), and maps on the card."""
+    """Clear what bitsandbytes keeps for ever: parameters with 32-bit states, by id(), and maps on the card."""
     if "bitsandbytes.optim" in sys.modules:
         sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
         sys.modules["bitsandbytes.functional"].name2qmap.clear()

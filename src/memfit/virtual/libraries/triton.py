@@ -104,7 +104,8 @@ def _around(*_: Any, **__: Any) -> Callable[[Any], Any]:
 
 
 _REAL: dict[str, Any] = {
-    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION, "Config": Config,
+    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION,
+    "Config": Config,
     "cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }  # fmt: skip
 

@@ -30,8 +30,8 @@ from memfit.virtual.process.host import room
 CPU = torch.device("cpu")
 _REAL = torch.load  # PyTorch's own, also where cards are nested
 _FEWER = (
-    "Attempting to deserialize object on CUDA device {} but torch.cuda.device_count() is {}. Please use torch.load with "
-    "map_location to map your storages to an existing device."
+    "Attempting to deserialize object on CUDA device {} but torch.cuda.device_count() is {}. Please use torch.load "
+    "with map_location to map your storages to an existing device."
 )
 
 
@@ -61,7 +61,7 @@ class StorageHandle:
 
 
 def device_of(map_location: Any, storage: Any, location: str) -> torch.device:
-    """Return the device of a storage saved from `location` ("cuda:0"). Raises RuntimeError for a card that does not exist."""
+    """Return the device of a storage saved from `location` ("cuda:0"). Raises RuntimeError for a missing card."""
     if callable(map_location):
         placed_storage = map_location(StorageHandle(storage), location)
         wanted = torch.device(location if placed_storage is None else placed_storage.device)
@@ -170,7 +170,7 @@ def _within(path: str, place: str) -> bool:
 def _real(path: Any) -> str | None:
     try:
         text = os.fsdecode(path)
-        return os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))  # noqa: PTH118, PTH119, PTH120
+        return os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))  # noqa: PTH118,PTH119,PTH120
     except TypeError:
         return None  # a file descriptor
 
@@ -201,7 +201,7 @@ def guarded(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A saved tensor without its data, and its device. `part`: (offset, size, stride) in `hollow`, which others may share."""
+    """A saved tensor without data, and its device. `part`: (offset, size, stride) in a shared `hollow`."""
 
     hollow: Tensor
     location: str
@@ -242,7 +242,7 @@ class Saves:
 
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
-    """Return the record of a saved leaf. `storages`: a host copy per storage, with the storage to keep its address unique."""
+    """Return the record of a saved leaf. `storages`: per storage itself, kept so that its address is unique, a copy."""
     if not isinstance(x, Tensor):
         return x
     location = "cpu" if x.device.type == "cpu" else str(x.device)
@@ -255,7 +255,7 @@ def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
 
 
 def _hollow(x: Tensor) -> Tensor:
-    """Return a host stand-in of a tensor subclass, made of stand-ins of the tensors it wraps (quantised states, say)."""
+    """Return a host stand-in of a tensor subclass, made of stand-ins of what it wraps (quantised states, say)."""
     if hasattr(x, "__tensor_flatten__") and not hasattr(x, "device_mesh"):
         names, context = x.__tensor_flatten__()
         held = {name: _hollow(getattr(x, name)) for name in names}
@@ -264,7 +264,7 @@ def _hollow(x: Tensor) -> Tensor:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a tensor of equal size on the host; small host tensors keep their values (a random generator's state, say)."""
+    """Return a host tensor of equal size; small ones from the host keep values (a random generator's state, say)."""
     return x.clone() if x.device.type == "cpu" and x.numel() <= LARGEST else room(x.shape, x.dtype)
 
 

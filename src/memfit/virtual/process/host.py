@@ -26,7 +26,8 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap lacks
 _CAT = torch.library.get_kernel(operator("cat"), "CPU")
 LARGE = 1 << 20  # bytes from which a floating-point tensor is not written
 _WRITERS = (
-    "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_", "clamp_",
+    "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_",
+    "clamp_",
     "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
 

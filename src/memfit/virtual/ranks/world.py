@@ -85,7 +85,7 @@ def _builtin_hook(reducer: Any, kind: Any) -> None:
 
 @contextmanager
 def _ddp_buffers_labelled() -> Iterator[None]:
-    """Label what DDP's C++ code allocates: broadcasts, buckets of gradients, and the bucket sizes that the ranks exchange."""
+    """Label what DDP's C++ code allocates: broadcasts, buckets of gradients, bucket sizes that the ranks exchange."""
 
     def labelled(real: Any, label: Callable[[list[str], tuple[Any, ...]], list[str]]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -117,7 +117,8 @@ def _ddp_buffers_labelled() -> Iterator[None]:
 def _quick_propagation() -> dict[str, Any]:
     """Return a faster check of DTensor, which scans all tensors of a list once for each of them, where once is enough.
 
-    With the thousand parameters of a deep model the scan takes half of the time. Empty where PyTorch has no such function.
+    With the thousand parameters of a deep model the scans take half of the time. Empty where PyTorch has no such
+    function.
     """
     real = getattr(_sharding_prop, "_propagate_use_strided_shard_flag", None)
     if real is None:

@@ -21,7 +21,7 @@ from memfit.virtual.repeated_blocks.unroll import NotPeriodic, in_order_of_birth
 
 Traced = tuple[Tape, dict[str, int]]  # and how often each unknown value was read
 PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture of experts
-# Of the layers: where the shallow models have more of them together (Gemma 3: 36 of 62), tracing the whole takes less time.
+# Of the layers: if the shallow models have more in all (Gemma 3: 36 of 62), tracing the whole takes less time.
 WORTH = 1 / 2
 _DEPTH = "num_hidden_layers"
 _POSITIONS = ("idx", "index", "layer_id")  # endings of attributes that only say which layer this is
@@ -81,7 +81,7 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced 
 
 
 def _line(counts: list[int], periods: int) -> int:
-    """Return the count so many periods above the second of three depths. Raises NotPeriodic where they lie on no line."""
+    """Return the count so many periods above the second of three depths. Raises NotPeriodic off a straight line."""
     least, shallow, deep = counts
     if deep - shallow != shallow - least:
         raise NotPeriodic("a value is read more often than once per block")

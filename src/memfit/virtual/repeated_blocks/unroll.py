@@ -112,7 +112,7 @@ Kinds = dict[tuple[Look, int, int], _Kind]  # by look, bytes, and which of the t
 
 
 def _splitter(blocks: str) -> Split:
-    """Return a function that splits a label into what is before its layer, after it (None: it has none), and the layer."""
+    """Return a function that splits a label: before its layer, after it (None: it names no layer), and the layer."""
     pattern = re.compile(rf"(?<!\w){re.escape(blocks)}\.(\d+)(?!\w)")
 
     @cache
