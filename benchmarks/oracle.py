@@ -1,7 +1,7 @@
 """The virtual GPU against recorded runs of PyTorch's CUDA build, phase by phase: `python benchmarks/oracle.py [DIR]`.
 
-DIR holds records (`*.json`, as ../shared/data/oracle_runs). Prints a row for every record and phase that is out of
-bounds, and a summary; exits 1 if there is one.
+DIR holds records (`*.json`, as ../shared/data/oracle_runs). Prints a line for every record and phase that is out of
+bounds, and a summary; exits with 1 if any is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DEFAULT = HERE.parent.parent / "shared" / "data" / "oracle_runs"
 MODELS = HERE.parent.parent / "shared" / "data" / "models"
-SUMMARY = HERE / "published" / "oracle.json"  # what the accuracy page says of it
+SUMMARY = HERE / "published" / "oracle.json"  # read by the accuracy page
 LEVELS = ("requested", "allocated", "reserved")
 BOUNDS = {"requested": 0.001, "allocated": 0.005, "reserved": 0.02}
 CARDS = {80: "a100-80gb", 86: "rtx-3090", 89: "rtx-4090", 90: "h100", 100: "b200", 120: "rtx-5090"}
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def phase_of(label: str) -> str:
-    """A record's label -> a phase that both sides can tell: load, s1.m1.forward, s1.m1.backward, s1.optimizer ..."""
+    """Map a record's label to a phase that both sides have: load, s1.m1.forward, s1.m1.backward, s1.optimizer ..."""
     if "." not in label:
         return {"eval": "eval", "train_end": "end"}.get(label, "load")
     step, *rest = label.split(".")
@@ -85,7 +85,7 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
 
 
 def _card_of(case: dict[str, Any], record: dict[str, Any]) -> Any:
-    """The recorded card: all of its memory is at the allocator's disposal."""
+    """Return the recorded card, all of whose memory the allocator may take."""
     from memfit.catalogue.cards import find_gpu
 
     memory = int(case["total_gib"] * 2**30)
@@ -113,7 +113,7 @@ def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[A
 
 
 def traced(record: dict[str, Any], models: Path, unroll: bool = False) -> Outcome | None:
-    """The record's job on the virtual GPU. unroll: from shallow models; None where blocks do not repeat."""
+    """Trace a record's job. unroll: from shallow models; None where blocks do not repeat."""
     from memfit.nouns.alloc_settings import parse_alloc_conf
 
     case = record["case"]
@@ -135,7 +135,7 @@ def traced(record: dict[str, Any], models: Path, unroll: bool = False) -> Outcom
 
 
 def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None]:
-    """A tape's peaks by phase in the manner of `phase_of`, and the phase it ran out of memory in."""
+    """Return a tape's peaks by the phases of `phase_of`, and the phase it ran out of memory in."""
     from memfit.allocator.replay import replay
 
     timeline = replay(tape.events, capacity=capacity, settings=settings)
@@ -149,7 +149,7 @@ def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None
 
 
 def _names(events: Any) -> dict[int, str]:
-    """Position of every mark on a tape -> its name in the manner of `phase_of`."""
+    """Return the phase, as `phase_of` names it, of every mark on a tape, by position."""
     from memfit.nouns.tape import Mark
 
     names, step, micro, stepped = {}, 1, 0, False
@@ -171,7 +171,7 @@ def _names(events: Any) -> dict[int, str]:
 
 
 def compare(real: Outcome, ours: Outcome) -> list[tuple[str, str, int, int]]:
-    """(phase, level, real, ours) of what is out of bounds."""
+    """Return (phase, level, real, ours) of what is out of bounds."""
     wrong = []
     for phase, peaks in real.peaks.items():
         if phase in ("end",) or phase.endswith("between") or phase not in ours.peaks:
@@ -189,7 +189,9 @@ def main() -> int:
         "--models", type=Path, default=MODELS, help="folder of config.json files named after the models"
     )
     parser.add_argument("--only", default="", help="records whose name contains this")
-    parser.add_argument("--unrolled", action="store_true", help="compare tapes of shallow models, unrolled, instead")
+    parser.add_argument(
+        "--unrolled", action="store_true", help="unroll tapes of shallow models instead of tracing whole ones"
+    )
     parser.add_argument("--write", action="store_true", help="keep the summary for docs/accuracy.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -206,7 +208,7 @@ def main() -> int:
         real = recorded(record)
         try:
             ours = traced(record, options.models, options.unrolled)
-        except Exception as error:  # a record that cannot be traced is a failure of ours, named and counted
+        except Exception as error:  # a record that cannot be traced counts as a failure
             print(f"{record['id']}: {type(error).__name__}: {str(error)[:200]}")
             continue
         if ours is None:

@@ -23,7 +23,7 @@ TRIES = 6  # finalists that are traced; as many as the search replays by formula
 
 
 def wanted(flags: dict[str, Any]) -> bool:
-    """Return whether to confirm: with --trace, or at a terminal with the training libraries unless --no-trace is given."""
+    """Return whether to confirm: with --trace, or at a terminal with the training libraries and no --no-trace."""
     if flags["trace"] and flags["no_trace"]:
         raise BadInput("--trace and --no-trace contradict each other", hint="leave one of them out")
     return bool(flags["trace"]) or (

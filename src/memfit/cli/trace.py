@@ -106,7 +106,7 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
 def traced(
     recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True, full: bool = False
 ) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
-    """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card of the question.
+    """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card in question.
 
     lean: no other recipe is traced in this process. full: trace every block, also those that repeat.
     """

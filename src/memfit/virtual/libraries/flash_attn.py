@@ -31,8 +31,8 @@ _SCHEMAS = (
     "forward(Tensor q, Tensor k, Tensor v, float dropout) -> (Tensor, Tensor, Tensor)",
     "varlen_forward(Tensor q, Tensor k, Tensor v, Tensor starts, float dropout) -> (Tensor, Tensor, Tensor)",
     "backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, bool deterministic) -> ()",
-    "varlen_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, Tensor starts, bool deterministic)"
-    " -> ()",
+    "varlen_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, Tensor starts, "
+    "bool deterministic) -> ()",
 )
 
 

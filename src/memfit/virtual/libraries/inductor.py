@@ -1,6 +1,6 @@
 """torch.compile on a card without data: Inductor fuses and plans buffers as on a real one; its kernels launch nothing.
 
-What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), by the partitioner
+What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), the partitioner
 that chooses what backward keeps, and by ATen's kernels for products. All of that is PyTorch's own and runs here; only
 Triton does not.
 """

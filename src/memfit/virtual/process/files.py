@@ -170,7 +170,8 @@ def _within(path: str, place: str) -> bool:
 def _real(path: Any) -> str | None:
     try:
         text = os.fsdecode(path)
-        return os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))  # noqa: PTH118,PTH119,PTH120
+        folder, name = os.path.split(text)
+        return os.path.join(os.path.realpath(folder), name)  # noqa: PTH118
     except TypeError:
         return None  # a file descriptor
 

@@ -181,7 +181,7 @@ class ScriptObserver(Observer):
         return (o for o in few if any(p.is_cuda and id(p) not in shared for p in _weights(o)))
 
     def exhausted(self, loader: Any) -> bool:
-        """Return whether enough was trained from a loader or its kind; the loader of a later stage has its own steps."""
+        """Return whether enough was trained from a loader or its kind; a loader of a later stage has its own steps."""
         if not self.over:
             return False
         return self._beyond(SPENT) or self.trained.get(loader, 0) >= self.enough or self._kinds[_kind(loader)] >= ALIKE
