@@ -50,19 +50,18 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 Change = Callable[[ModuleType], AbstractContextManager[Any]]
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as Python does, and changes those of the table after they were executed."""
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finds modules as Python does, and changes a module after its execution if `change_of` its name is not None."""
 
-    def __init__(self, changes: Mapping[str, Change], stack: ExitStack) -> None:
-        self._changes, self._stack = changes, stack
+    def __init__(self, change_of: Callable[[str], Change | None], stack: ExitStack) -> None:
+        self._change_of, self._stack = change_of, stack
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name not in self._changes:
+        change = self._change_of(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if change else None
+        if change is None or spec is None or spec.loader is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        execute, change, stack = spec.loader.exec_module, self._changes[name], self._stack
+        execute, stack = spec.loader.exec_module, self._stack
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
@@ -89,5 +88,6 @@ def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
         for name, change in changes.items():
             if sys.modules.get(name) is not None:
                 stack.enter_context(change(sys.modules[name]))
-        with finding(_Finder({n: c for n, c in changes.items() if sys.modules.get(n) is None}, stack)):
+        later = {name: change for name, change in changes.items() if sys.modules.get(name) is None}
+        with finding(ImportHook(later.get, stack)):
             yield

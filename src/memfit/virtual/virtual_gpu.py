@@ -46,20 +46,20 @@ def virtual_gpu(
     device_guard.install()
     alloc_conf = alloc_conf_of_environment() if alloc_conf is None else alloc_conf
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    facts = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if isinstance(gpu, str) and size is not None and size >= 0:
-        noun = replace(noun, total_bytes=size + noun.context_bytes)
-    limit = noun.usable_bytes() if size == -1 else size
-    card = Card(noun, limit, alloc_conf, answers)
+        facts = replace(facts, total_bytes=size + facts.context_bytes)
+    limit = facts.usable_bytes() if size == -1 else size
+    card = Card(facts, limit, alloc_conf, answers)
     layers = (
-        device_guard.ready(lambda: _active(Card(noun, None, ""))),
+        device_guard.backward_ready(lambda: _active(Card(facts, None, ""))),
         _active(card),
-        third_party.installed(),
-        files.placed(),
+        third_party.bitsandbytes_on_card(),
+        files.load_to_card(),
         triton.launches_nothing(),
-        third_party.undone(),
-        inductor.planned(card),
-        third_party.hosted(),
+        third_party.liger_undone(),
+        inductor.compiling(card),
+        third_party.deepspeed_on_card(),
         _world(world_size) if launched or world_size > 1 else nullcontext(),
     )
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def virtual_gpu(
 @contextmanager
 def _active(card: Card) -> Iterator[None]:
     """Make `cuda` this card."""
-    with api.answered(card):
+    with api.torch_cuda_of(card):
         dispatch.activate(card)
         try:
             yield

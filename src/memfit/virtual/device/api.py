@@ -277,7 +277,7 @@ def _clear_autocast_cache(card: Card) -> Callable[[], None]:
 
 
 @contextmanager
-def answered(card: Card) -> Iterator[None]:
+def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
     functions = _functions(card)
     free = functions.pop("_memfit_free")

@@ -42,7 +42,7 @@ class Card:
         self.threads = threads_per_multiprocessor(self.capability)
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> results of all-reduces that NCCL's watchdog thread still holds
-        self.unseen: dict[int, list[Tensor]] = {}
+        self.held_by_watchdog: dict[int, list[Tensor]] = {}
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     @property

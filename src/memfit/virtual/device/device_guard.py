@@ -115,7 +115,7 @@ _PATIENCE = 10.0  # seconds to wait for a thread; far more than a busy machine w
 
 
 @contextmanager
-def ready(scratch: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def backward_ready(scratch: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Make backward on the card find a thread. `scratch` opens a card for a trial the first time."""
     if not _LATE:
         with scratch():

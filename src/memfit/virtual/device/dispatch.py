@@ -353,7 +353,7 @@ def _in_place(name: str, schema: Any) -> Handler:
 
 def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Compute the result on the host as well when all inputs are known there."""
-    card.answers.vouch(card.values, op, args, out)
+    card.answers.mark_finite_tests(card.values, op, args, out)
     made = [t for t in tensors(out) if keeps(t)]
     if not made:
         return
@@ -370,7 +370,7 @@ def _know_written(
 ) -> None:
     """Write to the known contents of `written` as well, or forget them. fresh: what they held before is not read."""
     if fresh and written and written[0].is_cuda:
-        card.answers.vouch(card.values, op, args, written)
+        card.answers.mark_finite_tests(card.values, op, args, written)
     if not written or not written[0].is_cuda or not any(keeps(t) for t in written):
         return
     if all(keeps(t) for t in tensors(args)):

@@ -54,20 +54,20 @@ class Values:
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
-        self._sound: set[int] = set()  # storages of booleans that are true if all numbers are finite
+        self._finite_tests: set[int] = set()  # storages of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
         """Drop what is known of the storage at `address`, which died."""
         self._known.pop(address, None)
-        self._sound.discard(address)
+        self._finite_tests.discard(address)
 
-    def vouch(self, made: Iterable[Tensor]) -> None:
-        """Take these booleans as true: they test that numbers are finite. They may be too many to be kept."""
-        self._sound.update(base(t) for t in made)
+    def mark_finite_test(self, made: Iterable[Tensor]) -> None:
+        """Remember that these booleans, which may be too many to be kept, test for finite numbers: all are true."""
+        self._finite_tests.update(base(t) for t in made)
 
-    def sound(self, t: Tensor) -> bool:
-        """Return whether these booleans were vouched for."""
-        return base(t) in self._sound
+    def is_finite_test(self, t: Tensor) -> bool:
+        """Return whether these booleans test for finite numbers."""
+        return base(t) in self._finite_tests
 
     def of(self, t: Tensor) -> Tensor | None:
         """Return a tensor's contents as a host tensor that shares memory with its views' contents; None if unknown."""
@@ -207,11 +207,11 @@ class Answers:
             out.fill_(self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0)
         return out
 
-    def vouch(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:
+    def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:
         """Remember booleans that test for finite numbers: those of which `isfinite` is composed."""
         name = op._schema.name.removeprefix("aten::")
-        if name in _JUDGES and _sound(values, name, args) is True:
-            values.vouch(t for t in tensors(out) if t.dtype == torch.bool)
+        if name in _JUDGES and _finite_test(values, name, args) is True:
+            values.mark_finite_test(t for t in tensors(out) if t.dtype == torch.bool)
 
     def nonzero(self, mask: Tensor) -> Tensor:
         """Return the indices of all elements: each counts as true."""
@@ -232,10 +232,10 @@ class Answers:
     def fill(self, values: Values, op: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
         """Give defaults to outputs that are indices or that test for finite numbers; others stay unknown."""
         name = op._schema.name.removeprefix("aten::")
-        sound = _sound(values, name, args)
-        if sound is not None:
+        result = _finite_test(values, name, args)
+        if result is not None:
             for t in made:
-                values.set(t, torch.full((), sound, device="cpu").expand(t.shape))
+                values.set(t, torch.full((), result, device="cpu").expand(t.shape))
         if name not in _INDICES:
             return
         for t in made:
@@ -252,12 +252,12 @@ class Answers:
         self.reads[what] = self.reads.get(what, 0) + 1
 
 
-def _sound(values: Values, name: str, args: tuple[Any, ...]) -> bool | None:
+def _finite_test(values: Values, name: str, args: tuple[Any, ...]) -> bool | None:
     """Return what a test yields if all numbers are finite: `x == x`, `abs(x) != inf`, their conjunction; else None."""
     if name in ("isnan", "isinf"):
         return False
     if name in _JOINED:
-        return all(isinstance(x, Tensor) and values.sound(x) for x in args[:2]) or None
+        return all(isinstance(x, Tensor) and values.is_finite_test(x) for x in args[:2]) or None
     if name not in ("eq", "ne") or len(args) < 2:
         return None
     one, other = args[:2]

@@ -217,7 +217,7 @@ def _forget() -> None:
 
 
 @contextmanager
-def planned(card: Card) -> Iterator[None]:
+def compiling(card: Card) -> Iterator[None]:
     """Make torch.compile run on the card for the length of the block."""
     changes: dict[str, Change] = {
         "torch._inductor.config": _forced(SETTINGS),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.patching import Change, finding, patched, when_imported
+from memfit.virtual.patching import Change, ImportHook, finding, patched, when_imported
 
 # --- bitsandbytes ---
 
@@ -82,7 +82,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def bitsandbytes_on_card() -> Iterator[None]:
     """Make libraries run on the card, those already imported and those imported later."""
     for name, prepare in LIBRARIES.items():
         if sys.modules.get(name) is not None and name not in _DONE:
@@ -123,7 +123,7 @@ def _computing_nothing(module: ModuleType) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def hosted() -> Iterator[None]:
+def deepspeed_on_card() -> Iterator[None]:
     """Make DeepSpeed find the active card and no earlier one."""
     changes = {name: _forgetting(names) for name, names in _REMEMBERED.items()}
     with when_imported(changes | {"deepspeed.ops.op_builder.builder": _computing_nothing}):
@@ -138,47 +138,34 @@ _SHARED = ("torch.nn", "torch.nn.functional")  # Liger replaces LayerNorm and cr
 Namespace = ModuleType | type
 
 
-class _ModelFinder(importlib.abc.MetaPathFinder):
-    """Finds models' modules as Python does, and remembers the names of each as soon as it has been executed."""
-
-    def __init__(self, remember: Callable[[ModuleType], None]) -> None:
-        self._remember = remember
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name.startswith(_MODELS) else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._remember(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 @contextmanager
-def undone() -> Iterator[None]:
+def liger_undone() -> Iterator[None]:
     """Undo, when the card closes, what Liger replaced in PyTorch and transformers."""
-    with when_imported({f"{LIBRARY}.transformers.monkey_patch": _remembering}):
+    with when_imported({f"{LIBRARY}.transformers.monkey_patch": _all_restored}):
         yield
 
 
 @contextmanager
-def _remembering(_: ModuleType) -> Iterator[None]:
+def _all_restored(_: ModuleType) -> Iterator[None]:
+    """Restore all modules that Liger changes, those already imported and those imported later."""
     with ExitStack() as stack:
-
-        def remember(module: ModuleType) -> None:
-            spaces: list[Namespace] = [module, *_classes(module)]
-            for space in spaces:
-                stack.callback(_restore, space, dict(vars(space)))
-
         for name, module in list(sys.modules.items()):
             if name in _SHARED or name.startswith(_MODELS):
-                remember(module)
-        with finding(_ModelFinder(remember)):
+                stack.enter_context(_restored(module))
+        with finding(ImportHook(lambda name: _restored if name.startswith(_MODELS) else None, stack)):
             yield
+
+
+@contextmanager
+def _restored(module: ModuleType) -> Iterator[None]:
+    """Restore a module and its classes after the block, where Liger replaced something."""
+    spaces: list[Namespace] = [module, *_classes(module)]
+    before = [(space, dict(vars(space))) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, names in before:
+            _restore(space, names)
 
 
 def _classes(module: ModuleType) -> list[type]:

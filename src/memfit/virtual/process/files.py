@@ -80,7 +80,7 @@ def bytes_of(storage: Any) -> Tensor:
 
 
 @contextmanager
-def placed() -> Iterator[None]:
+def load_to_card() -> Iterator[None]:
     """Make torch.load allocate on the card what map_location puts there, which a build without CUDA cannot."""
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -184,8 +184,8 @@ def _all_reduce(results: list[Tensor], _group: Any, _op: Any, _indices: Any, asy
     """Reduce; hold the result if nobody waits for it, as NCCL's watchdog thread does until it next polls."""
     card, backward = current(), torch._C._current_graph_task_id()
     if asynchronous and backward >= 0 and card.answers.late_watchdog:
-        held = card.unseen.get(backward, [])
-        card.unseen = {backward: [*held, *results]}  # releases what earlier backward passes left
+        held = card.held_by_watchdog.get(backward, [])
+        card.held_by_watchdog = {backward: [*held, *results]}  # releases what earlier backward passes left
     return results, _done(results)
 
 

@@ -65,11 +65,11 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced 
     arranged = tuple[Event, ...] if torch_version(torch.__version__) == (2, 12) else in_order_of_birth
     one, two, three = (replace(run[0], events=arranged(run[0].events)) for run in (least, shallow, deep))
     try:
-        found = unroll(two, three, plan.layers[1:], plan.blocks)
-        if arranged(found.tape(plan.layers[0]).events) != one.events:
+        tape_of = unroll(two, three, plan.layers[1:], plan.blocks)
+        if arranged(tape_of(plan.layers[0]).events) != one.events:
             return None
-        whole = found.tape(plan.whole)
-        periods = (plan.whole - plan.layers[1]) // found.period
+        whole = tape_of(plan.whole)
+        periods = (plan.whole - plan.layers[1]) // (plan.layers[1] - plan.layers[0])
         reads = {name: _line([run[1].get(name, 0) for run in (least, shallow, deep)], periods) for name in deep[1]}
     except NotPeriodic:
         return None

@@ -52,27 +52,6 @@ class _Step:
         return (a == x) | (b == y) << 1 | (c == z) << 2
 
 
-@dataclass(frozen=True, slots=True)
-class Unrolled:
-    """The common steps of two tapes in order; the parts marked True come once per `period` of layers.
-
-    A model of `layers` layers, the shallower of the two, plays them once.
-    """
-
-    parts: tuple[tuple[bool, tuple[_Step, ...]], ...]
-    layers: int
-    period: int
-    about: dict[str, str]
-
-    def tape(self, layers: int) -> Tape:
-        """Return the tape of a model of so many layers, from one period below the shallower. Raises NotPeriodic."""
-        more, rest = divmod(layers - self.layers, self.period)
-        if rest or more < -1:
-            raise NotPeriodic(f"{layers} layers are not {self.layers} and periods of {self.period}")
-        steps = (step for repeated, part in self.parts for _ in range(1 + more if repeated else 1) for step in part)
-        return Tape(tuple(_events(steps, layers, more)), "traced", dict(self.about))
-
-
 def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
     """Return the events with storages that die in a row, with nothing in between, in the order of their birth.
 
@@ -84,24 +63,26 @@ def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(ordered)
 
 
-def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> Unrolled:
-    """Compare the tapes of two models that differ by one period of blocks. Raises NotPeriodic.
+def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> Callable[[int], Tape]:
+    """Return a function from a number of layers to the tape, given tapes of two models that differ by one period.
 
-    layers: how many each has. blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp").
+    layers: how many each has. blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp"). Raises
+    NotPeriodic, as does the function for a depth that is not whole periods away or more than one below the shallower.
     """
     split = _splitter(blocks)
-    for by_death in (False, True):
-        try:
-            looks = _looks(shallow, split, by_death), _looks(deep, split, by_death)
-            kinds = _kinds((shallow, deep), looks)
-            one, two = (
-                list(_steps(*of, kinds, split)) for of in zip((shallow, deep), layers, looks, (0, 1), strict=True)
-            )
-            return Unrolled(tuple(_parts(one, two)), layers[0], layers[1] - layers[0], shallow.about)
-        except NotPeriodic:
-            if by_death:  # the last way to tell kinds apart
-                raise
-    raise AssertionError
+    looks = _looks(shallow, split), _looks(deep, split)
+    kinds = _kinds((shallow, deep), looks)
+    one, two = (list(_steps(*of, kinds, split)) for of in zip((shallow, deep), layers, looks, (0, 1), strict=True))
+    parts = list(_parts(one, two))
+
+    def tape(count: int) -> Tape:
+        more, rest = divmod(count - layers[0], layers[1] - layers[0])
+        if rest or more < -1:
+            raise NotPeriodic(f"{count} layers are not {layers[0]} and periods of {layers[1] - layers[0]}")
+        steps = (step for repeated, part in parts for _ in range(1 + more if repeated else 1) for step in part)
+        return Tape(tuple(_events(steps, count, more)), "traced", dict(shallow.about))
+
+    return tape
 
 
 # --- kinds of storages ---
@@ -123,11 +104,11 @@ def _splitter(blocks: str) -> Split:
     return split
 
 
-def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
+def _looks(tape: Tape, split: Split) -> dict[int, Look]:
     """Return what every storage looks like, by id.
 
-    by_death: storages without a layer in their label (a mixture's gradients, say) look different where they die at
-    different points: after the birth of another kind of storage, or in another instant of the run.
+    Storages without a layer in their label (a mixture's gradients, say) look different if they die at different points:
+    after the birth of another kind of storage, or in another instant of the run.
     """
     looks: dict[int, Look] = {}
     born: Look = ()
@@ -138,7 +119,7 @@ def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
         elif isinstance(event, Alloc):
             born = split(event.label)[:2]
             looks[event.id] = *born, event.role, event.stream, None
-        elif isinstance(event, Free) and by_death and looks[event.id][1] is None:
+        elif isinstance(event, Free) and looks[event.id][1] is None:
             looks[event.id] = *looks[event.id][:4], (born, instant)
     return looks
 
