@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from memfit.errors import Unsupported
-from memfit.frameworks import names as names
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import names, process_layout
 from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
@@ -85,8 +84,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
-    kind = launch.backend(recipe)
-    numbers = names.NUMBERS[recipe.precision] if name == "torch" else launch.numbers(recipe, kind)
+    kind = process_layout.backend(recipe)
+    numbers = names.NUMBERS[recipe.precision] if name == "torch" else process_layout.numbers(recipe, kind)
     half = recipe.method != "full" and recipe.precision == "fp16-mixed"  # a frozen base needs no fp32 weights
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
@@ -160,7 +159,7 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
     """Return where the model is first: on meta in a loop that shards, on the host in Trainers, in a file for ZeRO-3."""
     if recipe.quantization != "none":
         return "checkpoint"
-    if recipe.zero and launch.zero_stage(recipe) == 3:
+    if recipe.zero and process_layout.zero_stage(recipe) == 3:
         return "zero3"
     return "meta" if name == "torch" and recipe.shard != "none" else "host"
 
@@ -168,7 +167,11 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
 def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
     """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others."""
     given = names.four_bit(recipe)
-    return given | {"bnb_4bit_quant_storage": numbers.weights} if given and launch.backend(recipe) == "fsdp" else given
+    return (
+        given | {"bnb_4bit_quant_storage": numbers.weights}
+        if given and process_layout.backend(recipe) == "fsdp"
+        else given
+    )
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
@@ -197,4 +200,4 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
     if name == "torch":
         return {}
     liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
-    return {**names.optim(recipe, name).extra, **launch.reduction(recipe), **liger}
+    return {**names.optim(recipe, name).extra, **process_layout.reduction(recipe), **liger}
