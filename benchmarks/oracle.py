@@ -1,7 +1,7 @@
 """The virtual GPU against recorded runs of PyTorch's CUDA build, phase by phase: `python benchmarks/oracle.py [DIR]`.
 
-DIR holds records (`*.json`, as ../shared/data/oracle_runs). Prints a row for every record and phase that is out of
-bounds, and a summary; exits 1 if there is one.
+DIR holds records (`*.json`, as ../shared/data/oracle_runs). Prints a line for every record and phase that is out of
+bounds, and a summary; exits with 1 if any is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DEFAULT = HERE.parent.parent / "shared" / "data" / "oracle_runs"
 MODELS = HERE.parent.parent / "shared" / "data" / "models"
-SUMMARY = HERE / "published" / "oracle.json"  # what the accuracy page says of it
+SUMMARY = HERE / "published" / "oracle.json"  # read by the accuracy page
 LEVELS = ("requested", "allocated", "reserved")
 BOUNDS = {"requested": 0.001, "allocated": 0.005, "reserved": 0.02}
 CARDS = {80: "a100-80gb", 86: "rtx-3090", 89: "rtx-4090", 90: "h100", 100: "b200", 120: "rtx-5090"}
@@ -32,11 +32,10 @@ class Outcome:
 
     peaks: Peaks
     oom: str | None
-    allocations: int
 
 
 def phase_of(label: str) -> str:
-    """A record's label -> a phase that both sides can tell: load, s1.m1.forward, s1.m1.backward, s1.optimizer ..."""
+    """Map a record's label to a phase that both sides have: load, s1.m1.forward, s1.m1.backward, s1.optimizer ..."""
     if "." not in label:
         return {"eval": "eval", "train_end": "end"}.get(label, "load")
     step, *rest = label.split(".")
@@ -52,7 +51,7 @@ def recorded(record: dict[str, Any]) -> Outcome:
         label = row["phase"].removeprefix("oom:")
         _raise(peaks, phase_of(label), tuple(row[f"{level}_peak"] for level in LEVELS))
     oom = phase_of(record["error"]["phase"]) if record["outcome"] == "oom" else None
-    return Outcome(peaks, oom, record["num_allocations"])
+    return Outcome(peaks, oom)
 
 
 def _raise(peaks: Peaks, phase: str, levels: tuple[int, ...]) -> None:
@@ -61,7 +60,7 @@ def _raise(peaks: Peaks, phase: str, levels: tuple[int, ...]) -> None:
 
 
 def setup_of(case: dict[str, Any], models: Path) -> Any:
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
 
     config = json.loads((models / f"{case['model']}.json").read_text())
     tune, _, targets = case["tune"].partition("_")
@@ -69,79 +68,74 @@ def setup_of(case: dict[str, Any], models: Path) -> Any:
     default = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}.get(config["model_type"], ("q_proj", "v_proj"))
     nested = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     rank = int(tune.removeprefix("q").removeprefix("lora")) if method != "full" else 16
+    loads = {"to": "host", "pretrained": "checkpoint"}
     return Setup(
-        config=config, trainer={"torch": "torch", "trainer": "transformers", "sft": "trl"}[case["method"]], method=method,
-        dtype=case["weights"], autocast="bf16" if case["autocast"] else "", quantization=nested if method == "qlora" else {},
+        config=config, trainer={"torch": "torch", "trainer": "transformers", "sft": "trl"}[case["method"]],
+        method=method,
+        dtype=case["weights"], autocast="bf16" if case["autocast"] else "",
+        quantization=nested if method == "qlora" else {},
         prepare_kbit=case["kbit_prepare"], rank=rank, alpha=2 * rank, dropout=case["lora_dropout"],
         targets="all-linear" if targets == "all" else default, optimizer=case["optim"], checkpointing=case["ckpt"],
-        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"], clip=case["clip"],
+        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"],
+        clip=case["clip"],
         steps=case["steps"], evaluate=case["eval"], mask={"pad": "padded"}.get(case["mask"], case["mask"]),
-        load="checkpoint" if method == "qlora" else {"to": "host", "pretrained": "checkpoint"}.get(case["load"], case["load"]),
+        load="checkpoint" if method == "qlora" else loads.get(case["load"], case["load"]),
         labelled=case["label_frac"], holds_outputs=case["hold"] == "outputs", use_cache=case["use_cache"],
     )  # fmt: skip
 
 
-def unrolled(record: dict[str, Any], models: Path) -> Outcome | None:
-    """The same from a tape that was unrolled from shallow models; None where it cannot be."""
+def _card_of(case: dict[str, Any], record: dict[str, Any]) -> Any:
+    """Return the recorded card, all of whose memory the allocator may take."""
     from memfit.catalogue.cards import find_gpu
-    from memfit.nouns.alloc_settings import parse_alloc_conf
-    from memfit.nouns.tape import Alloc
-    from memfit.virtual.jobs import run
-    from memfit.virtual.observer import Observer
-    from memfit.virtual.repeated_blocks import depths
-    from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
-    depths.WORTH = 100.0  # however few layers there are
-    case = record["case"]
-    capacity = int(case["total_gib"] * 2**30)
-    gpu = replace(
-        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
+    memory = int(case["total_gib"] * 2**30)
+    return replace(
+        find_gpu(CARDS[case["cc"]]), total_bytes=memory, context_bytes=0, sm_count=record["device"]["sm_count"]
     )
-    conf = "expandable_segments:True" if case["expandable"] else ""
-
-    def once(setup: Any) -> Any:
-        with virtual_gpu(gpu, capacity=None, alloc_conf=conf, answers=Answers(balanced=False)) as card:
-            observer = Observer(card)
-            with observer.watching():
-                run(setup, observer)
-            return observer.tape({}), dict(card.answers.asked), card.rows
-
-    plan = depths.depths(setup_of(case, models))
-    found = depths.unrolled(plan, once) if plan else None
-    if found is None:
-        return None
-    peaks, oom = peaks_of(found[0], capacity, parse_alloc_conf(conf))
-    return Outcome(peaks, oom, sum(isinstance(e, Alloc) for e in found[0].events))
 
 
-def traced(record: dict[str, Any], models: Path) -> Outcome:
+def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[Any, dict[str, int]]:
+    """Run a job on a virtual card to its end or until it is out of memory; return its tape and its reads."""
     import torch
 
-    from memfit.catalogue.cards import find_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
     from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
-    case = record["case"]
-    capacity = int(case["total_gib"] * 2**30)
-    gpu = replace(
-        find_gpu(CARDS[case["cc"]]), total_bytes=capacity, context_bytes=0, sm_count=record["device"]["sm_count"]
-    )
-    conf = "expandable_segments:True" if case["expandable"] else ""
-    with virtual_gpu(gpu, alloc_conf=conf, answers=Answers(balanced=False)) as card:
+    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=Answers(balanced=False)) as card:
         observer = Observer(card)
         try:
             with observer.watching():
-                run(setup_of(case, models), observer)
+                run(setup, observer)
         except torch.OutOfMemoryError:
             pass
-        tape = observer.tape({})
-    peaks, oom = peaks_of(tape, capacity, card.ledger.allocator.settings)
-    return Outcome(peaks, oom, len(card.ledger.blocks))
+        return observer.tape({}), dict(card.answers.reads)
+
+
+def traced(record: dict[str, Any], models: Path, unroll: bool = False) -> Outcome | None:
+    """Trace a record's job. unroll: from shallow models; None where blocks do not repeat."""
+    from memfit.nouns.alloc_settings import parse_alloc_conf
+
+    case = record["case"]
+    gpu = _card_of(case, record)
+    conf = "expandable_segments:True" if case["expandable"] else ""
+    setup = setup_of(case, models)
+    if unroll:
+        from memfit.virtual.repeated_blocks import depths
+
+        depths.WORTH = 100.0  # however few layers there are
+        plan = depths.depths(setup)
+        found = depths.unrolled(plan, lambda s: _run(s, gpu, conf, None), gpu) if plan else None
+        if found is None:
+            return None
+        tape = found[0]
+    else:
+        tape, _ = _run(setup, gpu, conf, -1)
+    return Outcome(*peaks_of(tape, gpu.total_bytes, parse_alloc_conf(conf)))
 
 
 def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None]:
-    """A tape's peaks by phase in the manner of `phase_of`, and the phase it ran out of memory in."""
+    """Return a tape's peaks by the phases of `phase_of`, and the phase it ran out of memory in."""
     from memfit.allocator.replay import replay
 
     timeline = replay(tape.events, capacity=capacity, settings=settings)
@@ -155,7 +149,7 @@ def peaks_of(tape: Any, capacity: int, settings: Any) -> tuple[Peaks, str | None
 
 
 def _names(events: Any) -> dict[int, str]:
-    """Position of every mark on a tape -> its name in the manner of `phase_of`."""
+    """Return the phase, as `phase_of` names it, of every mark on a tape, by position."""
     from memfit.nouns.tape import Mark
 
     names, step, micro, stepped = {}, 1, 0, False
@@ -177,7 +171,7 @@ def _names(events: Any) -> dict[int, str]:
 
 
 def compare(real: Outcome, ours: Outcome) -> list[tuple[str, str, int, int]]:
-    """(phase, level, real, ours) of what is out of bounds."""
+    """Return (phase, level, real, ours) of what is out of bounds."""
     wrong = []
     for phase, peaks in real.peaks.items():
         if phase in ("end",) or phase.endswith("between") or phase not in ours.peaks:
@@ -195,7 +189,9 @@ def main() -> int:
         "--models", type=Path, default=MODELS, help="folder of config.json files named after the models"
     )
     parser.add_argument("--only", default="", help="records whose name contains this")
-    parser.add_argument("--unrolled", action="store_true", help="compare tapes of shallow models, unrolled, instead")
+    parser.add_argument(
+        "--unrolled", action="store_true", help="unroll tapes of shallow models instead of tracing whole ones"
+    )
     parser.add_argument("--write", action="store_true", help="keep the summary for docs/accuracy.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -211,8 +207,8 @@ def main() -> int:
         record = json.loads(path.read_text())
         real = recorded(record)
         try:
-            ours = unrolled(record, options.models) if options.unrolled else traced(record, options.models)
-        except Exception as error:  # a record that cannot be traced is a failure of ours, named and counted
+            ours = traced(record, options.models, options.unrolled)
+        except Exception as error:  # a record that cannot be traced counts as a failure
             print(f"{record['id']}: {type(error).__name__}: {str(error)[:200]}")
             continue
         if ours is None:

@@ -23,15 +23,17 @@ DISTILLED = Path(__file__).resolve().parents[1] / "tests" / "data" / "sharded_ru
 
 
 def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
-    """The job of a case: the loop that wraps the model as accelerate does."""
-    from memfit.virtual.jobs.setup import Setup
+    """Return the job of a case: the loop that wraps the model as accelerate does."""
+    from memfit.virtual.jobs.recipe import Setup
 
     full = case["tune"] == "full"
     rank = 16 if full else int(case["tune"].split("_")[0].removeprefix("lora"))
     return Setup(
-        config=config, trainer="torch", method="full" if full else "lora", dtype=case["weights"], rank=rank, alpha=2 * rank,
+        config=config, trainer="torch", method="full" if full else "lora", dtype=case["weights"], rank=rank,
+        alpha=2 * rank,
         autocast="bf16" if case["mixed"] else "", checkpointing="none" if case["ckpt"] == "none" else "nonreentrant",
-        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"], clip=case["clip"],
+        attention=case["attn"], micro_batch=case["mb"], sequence=case["seq"], accumulation=case["accum"],
+        clip=case["clip"],
         steps=case["steps"], mask=case["mask"], load="meta", use_cache=False, world_size=case["world"],
         shard="parameters" if case["mode"] == "fsdp2" else "none", reshard=case["reshard"], sync_each=case["sync_each"],
         bucket_view=case["view"],
@@ -39,7 +41,7 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def traced(case: dict[str, Any], config: dict[str, Any], *, late: bool) -> Peaks:
-    """Peaks by phase. late: NCCL's watchdog looks as late as it may."""
+    """Trace a case and return its peaks by phase. late: NCCL's watchdog polls as late as it may."""
     from memfit.catalogue.cards import find_gpu
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
@@ -55,17 +57,17 @@ def traced(case: dict[str, Any], config: dict[str, Any], *, late: bool) -> Peaks
     return peaks_of(tape, capacity, card.ledger.allocator.settings)[0]
 
 
-def ways(case: dict[str, Any]) -> tuple[bool, ...]:
-    """What the watchdog may have done."""
+def watchdogs(case: dict[str, Any]) -> tuple[bool, ...]:
+    """Return the values of `late` that a recorded run may have had."""
     return (False, True) if case["mode"] == "ddp" else (True,)
 
 
-def whole(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
-    return compare(Outcome(real, None, 0), Outcome(ours, None, 0))
+def compare_whole(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
+    return compare(Outcome(real, None), Outcome(ours, None))
 
 
 def distilled(run: dict[str, Any]) -> Peaks:
-    """A distilled run in the form of a record: what it does not tell is 0 and is not compared."""
+    """Return a distilled run in the form of a record; levels that it lacks are 0 and are not compared."""
     last = f"s2.m{run['case']['accum']}"
     return {
         f"{last}.forward": (run["forward"], 0, 0), f"{last}.backward": (run["backward"], 0, 0),
@@ -73,8 +75,8 @@ def distilled(run: dict[str, Any]) -> Peaks:
     }  # fmt: skip
 
 
-def told(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
-    """The levels that a distilled run tells."""
+def compare_distilled(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
+    """Compare the levels that a distilled run has."""
     ours = ours | {"all": (0, 0, max(levels[2] for levels in ours.values()))}
     return [
         (phase, level, a, b)
@@ -85,7 +87,7 @@ def told(real: Peaks, ours: Peaks) -> list[tuple[str, str, int, int]]:
 
 
 def main() -> int:
-    """Compare; the exit code."""
+    """Compare all runs; exit with 1 if one is out of bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--models", type=Path, default=MODELS, help="folder of config.json files named after models")
@@ -95,7 +97,7 @@ def main() -> int:
     runs: list[tuple[dict[str, Any], Peaks]]
     if options.folder:
         records = [json.loads(p.read_text()) for p in sorted(options.folder.glob("*.json"))]
-        runs = [(r, recorded(r | {"num_allocations": 0}).peaks) for r in records if r["outcome"] == "ok"]
+        runs = [(r, recorded(r).peaks) for r in records if r["outcome"] == "ok"]
     else:
         runs = [(r, distilled(r)) for r in json.loads(DISTILLED.read_text())["runs"]]
     runs = [(r, real) for r, real in runs if options.only in r["id"]]
@@ -104,9 +106,9 @@ def main() -> int:
     for run, real in runs:
         config = json.loads((options.models / f"{run['case']['model']}.json").read_text())
         found = []
-        for late in ways(run["case"]):
+        for late in watchdogs(run["case"]):
             ours = traced(run["case"], config, late=late)
-            found.append((whole if options.folder else told)(real, ours))
+            found.append((compare_whole if options.folder else compare_distilled)(real, ours))
             key = f"s2.m{run['case']['accum']}.backward"
             equal += ours[key][0] == real[key][0]
             gc.collect()
@@ -115,8 +117,8 @@ def main() -> int:
         for phase, level, a, b in wrong:
             print(f"{run['id']}: {phase} {level} {a:,} recorded, {b:,} traced ({(b - a) / a:+.2%})")
     print(
-        f"{good} of {len(runs)} within {', '.join(f'{k} {v:.1%}' for k, v in BOUNDS.items())}; {equal} equal to the byte "
-        f"in the backward of the second step; {time.perf_counter() - began:.0f} s"
+        f"{good} of {len(runs)} within {', '.join(f'{k} {v:.1%}' for k, v in BOUNDS.items())}; "
+        f"{equal} equal to the byte in the backward of the second step; {time.perf_counter() - began:.0f} s"
     )
     return 0 if runs and good == len(runs) else 1
 

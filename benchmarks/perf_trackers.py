@@ -1,7 +1,4 @@
-"""What perf_traces.py runs besides `memfit trace`: `python perf_trackers.py fsdp | memtracker-full | memtracker-lora`.
-
-Each prints what it found in one line.
-"""
+"""Run one workload of perf_traces.py: `python perf_trackers.py fsdp|memtracker-full|memtracker-lora`."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ SEQUENCE, STEPS, RANKS = 2048, 2, 1024
 
 
 def fsdp() -> str:
-    """Two steps of full fine-tuning Llama 3.1 405B with FSDP2 and checkpointing, rank 0 of 1,024, replayed."""
+    """Trace and replay two steps of full fine-tuning Llama 3.1 405B with FSDP2 and checkpointing, rank 0 of 1,024."""
     from memfit.allocator.replay import replay
     from memfit.catalogue.cards import find_gpu
     from memfit.models import hub
     from memfit.units import human
     from memfit.virtual.jobs import run
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
     from memfit.virtual.observer import Observer
     from memfit.virtual.virtual_gpu import virtual_gpu
 
@@ -37,7 +34,7 @@ def fsdp() -> str:
 
 
 def memtracker(lora: bool) -> str:
-    """PyTorch's own MemTracker over the same two steps of Llama 2 7B, on fake tensors."""
+    """Run PyTorch's own MemTracker over two such steps of Llama 2 7B, on fake tensors."""
     import torch
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""What is refused because a library fails on a model: that it does fail, in the library's own code on the virtual card."""
+"""Recipes refused because a library fails on a model do fail, in the library's own code on the virtual card."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from memfit.virtual.virtual_gpu import virtual_gpu
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 512,
+    "num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 512,
 }  # fmt: skip
 
 

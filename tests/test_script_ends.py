@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
-from memfit.virtual.scripts.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def step(model, optimizer, x):
 """
 
 
-def traced(folder: Path, text: str, **words: Any) -> tuple[Tape, Outcome, Timeline]:
+def traced(folder: Path, text: str, **words: Any) -> tuple[Tape, ScriptOutcome, Timeline]:
     path = folder / "train.py"
     path.write_text(HEAD + text)
     tape, outcome = trace_script(path, [], "rtx-4090", **words)
@@ -93,10 +93,13 @@ for batch in (16, 4096):
 MODEL = "model = nn.Linear(256, 256).cuda()\noptimizer = torch.optim.Adam(model.parameters())\n"
 ENDLESS = {  # what a script may do for ever -> the steps of it that are seen
     "one batch": (MODEL + "(x,) = next(iter(loader(64, 8)))\nwhile True: step(model, optimizer, x)", 3),
-    "one batch of a living iterator": (MODEL + "it = iter(loader(64, 8)); (x,) = next(it)\nwhile True: step(model, optimizer, x)", 4),
-    "an optimizer for every step": (MODEL + "while True: step(model, torch.optim.SGD(model.parameters()), torch.zeros(8, 256))", 64),
+    "one batch of a living iterator": (MODEL + "it = iter(loader(64, 8)); (x,) = next(it)\n"
+    "while True: step(model, optimizer, x)", 4),
+    "an optimizer for every step": (MODEL + "sgd = torch.optim.SGD\n"
+    "while True: step(model, sgd(model.parameters()), torch.zeros(8, 256))", 64),
     "a loader for every epoch": (MODEL + "while True:\n    for (x,) in loader(64, 8): step(model, optimizer, x)", 8),
-    "stages": (MODEL + "import itertools\nfor n in itertools.count(1):\n    for (x,) in loader(8 * n, 8): step(model, optimizer, x)", 110),
+    "stages": (MODEL + "import itertools\nfor n in itertools.count(1):\n"
+    "    for (x,) in loader(8 * n, 8): step(model, optimizer, x)", 110),
     "one optimizer per weight": ("""
 model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(20)]).cuda()
 optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
@@ -127,8 +130,8 @@ for _ in range(5): fold()
 
 def test_an_optimizer_of_another_ones_weights_is_not_waited_for(tmp_path: Path) -> None:
     text = (
-        MODEL
-        + "outer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(99): step(model, optimizer, torch.zeros(8, 256))"
+        MODEL + "outer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(99): step(model, optimizer, torch.zeros(8, 256))"
     )
     _, outcome, _ = traced(tmp_path, text)
     assert outcome.steps == 2 and not any("made no step" in text for text in outcome.assumed)
@@ -136,8 +139,8 @@ def test_an_optimizer_of_another_ones_weights_is_not_waited_for(tmp_path: Path) 
 
 def test_what_fails_after_the_steps_is_no_error(tmp_path: Path) -> None:
     text = (
-        MODEL
-        + "idle = torch.optim.SGD(nn.Linear(8, 8).cuda().parameters())\nfor _ in range(4): step(model, optimizer, torch.zeros(8, 256))\nraise OSError"
+        MODEL + "idle = torch.optim.SGD(nn.Linear(8, 8).cuda().parameters())\n"
+        "for _ in range(4): step(model, optimizer, torch.zeros(8, 256))\nraise OSError"
     )
     _, outcome, _ = traced(tmp_path, text)
     assert (outcome.ending, outcome.steps) == ("enough", 4)
@@ -174,7 +177,8 @@ def test_the_history_of_lbfgs_is_full(tmp_path: Path) -> None:
 model = nn.Linear(256, 4096, bias=False).cuda()
 optimizer = torch.optim.LBFGS(model.parameters(), history_size=10, line_search_fn="strong_wolfe")
 def closure():
-    optimizer.zero_grad(); loss = model(torch.zeros(8, 256, device="cuda")).square().mean(); loss.backward(); return loss
+    optimizer.zero_grad(); loss = model(torch.zeros(8, 256, device="cuda")).square().mean()
+    loss.backward(); return loss
 for _ in range(5): optimizer.step(closure)
 """
     _, outcome, timeline = traced(tmp_path, text)

@@ -59,7 +59,7 @@ FIVE_LAYERS = {
         ("deepseek-v2-lite", closed_form.LORA, {"num_hidden_layers": 2}),  # and dense layers of the same names without
         ("apertus-8b-2509", closed_form.LORA, {"num_hidden_layers": 1}),  # xIELU in fp32
         ("apertus-8b-2509", closed_form.FULL, {"num_hidden_layers": 1}),
-        ("starcoderbase-1b", closed_form.LORA, {"n_layer": 2}),  # a causal mask among the buffers, a leaf before dropout
+        ("starcoderbase-1b", closed_form.LORA, {"n_layer": 2}),  # a causal mask in a buffer, a leaf before dropout
         ("gpt-neo-125m", closed_form.FULL, {}),  # a causal mask in every layer
         ("bloom-560m", closed_form.LORA, {"n_layer": 2}),  # hidden states in fp32 behind the norm of the embedding
         ("smollm2-135m", PACKED, {"num_hidden_layers": 8}),  # one row, whose mask is as wide as all of them
@@ -138,7 +138,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     replayed = json.loads(capsys.readouterr()[0])
     assert cli.main([*words, "--json"]) == 0
     document = codec.loads(capsys.readouterr()[0])
-    assert document.source == "traced" and document.peak.reserved == replayed["peak"]["reserved"]  # type: ignore[attr-defined]
+    assert document.source == "traced"  # type: ignore[attr-defined]
+    assert document.peak.reserved == replayed["peak"]["reserved"]  # type: ignore[attr-defined]
     assert cli.main(["trace", "smollm2-135m", "--gpu-memory", "1GiB", "--sequence-length", "512"]) == 3
 
 

@@ -18,8 +18,7 @@ from memfit.cli.trace import beliefs
 from memfit.closed_form.parallel.sharding import NCCL_BYTES
 from memfit.errors import Unsupported
 from memfit.nouns.tape import Phase
-from memfit.virtual.jobs.recipe import setup_of
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.recipe import Setup, setup_of
 from memfit.virtual.tracing import trace_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")

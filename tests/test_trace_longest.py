@@ -15,7 +15,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 from memfit import cli  # noqa: E402
-from memfit.virtual.scripts.longest import longest  # noqa: E402
+from memfit.virtual.scripts.loaders import longest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,7 +13,7 @@ from memfit import cli  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
-from memfit.virtual.scripts.script import Outcome, trace_script  # noqa: E402
+from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
 from memfit.virtual.virtual_gpu import Answers  # noqa: E402
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
@@ -21,7 +21,7 @@ MIB = 1 << 20
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 
 
-def trace(script: str, *args: str, gpu: str = "rtx-4090", **words: object) -> tuple[Tape, Outcome]:
+def trace(script: str, *args: str, gpu: str = "rtx-4090", **words: object) -> tuple[Tape, ScriptOutcome]:
     return trace_script(SCRIPTS / f"{script}.py", args, gpu, **words)  # type: ignore[arg-type]
 
 
@@ -210,7 +210,10 @@ def test_answers_can_be_set(tmp_path: Path) -> None:
         "import torch\nx = torch.randn(100, 100, device='cuda')\n"
         "if x.mean().item() > 2:\n    big = torch.empty(1 << 30, device='cuda')\n",
     )
-    peak = lambda answers: replay(trace_script(script, [], "l4", answers=answers)[0].events).peak.requested  # noqa: E731
+
+    def peak(answers: Answers) -> int:
+        return replay(trace_script(script, [], "l4", answers=answers)[0].events).peak.requested
+
     assert peak(Answers()) < MIB < peak(Answers.of(["item=3"]))
 
 
@@ -235,11 +238,13 @@ def test_answers_that_mean_nothing(setting: str) -> None:
             "train.py:4: ", "register_fake",
         ),
         (
-            "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('nobody/knows-this')\n",
+            "from transformers import AutoModelForCausalLM\n"
+            "AutoModelForCausalLM.from_pretrained('nobody/knows-this')\n",
             "train.py:2: nobody/knows-this is neither", "config.json",
         ),
         (
-            "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained('TheBloke/Llama-2-7B-GPTQ')\n",
+            "from transformers import AutoModelForCausalLM\n"
+            "AutoModelForCausalLM.from_pretrained('TheBloke/Llama-2-7B-GPTQ')\n",
             "train.py:2: TheBloke/Llama-2-7B-GPTQ is stored quantised", "BitsAndBytesConfig",
         ),
         ("open('kept.txt', 'w')\n", "train.py:1: the script would overwrite", "another folder"),
@@ -295,7 +300,8 @@ def test_a_model_in_eval_mode_that_is_trained_is_no_evaluation(tmp_path: Path) -
         "model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=3).cuda()\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
         "batch = tokenizer(['a sentence'] * 4, padding='max_length', max_length=64, return_tensors='pt').to('cuda')\n"
-        "for _ in range(9):\n    model(**batch, labels=torch.zeros(4, dtype=torch.long, device='cuda')).loss.backward()\n"
+        "for _ in range(9):\n"
+        "    model(**batch, labels=torch.zeros(4, dtype=torch.long, device='cuda')).loss.backward()\n"
         "    optimizer.step()\n    optimizer.zero_grad()\n",
     )  # fmt: skip
     tape, _ = trace_script(script, [], "l4")
@@ -320,8 +326,10 @@ def test_a_script_finds_its_arguments_its_modules_and_its_folder(
     (elsewhere / "data.txt").write_text("here")
     script = written(
         folder,
-        "import sys, beside\nfrom pathlib import Path\nassert __name__ == '__main__'\nassert sys.argv[1:] == ['--lr', '3']\n"
-        "assert Path('data.txt').read_text() == 'here'\nassert beside.NUMBER == 7\nassert Path(__file__).name == 'train.py'\n",
+        "import sys, beside\nfrom pathlib import Path\nassert __name__ == '__main__'\n"
+        "assert sys.argv[1:] == ['--lr', '3']\n"
+        "assert Path('data.txt').read_text() == 'here'\nassert beside.NUMBER == 7\n"
+        "assert Path(__file__).name == 'train.py'\n",
     )  # fmt: skip
     tape, outcome = trace_script(script, ["--lr", "3"], "l4")
     assert outcome.assumed == ("the script made no optimizer step",)

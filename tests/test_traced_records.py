@@ -54,13 +54,20 @@ def _wrong(run: dict[str, Any], peaks: oracle.Peaks) -> list[tuple[str, int, int
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("run", _chosen(), ids=lambda run: run["id"])
 def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path) -> None:
-    assert _wrong(run, oracle.traced(_record(run, tmp_path), tmp_path).peaks) == []
+    outcome = oracle.traced(_record(run, tmp_path), tmp_path)
+    assert outcome is not None and _wrong(run, outcome.peaks) == []
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", ["torch", "sft"])
-def test_the_unrolled_run_is_the_recorded_one(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_unrolls_two_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python benchmarks/oracle.py --unrolled` on a full and a LoRA run: all phases, the second step to the byte."""
+    for model in ("gpt2", "llama-3.2-1b"):
+        (tmp_path / f"{model}.json").write_text(json.dumps(DATA["configs"][model]))
+    records = Path(__file__).parent / "data" / "oracle"
     monkeypatch.setattr(depths, "WORTH", depths.WORTH)  # the benchmark changes it for the process
-    run = next(run for run in _chosen() if run["case"]["method"] == method)
-    outcome = oracle.unrolled(_record(run, tmp_path), tmp_path)
-    assert outcome is not None and _wrong(run, outcome.peaks) == []
+    monkeypatch.setattr(sys, "argv", ["oracle.py", str(records), "--models", str(tmp_path), "--unrolled"])
+    assert oracle.main() == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 records" in printed and "2 equal to the byte" in printed

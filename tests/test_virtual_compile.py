@@ -208,7 +208,7 @@ def test_what_cannot_be_compiled_runs_as_it_was_traced(monkeypatch: pytest.Monke
 
 
 def test_a_backward_pass_compiles_in_the_engines_thread_with_the_same_settings(tmp_path: Path) -> None:
-    """An optimizer in a hook of the backward pass, which compiles its step there: a cache would look for Triton's libraries."""
+    """An optimizer steps, compiled, in a hook of the backward pass, where a cache would look for Triton's libraries."""
     (tmp_path / "train.py").write_text(
         "import torch\n"
         "model = torch.nn.Linear(256, 256).cuda()\n"
@@ -245,17 +245,17 @@ def test_what_a_kernel_reads_stays_known_and_what_it_writes_does_not() -> None:
     with virtual_gpu(CARD) as card, torch.no_grad():
         mask, count = torch.tensor([1, 1, 0, 1], device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
         torch.compile(masked)(torch.empty(1024, 4, device="cuda"), mask, count)
-        assert mask.sum().item() == 3 and mask.nonzero().shape == (3, 1) and not card.answers.asked
+        assert mask.sum().item() == 3 and mask.nonzero().shape == (3, 1) and not card.answers.reads
         count.sum().item()
-        assert card.answers.asked
+        assert card.answers.reads
 
 
 def test_a_source_that_does_not_tell_what_it_writes_leaves_nothing_known() -> None:
     with virtual_gpu(CARD) as card:
         known = torch.tensor([1, 2], device="cuda")
-        inductor.Kernel("triton_x", "def triton_x(in_ptr0, xnumel): pass").run(known, 2, stream=0)
+        inductor.InductorKernel("triton_x", "def triton_x(in_ptr0, xnumel): pass").run(known, 2, stream=0)
         known.sum().item()
-        assert card.answers.asked
+        assert card.answers.reads
 
 
 def test_a_second_card_is_asked_for_its_own_properties() -> None:

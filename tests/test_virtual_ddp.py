@@ -1,7 +1,7 @@
 """DDP on a virtual card is PyTorch's own reducer, which times no pass: no CUDA event, and not a byte different for it.
 
-On builds without CUDA the reducer has no timer, so there it can also count its passes as it does on a card. What differs
-between the two tapes would be what leaving out the count changes.
+On builds without CUDA the reducer has no timer, so there it can also count its passes as it does on a card. A
+difference between the two tapes would be what leaving out the count changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from memfit.virtual.device.unknown_values import Answers  # noqa: E402
+from memfit.virtual.device.values import Answers  # noqa: E402
 from memfit.virtual.jobs import Setup, run  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.patching import patched  # noqa: E402
@@ -196,7 +196,7 @@ def test_hooks_of_c_plus_plus_run(name: str, copies: int) -> None:
     assert ops.count(bucket // 2) == copies
 
 
-# Recorded with PyTorch 2.13.0+cu130, rank 0 of 4, the world's other ranks silent: requested bytes at the peak of each step
+# Recorded with PyTorch 2.13.0+cu130, rank 0 of 4 without the others: requested bytes at the peak of each step
 SYNCED = (129_124_888, 129_280_792, 129_280_792)
 MASKS = 64  # bytes: without other ranks no count is over zero, and what a mask picks is empty
 

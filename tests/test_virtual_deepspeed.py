@@ -1,6 +1,6 @@
-"""DeepSpeed's own engine on the virtual card: ZeRO 0 to 3, offload, master copies, as recorded from PyTorch's CUDA build.
+"""DeepSpeed's own engine on the virtual card: ZeRO 0 to 3, offload, master copies, as recorded from a CUDA build.
 
-Recorded: transformers' Trainer with the settings that memfit exports, rank 0 of 1 to 64 processes. Compared to the byte.
+Recorded: transformers' Trainer with the settings that memfit exports, rank 0 of 1 to 64 processes, to the byte.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     offloaded, master = case["offload"] != "none", case["tune"] == "full" and not case["pure"]
     alone = case["world"] == 1
     return Recipe(
-        method=case["tune"], precision="bf16-master" if master else "bf16", micro_batch=case["mb"], accumulation=case["accum"],
-        sequence_length=case["seq"], checkpointing="full" if case["ckpt"] else "none", loss="full", trainer="transformers",
+        method=case["tune"], precision="bf16-master" if master else "bf16", micro_batch=case["mb"],
+        accumulation=case["accum"],
+        sequence_length=case["seq"], checkpointing="full" if case["ckpt"] else "none", loss="full",
+        trainer="transformers",
         num_gpus=case["world"], shard="none" if alone and offloaded else SHARDS[case["stage"]], offload=case["offload"],
     )  # fmt: skip
 

@@ -98,7 +98,8 @@ def test_buffers_of_sequences_end_to_end() -> None:
 
 @pytest.mark.parametrize(
     ("card", "dtype", "width", "said"),
-    [("v100-16gb", torch.float16, 64, "Ampere"), ("l4", torch.float32, 64, "fp16 and bf16"), ("l4", torch.float16, 320, "256")],
+    [("v100-16gb", torch.float16, 64, "Ampere"), ("l4", torch.float32, 64, "fp16 and bf16"), 
+     ("l4", torch.float16, 320, "256")],
 )  # fmt: skip
 def test_what_the_kernels_refuse_is_refused(card: str, dtype: Any, width: int, said: str) -> None:
     with virtual_gpu(card), standing_in():

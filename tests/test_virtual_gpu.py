@@ -24,8 +24,8 @@ from memfit.explain import explain, read_text  # noqa: E402
 from memfit.nouns.alloc_settings import torch_version  # noqa: E402
 from memfit.tables.cuda_kernels import reduction  # noqa: E402
 from memfit.virtual import supported  # noqa: E402
-from memfit.virtual.device.deaths import Deaths  # noqa: E402
 from memfit.virtual.device.native_functions import shadowed, structured  # noqa: E402
+from memfit.virtual.device.storage import Deaths  # noqa: E402
 from memfit.virtual.device.temporaries import flash_splits  # noqa: E402
 from memfit.virtual.observer import EnoughSteps, Observer  # noqa: E402
 from memfit.virtual.process.host import no_random_weights  # noqa: E402
@@ -106,7 +106,7 @@ def test_unknown_numbers_get_the_stated_answer() -> None:
         loss = torch.randn(100, 100, device="cuda").mean()
         assert loss.item() == card.answers.number
         assert not (loss > 2).item()
-        assert card.answers.asked["item"] == 2
+        assert card.answers.reads["item"] == 2
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -452,7 +452,7 @@ def test_a_card_closes_when_the_thread_of_its_last_backward_has_let_go(mode: str
 
 HELD = """
 import contextlib, threading, torch, memfit
-from memfit.virtual.virtual_gpu import engine
+from memfit.virtual.device import device_guard as engine
 
 smallest, asked, threads = engine._backward, [], []
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit.virtual.jobs.models import load  # noqa: E402
-from memfit.virtual.jobs.setup import Setup  # noqa: E402
+from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.process.host import HUGE, hollow_host, room  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="room without a reserve is Linux's")
@@ -34,8 +34,10 @@ def test_large_tensors_are_joined_without_being_read() -> None:
 
 def test_a_model_larger_than_the_host_is_built_on_it() -> None:
     config = {
-        "model_type": "llama4_text", "vocab_size": 1000, "hidden_size": 8192, "intermediate_size": 1 << 20, "num_hidden_layers": 1,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 1,
+        "model_type": "llama4_text", "vocab_size": 1000, "hidden_size": 8192, "intermediate_size": 1 << 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 256,
+        "num_experts_per_tok": 1,
         "intermediate_size_mlp": 512,
     }  # fmt: skip
     model = load(Setup(config=config, sequence=8, dtype="bf16"))

@@ -1,4 +1,4 @@
-"""Several ranks on the virtual card: streams, storages that are resized, FSDP2 and DDP as recorded, accelerate's own road."""
+"""Several ranks on the virtual card: streams, resized storages, FSDP2 and DDP as recorded, accelerate's own code."""
 
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ def test_the_traced_run_is_the_recorded_one(recorded: dict[str, Any]) -> None:
     """A DDP run equals one of two: the watchdog let go of the first step's buckets before the second, or did not."""
     case, real = recorded["case"], oracle_sharded.distilled(recorded)
     traces = [
-        oracle_sharded.traced(case, DATA["configs"][case["model"]], late=late) for late in oracle_sharded.ways(case)
+        oracle_sharded.traced(case, DATA["configs"][case["model"]], late=late)
+        for late in oracle_sharded.watchdogs(case)
     ]
-    assert [] in [oracle_sharded.told(real, ours) for ours in traces]
+    assert [] in [oracle_sharded.compare_distilled(real, ours) for ours in traces]
     assert any(ours["s2.m1.backward"][0] == recorded["backward"] for ours in traces)
 
 

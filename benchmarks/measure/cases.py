@@ -1,4 +1,4 @@
-"""The table of runs: small models of random weights under every trainer; each a Setup by another name."""
+"""The table of runs: small models with random weights under every trainer, each a Setup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Case:
     alloc_conf: str = ""
 
     def setup(self) -> Setup:
-        """What the job is told."""
+        """Return the job of the case."""
         entry = names.find(self.model)
         assert entry is not None, self.model
         return Setup(config=dict(config(entry)), **{"load": "device", "sequence": 512, **self.words})

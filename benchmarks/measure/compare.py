@@ -1,4 +1,4 @@
-"""Trace the measured cases on the virtual GPU and print where they differ: `python benchmarks/measure/compare.py [DIR]`."""
+"""Trace the measured cases and print where they differ: `python benchmarks/measure/compare.py [DIR]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = ("requested", "allocated", "reserved")
 
 
 def traced(record: dict[str, Any]) -> dict[str, Any] | str:
-    """The same case on a virtual card of the same facts, or why not."""
+    """Trace the same case on a virtual card with the same facts; return its result, or why there is none."""
     command = [sys.executable, str(HERE / "one.py"), record["case"], "virtual", json.dumps(record["card"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -25,11 +25,12 @@ def traced(record: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def differences(real: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """One line per instant and level that is not equal."""
+    """Return one line per instant and level that differs."""
     if [s["instant"] for s in real["spans"]] != [s["instant"] for s in ours["spans"]]:
         return [f"other instants: {len(real['spans'])} measured, {len(ours['spans'])} traced"]
     return [
-        f"{a['phase']} {a['instant']} {level}: {a[level]:,} measured, {b[level]:,} traced ({b[level] / max(a[level], 1) - 1:+.3%})"
+        f"{a['phase']} {a['instant']} {level}: {a[level]:,} measured, {b[level]:,} traced "
+        f"({b[level] / max(a[level], 1) - 1:+.3%})"
         for a, b in zip(real["spans"], ours["spans"], strict=True)
         for level in LEVELS
         if a[level] != b[level]
@@ -37,7 +38,7 @@ def differences(real: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Command line. Exits 1 if a case differs or cannot be traced."""
+    """Run the command line. Exits with 1 if a case differs or cannot be traced."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=MEASURED)
     parser.add_argument("--only", default="", help="cases whose name contains this")

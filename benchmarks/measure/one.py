@@ -1,4 +1,4 @@
-"""Run one case and print its peaks by instant as JSON; on the real card, or on a virtual one that has the same facts."""
+"""Run one case, on the real card or on a virtual one like it, and print its peaks by instant as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes"
 
 
 class Stopwatch:
-    """Reads the peaks of every instant from torch.cuda, by the same hooks on a real card and on a virtual one."""
+    """Reads the peaks of every instant from torch.cuda, with the same hooks on a real and on a virtual card."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
@@ -28,11 +28,11 @@ class Stopwatch:
 
     @property
     def phase(self) -> str:
-        """The phase that training is in."""
+        """Return the phase that training is in."""
         return "step" if self.done else "first_step"
 
     def mark(self, phase: str, instant: str) -> None:
-        """An instant begins: keep the peaks of the one before."""
+        """Begin an instant, and keep the peaks of the one before."""
         import torch
 
         stats = torch.cuda.memory_stats()
@@ -43,7 +43,7 @@ class Stopwatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks that concern every module, optimizer and backward pass of the process."""
+        """Hook every module, optimizer and backward pass of the process for the length of the block."""
         import torch
         from torch.nn.modules import module as hooks
         from torch.optim import optimizer as optimizers
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 def measure(case: Any) -> dict[str, Any]:
-    """The case's spans on the card that `cuda` is, its facts and the versions."""
+    """Run a case on the card that `cuda` is; return its spans, the card's facts and library versions."""
     import torch
 
     from memfit.virtual.jobs import run
@@ -111,7 +111,7 @@ def measure(case: Any) -> dict[str, Any]:
 
 
 def real(case: Any, tape: Path | None) -> dict[str, Any]:
-    """On the real card; the memory history becomes a tape."""
+    """Run a case on the real card, and write its memory history as a tape."""
     import torch
 
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = case.alloc_conf
@@ -133,7 +133,7 @@ def keep(tape: Path) -> None:
 
 
 def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any]:
-    """On a virtual card with the facts of a real one."""
+    """Run a case on a virtual card with the facts of a real one."""
     from dataclasses import replace
 
     from memfit.catalogue.cards import find_gpu
@@ -151,7 +151,7 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
 
 
 def main() -> None:
-    """`one.py CASE real [TAPE]` or `one.py CASE virtual CARD-AS-JSON [TAPE]`."""
+    """Run `one.py CASE real [TAPE]` or `one.py CASE virtual CARD-AS-JSON [TAPE]`."""
     from measure.cases import CASES
 
     warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Measure every case on this machine's GPU: `python benchmarks/measure/run.py`; a few minutes, one process per case.
 
-What a case found is written when it is done, so a campaign that was stopped goes on where it was (`--again` runs all).
+A case's result is written when it is done, so a campaign that was stopped resumes where it was (`--again` runs all).
 `--virtual h100` is the same campaign on a virtual card, to see without a GPU that every case runs.
 """
 
@@ -21,7 +21,7 @@ LIMIT = 180  # seconds one case may take
 
 
 def where(virtual: str | None) -> list[str]:
-    """The words for `one.py` that say which card."""
+    """Return the arguments of `one.py` that choose the card."""
     if virtual is None:
         return ["real"]
     from memfit.catalogue.cards import find_gpu
@@ -35,7 +35,7 @@ def where(virtual: str | None) -> list[str]:
 
 
 def one(name: str, words: Sequence[str], out: Path, limit: int, stand_in: bool) -> str:
-    """Run a case and keep what it found; why it could not be run, or ''."""
+    """Run a case and write its result; return why it could not be run, or ''."""
     stem = out / name.replace(" ", "-")
     command = [sys.executable, str(HERE / "one.py"), name, *words, f"{stem}.tape.gz"]
     try:
@@ -57,7 +57,7 @@ def one(name: str, words: Sequence[str], out: Path, limit: int, stand_in: bool) 
 
 
 def main() -> int:
-    """Command line. Exits 1 if a case could not be run."""
+    """Run the command line. Exits with 1 if a case could not be run."""
     from measure.cases import CASES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,12 +65,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=4, help="cases at a time on the card")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds one case may take")
-    parser.add_argument("--again", action="store_true", help="also the cases that have a result")
+    parser.add_argument("--again", action="store_true", help="also run cases that have a result")
     parser.add_argument("--virtual", metavar="GPU", help="on a virtual card of that name; needs --out")
     parser.add_argument("--stand-in", action="store_true", help="mark the results as made without a real GPU")
     asked = parser.parse_args()
     if asked.virtual and asked.out is None:
-        parser.error("--virtual needs --out, so that nothing lies among what was measured")
+        parser.error("--virtual needs --out, so that no virtual result lies among the measured ones")
     out = asked.out or OUT
     out.mkdir(parents=True, exist_ok=True)
     names = [c.name for c in CASES if asked.only in c.name]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.libraries import cuda_libraries as libraries
+from memfit.virtual.libraries import third_party
 
 
 def prepare() -> None:
@@ -18,9 +18,9 @@ def prepare() -> None:
     if tuple(map(int, version("bitsandbytes").split(".")[:2])) >= (0, 43) or "bitsandbytes" in sys.modules:
         return
     extension: Any = ModuleType("bitsandbytes.cextension")
-    extension.lib, extension.COMPILED_WITH_CUDA = libraries._Kernels(), True
+    extension.lib, extension.COMPILED_WITH_CUDA = third_party.Kernels(), True
     sys.modules["bitsandbytes.cextension"] = extension
-    libraries._DONE.add("bitsandbytes")
+    third_party._DONE.add("bitsandbytes")
     functional: Any = importlib.import_module("bitsandbytes").functional
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:

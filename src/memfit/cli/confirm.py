@@ -1,4 +1,4 @@
-"""memfit plan, confirmed: the chosen recipe is traced, and where the trace says otherwise the plan is made again with what it said."""
+"""Confirm a plan: trace the chosen recipe, and plan again with the trace's answer where the two disagree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIES = 6  # finalists that are traced; as many as the search replays by formula
 
 
 def wanted(flags: dict[str, Any]) -> bool:
-    """--trace asks for it anywhere; a person at a terminal gets it where the training libraries are, unless --no-trace."""
+    """Return whether to confirm: with --trace, or at a terminal with the training libraries and no --no-trace."""
     if flags["trace"] and flags["no_trace"]:
         raise BadInput("--trace and --no-trace contradict each other", hint="leave one of them out")
     return bool(flags["trace"]) or (
@@ -32,7 +32,7 @@ def wanted(flags: dict[str, Any]) -> bool:
 
 
 def _installed() -> bool:
-    """Whether they are there, without importing any."""
+    """Return whether the training libraries are installed, without importing any."""
     from importlib.util import find_spec
 
     from memfit.virtual.supported import obstacle
@@ -41,9 +41,9 @@ def _installed() -> bool:
 
 
 def confirmed(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan], tell: Progress) -> Plan:
-    """The plan with what the trace of its recipe says; `again` makes one with what is known of some recipes.
+    """Return the plan with its recipe's traced answer; `again` plans anew with the traced answers of some recipes.
 
-    Every trace is told from the formulas' answer in a note. Raises Unsupported for a recipe that cannot be traced.
+    Adds a note on each trace beside the formulas' answer. Raises Unsupported for a recipe that cannot be traced.
     """
     from memfit.cli.trace import traced
 
@@ -52,7 +52,7 @@ def confirmed(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan
         footprint, answer, _, _ = traced(plan.recipe, name, found, tell, lean=False)
         assert answer.judgement is not None
         known[plan.recipe] = footprint, answer.judgement
-        found.notes.append(_said(plan, answer.judgement))
+        found.notes.append(_compared(plan, answer.judgement))
         if answer.judgement.verdict == plan.judgement.verdict:
             return replace(plan, footprint=footprint, judgement=answer.judgement)
         plan = again(known)
@@ -62,7 +62,7 @@ def confirmed(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan
     return replace(plan, footprint=footprint, judgement=judgement)
 
 
-def _said(plan: Plan, judgement: Judgement) -> str:
+def _compared(plan: Plan, judgement: Judgement) -> str:
     line = f"traced: {gib(judgement.need, 2)} GiB reserved where the formulas say {gib(plan.judgement.need, 2)}"
     if judgement.verdict == plan.judgement.verdict:
         return f"{line}: confirmed"
@@ -73,7 +73,7 @@ def _said(plan: Plan, judgement: Judgement) -> str:
 
 
 def at_leisure(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan]) -> Plan:
-    """The same for a person who has the closed form on the screen already: what fails or is interrupted changes nothing."""
+    """Confirm a plan that is on the screen already: a trace that fails or is interrupted leaves it as it is."""
     terminal.note("confirming by a trace (Ctrl-C keeps this answer, --no-trace skips it)")
     found.notes.clear()
     try:

@@ -1,25 +1,31 @@
-"""memfit trace: a recipe's own trainer, or a script of the user's, run on a virtual card without data."""
+"""memfit trace: run a recipe's own trainer, or the user's own script, on a virtual card without data."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, recipe_values, takes
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput
+from memfit.errors import EXIT_MISFIT, BadInput
+from memfit.nouns.tape import Alloc, Free, Oom, Tape
+from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
     from memfit.cli.asked import Asked
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
+    from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
-    from memfit.nouns.tape import Tape
+    from memfit.virtual.scripts.script import ScriptOutcome
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
@@ -30,8 +36,15 @@ WHAT = Argument(
     "what", "a model as for 'memfit plan', or a training script and its arguments", "MODEL|SCRIPT.py", many=True
 )
 STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
-ANSWER = Flag("answer", str, "What a script reads from data nobody has; see docs/trace.md.", "item=1,mask=true,...")
-FULL = Flag("full", bool, "Trace every block, where otherwise those that repeat are traced a few times.", default=False)
+ANSWER = Flag(
+    "answer",
+    str,
+    "Defaults for values that a script reads from unknown data; see docs/trace.md.",
+    "item=1,mask=true,...",
+)
+FULL = Flag(
+    "full", bool, "Trace every block; by default blocks that repeat are traced a few times and unrolled.", default=False
+)
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
@@ -41,16 +54,14 @@ FORCE = Flag("force", bool, "Overwrite files.", default=False)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
-    A recipe's own trainer, or a script of yours, on tensors that have a shape and no data: loads, trains two steps,
-    evaluates, saves. The verdict is a replay of what was allocated, at the card's own capacity.
+    Runs a recipe's own trainer, or a script of yours, on tensors that have shapes but no data: it loads, trains two
+    steps, evaluates and saves. The verdict comes from replaying all allocations at the card's own capacity.
     """
     from memfit.cli.replay import check
 
     check(flags)
     if what and what[0].endswith(".py"):
-        from memfit.cli.trace_script import run_script
-
-        return run_script(what[0], list(what[1:]), flags)
+        return _run_script(what[0], list(what[1:]), flags)
     if len(what) > 1:
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
@@ -83,12 +94,12 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
 
 
 def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
-    """The closed form's answer on a machine that can trace nothing."""
+    """Answer by the closed form on a machine that cannot trace."""
     from memfit.cli import estimate
 
     for name in ("snapshot", "html"):
         if flags[name]:
-            raise BadInput(f"{reason}, and --{name} is of a trace", hint="--save-tape, then memfit replay")
+            raise BadInput(f"{reason}, and --{name} needs a trace", hint="--save-tape, then memfit replay")
     terminal.note(f"{reason}: answered by formula, as memfit estimate does")
     return estimate.run(model, **flags, why=False)
 
@@ -96,9 +107,9 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
 def traced(
     recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True, full: bool = False
 ) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
-    """One recipe of the model called `name`, run on a virtual card and replayed on the one that was asked about.
+    """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card in question.
 
-    lean: no other recipe is traced in this process. full: every block is traced, those that repeat too.
+    lean: no other recipe is traced in this process. full: trace every block, also those that repeat.
     """
     from memfit.allocator.capacity import capacity
     from memfit.allocator.replay import replay
@@ -109,9 +120,7 @@ def traced(
     from memfit.virtual.supported import check_trace
 
     check_trace()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # read once by PyTorch: DDP's advice is not this program's output
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean, full=full)
@@ -128,7 +137,7 @@ def traced(
 def beliefs(
     tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the trace took for granted, and what it cannot know. data: the file whose longest batch it is."""
+    """Return what the trace assumes, and what it cannot know. data: the file whose longest batch was traced."""
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
     packages = (f"{name} {tape.about[name]}" for name in used if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
@@ -145,7 +154,7 @@ def beliefs(
 
 
 def _lengths(recipe: Recipe, data: str) -> str:
-    """Which batch was traced: the largest there can be."""
+    """Describe the batch that was traced: the largest that can occur."""
     of = f", the longest of {data}" if data else ""
     if recipe.padding == "packing":
         return "packed rows, all of them full"
@@ -191,3 +200,148 @@ def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSetti
     write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, found.gpu)
     if flags["save_tape"]:
         terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")
+
+
+# --- the user's own script ---
+
+
+def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
+    """Run a script, replay its tape at the card's capacity, show the answer; what the script prints goes to stderr."""
+    from memfit.allocator.capacity import capacity
+    from memfit.cli.replay import reserve, write
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+    from memfit.report.words import card_title
+    from memfit.virtual.supported import check_trace
+
+    gpu, cards = _checked(flags)
+    check_trace()
+    conf = _alloc_conf(flags)
+    launcher, world_size = _launched(Path(path), cards, flags)
+    from memfit.virtual.device.values import Answers
+
+    answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+    from memfit.virtual.scripts.script import trace_script
+
+    nccl = NCCL_BYTES if world_size > 1 else 0
+    kept = reserve(flags, gpu) + nccl
+    with contextlib.redirect_stdout(sys.stderr):
+        tape, outcome = trace_script(
+            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
+            capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher, launched=flags["num_gpus"] == 1,
+        )  # fmt: skip
+    version = tape.about["torch"]
+    torch = torch_version(version)
+    settings = parse_alloc_conf(conf, torch)
+    small_enough = outcome.survived > 0 and outcome.ending != "oom"  # the script shrank itself until it fitted
+    lived = _without_ooms(tape, all_but=outcome.ending == "oom")
+    with terminal.progress() as tell:
+        answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
+    judgement = answer.judgement
+    assert judgement is not None
+    notes = _notes(outcome)
+    if small_enough:
+        answer = replace(answer, judgement=replace(judgement, verdict="tight"))
+        notes.insert(1, _settled(tape))
+    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    if flags["json"]:
+        from memfit.documents.codec import replay_doc
+
+        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
+        terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
+    else:
+        from memfit.report.replay import replay_view
+
+        terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size))
+    if outcome.trace:
+        print(outcome.trace, file=sys.stderr)
+    for line in notes:
+        terminal.note(line)
+    assert answer.judgement is not None
+    return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+
+
+def _alloc_conf(flags: dict[str, Any]) -> str:
+    """Return the allocator's settings: of the flag, else of the environment, as the script would read them."""
+    from memfit.virtual.virtual_gpu import alloc_conf_of_environment
+
+    if flags["alloc_conf"] is not None:
+        return str(flags["alloc_conf"])
+    if found := alloc_conf_of_environment():
+        terminal.note(f"--alloc-conf {found}: as this shell's environment says")
+    return found
+
+
+def _without_ooms(tape: Tape, all_but: bool) -> Tape:
+    """Return the tape without failed requests that the script survived. all_but: the last one ended it."""
+    failed = [index for index, event in enumerate(tape.events) if isinstance(event, Oom)]
+    caught = set(failed[:-1] if all_but else failed)
+    return replace(tape, events=tuple(e for i, e in enumerate(tape.events) if i not in caught)) if caught else tape
+
+
+def _settled(tape: Tape) -> str:
+    """Describe what the script needs after its last out-of-memory error."""
+    sizes = {event.id: event.size for event in tape.events if isinstance(event, Alloc)}
+    held = most = 0
+    for event in tape.events:
+        held += event.size if isinstance(event, Alloc) else -sizes[event.id] if isinstance(event, Free) else 0
+        most = 0 if isinstance(event, Oom) else max(most, held)
+    return f"after the last out-of-memory there were at most {gib(most, 2)} GiB of tensors"
+
+
+def _notes(outcome: ScriptOutcome) -> list[str]:
+    """Return notes on how the run ended and what was assumed."""
+    endings = {
+        "enough": f"stopped after {outcome.steps} optimizer steps",
+        "finished": f"the script came to its end after {outcome.steps} optimizer steps",
+        "oom": f"out of memory at {outcome.where}: {outcome.message.partition('. GPU ')[0]}; "
+        "a larger --gpu shows what the whole run needs",
+    }
+    lines = [endings[outcome.ending]]
+    if outcome.survived:
+        lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
+    if outcome.answered:
+        asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
+        lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
+    return [*lines, *outcome.assumed]
+
+
+def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
+    """Return the card and how many of it. Raises BadInput for flags that a script, with its own recipe, ignores."""
+    from memfit.cli.replay import cards_of
+
+    if flags["full"]:
+        raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
+    given = sorted(
+        set(recipe_values(flags)) - {"alloc_conf", "num_gpus"} | {n for n in ("data", "tokenizer") if flags[n]}
+    )
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")
+    if flags["steps"] is not None and flags["steps"] < 1:
+        raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="2 is enough: later steps are alike")
+    gpu, named = cards_of(flags)
+    if gpu is None:
+        raise BadInput("no card named", hint="memfit trace train.py --gpu l4")
+    count = flags["num_gpus"] or named
+    if count < 1 or named not in (1, count):
+        raise BadInput(
+            f"--num-gpus {count} and --gpu {flags['gpu']} contradict each other", hint="--gpu 8xh100 says both"
+        )
+    return gpu, count
+
+
+def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
+    """Return accelerate's file, named or beside the script, and how many processes run."""
+    from memfit.virtual.scripts.launched import launcher_file, processes_of
+
+    named = flags["from_"]
+    if named and not Path(named).is_file():
+        raise BadInput(f"{named} does not exist", hint="for a script --from is the file of accelerate launch")
+    path = Path(named) if named else launcher_file(script)
+    if path is None:
+        return None, cards
+    count = processes_of(path)
+    if cards not in (1, count):
+        raise BadInput(f"{path} starts {count} processes, not {cards}", hint=f"--num-gpus {count}, or another file")
+    return path, count

@@ -1,10 +1,14 @@
-"""Replace attributes, or environment variables, for the length of a block."""
+"""Replace attributes or environment variables for the length of a block, also in modules that are imported later."""
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -12,9 +16,10 @@ _MISSING = object()
 
 @contextmanager
 def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
-    """`target` has these attributes inside the block, and what it had before after it.
+    """Give `target` these attributes inside the block, and restore what it had afterwards.
 
-    A class gets back what it had itself: what it inherited is inherited again, and its class methods bind to subclasses.
+    A class gets back only what it defined itself: inherited attributes are inherited again, and class methods bind to
+    subclasses.
     """
     before = {name: _own(target, name) for name in values}
     for name, value in values.items():
@@ -32,7 +37,7 @@ def _own(target: Any, name: str) -> Any:
 
 @contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """What libraries write there inside the block (ACCELERATE_USE_FSDP, say) is forgotten as well."""
+    """Set environment variables; afterwards restore all, also those that libraries set inside (ACCELERATE_USE_FSDP)."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -40,3 +45,49 @@ def environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+Change = Callable[[ModuleType], AbstractContextManager[Any]]
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finds modules as Python does, and changes a module after its execution if `change_of` its name is not None."""
+
+    def __init__(self, change_of: Callable[[str], Change | None], stack: ExitStack) -> None:
+        self._change_of, self._stack = change_of, stack
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        change = self._change_of(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if change else None
+        if change is None or spec is None or spec.loader is None:
+            return None
+        execute, stack = spec.loader.exec_module, self._stack
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            stack.enter_context(change(module))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextmanager
+def finding(finder: importlib.abc.MetaPathFinder) -> Iterator[None]:
+    """Let a finder come first on sys.meta_path for the length of the block."""
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
+def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
+    """Change modules by name: at once if imported already, else right after their import; undo it after the block."""
+    with ExitStack() as stack:
+        for name, change in changes.items():
+            if sys.modules.get(name) is not None:
+                stack.enter_context(change(sys.modules[name]))
+        later = {name: change for name, change in changes.items() if sys.modules.get(name) is None}
+        with finding(ImportHook(later.get, stack)):
+            yield

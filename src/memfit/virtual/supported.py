@@ -1,4 +1,4 @@
-"""What a trace needs of the machine it runs on: system, processor, libraries and their versions; imports none of them."""
+"""Check what a trace needs of the machine, without importing it: system, processor, libraries and their versions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import platform
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch, torch_version
 
-OLDEST: Torch = (2, 10)  # the first that puts a device guard of no devices in CUDA's place when Python asks
+OLDEST: Torch = (2, 10)  # the first with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
 _OPTIONAL = ("bitsandbytes", "deepspeed")
 
 
 def versions() -> dict[str, str]:
-    """The training libraries that are installed."""
-    from importlib.metadata import PackageNotFoundError, version  # takes longer than all the rest here
+    """Return the versions of the training libraries that are installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
 
     found = {}
     for name in PACKAGES:
@@ -26,13 +26,13 @@ def versions() -> dict[str, str]:
 
 
 def obstacle() -> str:
-    """Why this machine can have no virtual GPU, whatever is installed; '' where it can."""
+    """Return why this machine cannot have a virtual GPU, whatever is installed; '' if it can."""
     system, machine = platform.system(), platform.machine()
     return "" if (system, machine) == ("Linux", "x86_64") else f"no virtual GPU on {system} {machine}"
 
 
 def check_host(torch: str) -> None:
-    """Raises BadInput for a machine or a version of PyTorch that can have no virtual GPU."""
+    """Raise BadInput for a machine or a version of PyTorch that cannot have a virtual GPU."""
     if reason := obstacle():
         raise BadInput(reason, hint="trace needs Linux on x86-64; memfit estimate answers everywhere")
     if torch_version(torch) < OLDEST:
@@ -44,7 +44,7 @@ def check_host(torch: str) -> None:
 
 
 def check_trace() -> None:
-    """Raises BadInput where `check_host` does, and where a training library is missing."""
+    """Raise BadInput where `check_host` does, and where a training library is missing."""
     there = versions()
     check_host(there.get("torch", ".".join(map(str, OLDEST))))
     if missing := [name for name in PACKAGES if name not in there and name not in _OPTIONAL]:

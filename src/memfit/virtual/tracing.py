@@ -23,20 +23,21 @@ from memfit.virtual.supported import check_trace, versions
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
-    from memfit.virtual.jobs.setup import Setup
+    from memfit.virtual.jobs.recipe import Setup
     from memfit.virtual.repeated_blocks.depths import Traced
 
 Tell = Callable[[str, float], None]
 
 
 def trace_recipe(
-    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False, full: bool = False,
+    recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False,
+    full: bool = False,
 ) -> tuple[Tape, dict[str, int]]:  # fmt: skip
-    """The tape of the recipe's own trainer on a card like `gpu` without a limit, and what had to be answered.
+    """Run the recipe's own trainer on a card like `gpu` without a limit; return its tape and reads of unknown values.
 
-    config: the model's config.json. lean: this process traces nothing else, so libraries the recipe has no use for may be
-    kept away from the others. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch or the trainer
-    is not installed, Unsupported for a recipe that has no job.
+    config: the model's config.json. lean: this process traces nothing else, so libraries that the recipe does not use
+    may be hidden from those that it does. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch
+    or the trainer is not installed, Unsupported for a recipe that cannot be traced.
     """
     check_trace()
     from memfit.virtual.jobs.recipe import setup_of
@@ -44,7 +45,7 @@ def trace_recipe(
     setup = setup_of(recipe, config)
     tell("importing the training libraries", 0.1)
     about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
-    with quiet(), _lean(lean), as_in_a_run(setup, lean), _failures_told(str(config.get("model_type"))):
+    with quiet(), as_in_a_run(setup, lean), _failures_explained(str(config.get("model_type"))):
         with _card(setup, gpu, recipe.alloc_conf):
             from memfit.virtual.jobs import import_libraries
             from memfit.virtual.repeated_blocks.depths import depths, unrolled
@@ -53,20 +54,14 @@ def trace_recipe(
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
-        found = unrolled(plan, once) if plan else None
-        tape, asked = found or once(setup)[:2]
-        told = {"depth": str(plan)} if found else {}
-        return replace(tape, about={**tape.about, **about, **versions(), **told}), asked
-
-
-def _lean(lean: bool) -> contextlib.AbstractContextManager[None]:
-    from memfit.virtual.process.fast_imports import lean_imports
-
-    return lean_imports() if lean else contextlib.nullcontext()
+        found = unrolled(plan, once, gpu) if plan else None
+        tape, reads = found or once(setup)
+        depth = {"depth": str(plan)} if found else {}
+        return replace(tape, about={**tape.about, **about, **versions(), **depth}), reads
 
 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
-    """One job on a card of its own."""
+    """Run one job on a card of its own."""
     from memfit.virtual.jobs import run
     from memfit.virtual.observer import Observer
     from memfit.virtual.process.host import hollow_host, no_random_weights
@@ -76,12 +71,12 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
         with collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         assumed = {"assumed": "\n".join(card.assumed)} if card.assumed else {}
-        return observer.tape(assumed), dict(card.answers.asked), card.rows
+        return observer.tape(assumed), dict(card.answers.reads)
 
 
 @contextlib.contextmanager
 def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
-    """A card without a limit, with the stand-ins that the job needs."""
+    """Open a card without a limit, with the stand-ins that the job needs."""
     from memfit.virtual.libraries import flash_attn
     from memfit.virtual.virtual_gpu import virtual_gpu
 
@@ -95,8 +90,8 @@ def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
 
 
 @contextlib.contextmanager
-def _failures_told(model_type: str) -> Iterator[None]:
-    """What a trainer raises, as an error of this program."""
+def _failures_explained(model_type: str) -> Iterator[None]:
+    """Turn what a trainer raises into an error of memfit."""
     try:
         yield
     except MemfitError:
@@ -116,10 +111,10 @@ def _failures_told(model_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
-    """What differs between this program and a training script: threads and optional packages.
+    """Use one thread, which is enough for the few values that are computed, and hide bitsandbytes where it is not used.
 
-    One thread serves the few numbers that are real, and in a `lean` process bitsandbytes, which PEFT imports wherever
-    it finds it, stays away from a job that has no use for it.
+    PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process,
+    which traces no other job.
     """
     import torch
 
@@ -138,7 +133,7 @@ def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[None]:
-    """Cycles that the job leaves behind are collected as in a training script; what was there before is not looked at."""
+    """Collect reference cycles of the job as in a training script; objects from before are left out of it."""
     before = gc.isenabled()
     gc.freeze()
     gc.enable()
@@ -152,8 +147,8 @@ def collecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The libraries' own progress, warnings and advice are not this program's output; nothing is looked up on the Hub."""
-    from huggingface_hub import constants  # which reads the environment once, when it is imported
+    """Silence the libraries' progress bars, warnings and advice, and keep them from the Hub."""
+    from huggingface_hub import constants  # reads the environment once, when it is imported
 
     words = {k: v for k, v in {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}.items() if k not in os.environ}
     level = logging.root.manager.disable

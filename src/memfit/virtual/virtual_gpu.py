@@ -12,19 +12,17 @@ from memfit.catalogue.cards import find_gpu
 from memfit.nouns.alloc_settings import VARIABLES
 from memfit.nouns.gpu import Gpu
 from memfit.units import parse_size
-from memfit.virtual.device import api, dispatch, engine
-from memfit.virtual.device import device_guard as guard
+from memfit.virtual.device import api, device_guard, dispatch
 from memfit.virtual.device.card import Card
-from memfit.virtual.device.unknown_values import Answers
-from memfit.virtual.libraries import cuda_libraries as libraries
-from memfit.virtual.libraries import deepspeed, inductor, liger, triton
-from memfit.virtual.process import loading
+from memfit.virtual.device.values import Answers
+from memfit.virtual.libraries import inductor, third_party, triton
+from memfit.virtual.process import files
 
-__all__ = ["Answers", "Card", "told_by_environment", "virtual_gpu"]
+__all__ = ["Answers", "Card", "alloc_conf_of_environment", "virtual_gpu"]
 
 
-def told_by_environment() -> str:
-    """The allocator's settings that PyTorch would read now."""
+def alloc_conf_of_environment() -> str:
+    """Return the allocator settings that PyTorch would read from the environment now."""
     return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
 
 
@@ -38,34 +36,34 @@ def virtual_gpu(
     world_size: int = 1,
     launched: bool = False,
 ) -> Iterator[Card]:
-    """While the context is open, `cuda` is the named card: its memory, its capability, no data.
+    """Make `cuda` the named card for the length of the block: its memory, its compute capability, no data.
 
-    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). A card that is named has
-    no more than that; of one that is given as a noun others hold the rest. world_size: cards of its kind that
-    torch.distributed finds, of which this one is rank 0's. launched: there is a process group even of one, which
-    DeepSpeed asks for. alloc_conf: as PYTORCH_ALLOC_CONF says it; default: what that says in this process.
+    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). A card given by name
+    then has no more memory in all; of one given as a Gpu, other processes hold the rest. world_size: ranks of
+    torch.distributed, each with such a card; this one is rank 0's. launched: open a process group even of one rank,
+    which DeepSpeed needs. alloc_conf: a value of PYTORCH_ALLOC_CONF; default: the one of this process.
     """
-    guard.install()
-    alloc_conf = told_by_environment() if alloc_conf is None else alloc_conf
+    device_guard.install()
+    alloc_conf = alloc_conf_of_environment() if alloc_conf is None else alloc_conf
     size = parse_size(capacity) if isinstance(capacity, str) else capacity
-    noun = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    facts = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if isinstance(gpu, str) and size is not None and size >= 0:
-        noun = replace(noun, total_bytes=size + noun.context_bytes)
-    limit = noun.usable_bytes() if size == -1 else size
-    card = Card(noun, limit, alloc_conf, answers)
+        facts = replace(facts, total_bytes=size + facts.context_bytes)
+    limit = facts.usable_bytes() if size == -1 else size
+    card = Card(facts, limit, alloc_conf, answers)
     layers = (
-        engine.ready(lambda: _active(Card(noun, None, ""))),
+        device_guard.backward_ready(lambda: _active(Card(facts, None, ""))),
         _active(card),
-        libraries.installed(),
-        loading.placed(),
+        third_party.bitsandbytes_on_card(),
+        files.load_to_card(),
         triton.launches_nothing(),
-        liger.undone(),
-        inductor.planned(card),
-        deepspeed.hosted(),
+        third_party.liger_undone(),
+        inductor.compiling(card),
+        third_party.deepspeed_on_card(),
         _world(world_size) if launched or world_size > 1 else nullcontext(),
     )
     with ExitStack() as stack:
-        atexit.register(stack.close)  # a card that nobody closes is closed while there are modules
+        atexit.register(stack.close)  # closes a forgotten card before modules are torn down
         stack.callback(atexit.unregister, stack.close)
         for layer in layers:
             stack.enter_context(layer)
@@ -74,8 +72,8 @@ def virtual_gpu(
 
 @contextmanager
 def _active(card: Card) -> Iterator[None]:
-    """`cuda` is this card."""
-    with api.answered(card):
+    """Make `cuda` this card."""
+    with api.torch_cuda_of(card):
         dispatch.activate(card)
         try:
             yield
@@ -84,6 +82,6 @@ def _active(card: Card) -> Iterator[None]:
 
 
 def _world(size: int) -> AbstractContextManager[None]:
-    from memfit.virtual.ranks.world import world  # torch.distributed takes its time
+    from memfit.virtual.ranks.world import world  # torch.distributed is slow to import
 
     return world(size)

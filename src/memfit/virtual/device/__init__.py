@@ -1,1 +1,1 @@
-"""The card itself: its facts, its allocator, PyTorch's dispatch key CUDA, shapes, storage, streams and statistics."""
+"""The card itself: its facts, its allocator, the dispatch key CUDA, shapes, storages, streams and statistics."""

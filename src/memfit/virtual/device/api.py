@@ -1,4 +1,4 @@
-"""torch.cuda as the card answers it: the C functions a build without CUDA lacks, and its devices' facts."""
+"""Replacements in torch.cuda while a card is active: streams and events, missing C functions, device properties."""
 
 from __future__ import annotations
 
@@ -8,18 +8,131 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.virtual.device.memory import REFUSED, memory_functions
-from memfit.virtual.device.streams import record_stream, stream_functions
+from memfit.virtual.device.values import base
 from memfit.virtual.patching import patched
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
 
+# --- streams and events ---
+
+
+class Stream:
+    """A CUDA stream: work on it is already done; allocations under it come from its own pool."""
+
+    _count = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        Stream._count += 1
+        self.stream_id = self.cuda_stream = Stream._count
+        self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing is ever waited for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is ever waited for."""
+
+    def record_event(self, event: Any = None) -> Event:
+        """Return an event, which has already happened."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Nothing is ever waited for."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No CUDA graph is being captured."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
+
+class Event:
+    """A CUDA event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take whatever torch.cuda.Event takes; no time is measured."""
+
+    def record(self, stream: Any = None) -> None:
+        """It has happened already."""
+
+    def wait(self, stream: Any = None) -> None:
+        """It has happened already."""
+
+    def synchronize(self) -> None:
+        """It has happened already."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return 0 ms: no time passes on a virtual card."""
+        return 0.0
+
+
+class _Default(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream_id = self.cuda_stream = 0
+
+
+def stream_functions(card: Card) -> dict[str, Any]:
+    """Return replacements, by name, for what torch.cuda has for making, choosing and reading streams."""
+    Stream._count = 0  # the same program has the same streams on every card
+    default = _Default()
+    current = [default]
+
+    def set_stream(stream: Any) -> None:
+        current[0] = stream
+        card.ledger.stream = stream.stream_id
+
+    class Using:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = current[0]
+            if self.stream is not None:
+                set_stream(self.stream)
+
+        def __exit__(self, *_: Any) -> None:
+            set_stream(self.before)
+
+    return {
+        "Stream": Stream, "Event": Event, "stream": Using, "StreamContext": Using, "set_stream": set_stream,
+        "current_stream": lambda *_: current[0], "default_stream": lambda *_: default,
+    }  # fmt: skip
+
+
+def record_stream(card: Card) -> Callable[[Tensor, Any], None]:
+    """Return Tensor.record_stream: a block that was freed is available again only once that stream has caught up."""
+
+    def recorded(self: Tensor, stream: Any) -> None:
+        if self.is_cuda:
+            card.ledger.record_stream(base(self), stream.stream_id)
+
+    return recorded
+
+
+# --- functions of torch.cuda and torch._C ---
+
+
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
-    """Names in torch._C -> answers."""
+    """Return replacements, by name, for functions of torch._C."""
     gpu = card.gpu
     free = lambda: max(gpu.total_bytes - gpu.context_bytes - card.settled().reserved, 0)  # noqa: E731
     nothing = lambda *_: None  # noqa: E731
@@ -40,7 +153,7 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_canDeviceAccessPeer": lambda *_: False,
         "_cuda_cudaHostAllocator": lambda: 0,
-        # nn.DataParallel splits what it is given over its only card
+        # nn.DataParallel scatters its inputs over its only card
         "_scatter": lambda t, devices, sizes, dim, streams: tuple(x.to("cuda") for x in t.chunk(1, dim)),
         "_gather": lambda tensors, dim, to: torch.cat(tensors, dim),
         "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
@@ -49,7 +162,7 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
 
 
 class _Ranges:
-    """NVTX: ranges are named for nobody."""
+    """NVTX, whose ranges are not recorded."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_, **__: 0
@@ -61,7 +174,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """torch.Generator, whose random numbers for the card come from the host: nobody sees them."""
+    """torch.Generator on the host in place of the card's: the random numbers themselves do not matter."""
 
     made_for: torch.device
     philox: torch.Tensor
@@ -73,14 +186,14 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         return made
 
     def get_state(self) -> torch.Tensor:
-        """Of a card's: seed and offset, 8 bytes each, which sharded tensors look into; never a fake of the compiler's."""
+        """Return the state; a card's is its seed and offset, 8 bytes each, which DTensor reads, never a FakeTensor."""
         if self.made_for.type != "cuda":
             return super().get_state()
         with _disable_current_modes():
             return self.philox.clone()
 
     def set_state(self, state: torch.Tensor) -> Generator:
-        """Take over what `get_state` gave."""
+        """Restore a state that `get_state` returned."""
         if self.made_for.type == "cuda":
             with _disable_current_modes():
                 self.philox.copy_(state)
@@ -90,7 +203,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device it was made for."""
+        """Return the device it was made for."""
         return self.made_for
 
 
@@ -105,7 +218,7 @@ def _properties(card: Card) -> SimpleNamespace:
 
 
 def _resize(card: Card) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
-    """UntypedStorage.resize_, which this build has for the host alone."""
+    """Return UntypedStorage.resize_, which builds without CUDA have for the host only."""
     real = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
@@ -121,7 +234,7 @@ _clone_on_host = torch.UntypedStorage.clone
 
 
 def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """UntypedStorage.clone, which this build has for the host alone; copy.deepcopy comes here for all but parameters."""
+    """UntypedStorage.clone, which builds without CUDA have for the host only. copy.deepcopy of tensors calls it."""
     if self.device.type != "cuda":
         return _clone_on_host(self)
     return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
@@ -131,12 +244,12 @@ _profile = torch.autograd.profiler.profile.__init__
 
 
 def _profile_host(self: Any, enabled: bool = True, **words: Any) -> None:
-    """torch.profiler records the host alone: no kernel runs, and this build complains of each one it cannot time."""
+    """Let torch.profiler record the host only: no kernel runs, and this build warns about each one it cannot time."""
     _profile(self, enabled, **(words | {"use_cpu": True, "use_cuda": False, "use_device": None}))
 
 
 def _is_all_true(card: Card) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The checks of torch.distributions: values nobody has are taken for valid."""
+    """Return torch._is_all_true, by which torch.distributions validates: unknown values count as valid."""
     real = torch._is_all_true
 
     def check(t: torch.Tensor) -> torch.Tensor:
@@ -149,7 +262,10 @@ def _is_all_true(card: Card) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _clear_autocast_cache(card: Card) -> Callable[[], None]:
-    """The cache lets go of its casts in an order of addresses, which differs from run to run; here in that of their birth."""
+    """Return torch.clear_autocast_cache with casts freed in the order of their birth.
+
+    PyTorch frees them in the order of a hash table of addresses, which differs from run to run.
+    """
     real = torch.clear_autocast_cache
 
     def clear() -> None:
@@ -161,12 +277,13 @@ def _clear_autocast_cache(card: Card) -> Callable[[], None]:
 
 
 @contextmanager
-def answered(card: Card) -> Iterator[None]:
-    """While the card is active, torch.cuda describes it."""
+def torch_cuda_of(card: Card) -> Iterator[None]:
+    """Make torch.cuda describe the card for the length of the block."""
     functions = _functions(card)
     free = functions.pop("_memfit_free")
     cuda = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: 1,
         **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
         "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
         "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,
@@ -189,15 +306,15 @@ def answered(card: Card) -> Iterator[None]:
         patched(torch.cuda, cuda),
         patched(
             torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}
-        ),  # the compiler tells them apart
+        ),  # a name of its own for the compiler
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
         patched(torch.version, {"cuda": "13.0"}),
         patched(
             torch.backends.cudnn, {"is_acceptable": lambda _: False}
-        ),  # recurrent layers run without it: it is not built in
+        ),  # cuDNN is not built in, so recurrent layers run without it
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
-        # these modules took some names by value
+        # these modules imported some names by value
         patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),
         patched(torch.cuda.graphs, REFUSED),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),

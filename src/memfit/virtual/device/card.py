@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,11 @@ from memfit.allocator import Allocator, OutOfMemory
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
-from memfit.virtual.device.engine import thread
-from memfit.virtual.device.ledger import BUCKET_SIZES, Ledger
+from memfit.virtual.device.device_guard import thread
+from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
 from memfit.virtual.device.storage import Storages
-from memfit.virtual.device.unknown_values import Answers
-from memfit.virtual.device.values import Values
-
-if TYPE_CHECKING:
-    from memfit.virtual.device.rows import Row
+from memfit.virtual.device.values import Answers, Values
 
 NOTHING = -1  # the number of tensors without bytes
 
@@ -41,23 +37,22 @@ class Card:
         self.ledger = Ledger(allocator)
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()
-        self.assumed: dict[str, None] = {}  # in words: what was taken for granted
+        self.assumed: dict[str, None] = {}  # assumptions, as sentences for the user
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
         self.workspace = cublas_workspace(self.capability)
-        # backward pass -> results of all-reduces that the watchdog still holds
-        self.unseen: dict[int, list[Tensor]] = {}
-        self.rows: list[Row] = []  # what was laid out by size
+        # backward pass -> results of all-reduces that NCCL's watchdog thread still holds
+        self.held_by_watchdog: dict[int, list[Tensor]] = {}
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     @property
     def limit(self) -> int | None:
-        """Bytes that its driver can hand out; None: any number."""
+        """Return the bytes that its driver can hand out; None: any number."""
         capacity = self.ledger.allocator.capacity
         return capacity if capacity < 2 * self.gpu.total_bytes else None
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
-        """A tensor of a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        """Return a tensor with a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
         shape, stride, dtype = planned
         self.settle()
         size = _storage_bytes(shape, stride, dtype.itemsize)
@@ -70,14 +65,14 @@ class Card:
         return self.storages.tensor(number, ledger.address(number), shape, stride, dtype)
 
     def allocate(self, size: int, label: str) -> int:
-        """The number of a new allocation. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        """Return the number of a new allocation. Raises torch.OutOfMemoryError in PyTorch's own words."""
         try:
             return self.ledger.alloc(size, label)
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """storage.resize_: what it has from now on is there before the old memory is given back (resize_bytes_cuda)."""
+        """storage.resize_: allocate the new memory before the old is freed, as resize_bytes_cuda does."""
         self.settle()
         if size == storage.nbytes():
             return
@@ -97,7 +92,7 @@ class Card:
             self.ledger.free(number)
 
     def tensors(self, planned: Any, label: str) -> Any:
-        """What an operator returns, made anew in the order of its outputs."""
+        """Make new tensors in the place of Blueprints in what an operator returns, in the order of its outputs."""
         if isinstance(planned, tuple):
             return self.tensor(planned, label)
         if isinstance(planned, list):
@@ -105,7 +100,7 @@ class Card:
         return planned
 
     def scripted(self, planned: Any, order: Sequence[int], label: str) -> Any:
-        """Outputs and temporaries in the order of a kernel's script (see temporaries)."""
+        """Make outputs and temporaries in the order of a kernel's script (see `temporaries`)."""
         parts = planned if isinstance(planned, list) else [planned]
         self.settle()
         made = {i: self.tensors(p, label) for i, p in enumerate(parts) if ~i not in order}
@@ -119,22 +114,8 @@ class Card:
             self.ledger.free(number)
         return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
 
-    def keep(self, row: Row, start: int) -> None:
-        """Name what a row allocated from the `start`-th operation on; nothing where it is not what the row says."""
-        self.settle()
-        self.rows.append(row)
-        ledger, sizes = self.ledger, row.sizes()
-        asked = [op for op in ledger.ops[start:] if op >= 0]
-        number = len(ledger.blocks) - len(asked)
-        for i in range(len(asked) - len(sizes) + 1):
-            if asked[i : i + len(sizes)] == sizes:
-                ledger.labels[number + i : number + i + len(sizes)] = [row.label] * len(sizes)
-                if row.announced() and i and asked[i - 1] == row.announced():
-                    ledger.labels[number + i - 1] = BUCKET_SIZES
-                return
-
     def need_workspace(self) -> None:
-        """cuBLAS takes one workspace per thread and stream at its first use there and keeps it."""
+        """Allocate cuBLAS's workspace at its first use on this thread and stream, which keep it."""
         key = (thread(), self.ledger.stream)
         if key not in self._workspaces:
             self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
@@ -150,19 +131,19 @@ class Card:
         self.ledger.empty_cache()
 
     def settled(self) -> Allocator:
-        """The allocator as it is now."""
+        """Return the allocator after freeing what has died."""
         self.settle()
         return self.ledger.allocator
 
     def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
-        """Free what died since the last time; before every allocation and every look at the allocator."""
+        """Free storages that died since the last call; call it before allocating and before reading the allocator."""
         if self.storages.deaths:
             for number in arranged(self.storages.dead()):
                 self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    """computeStorageNbytes: up to the last element that strides reach."""
+    """computeStorageNbytes: count bytes up to the last element that the strides reach."""
     last = 0
     for size, step in zip(shape, stride, strict=True):
         if size == 0:
@@ -180,7 +161,7 @@ def _format_size(size: int) -> str:
 
 
 def out_of_memory_text(error: OutOfMemory, context: int) -> str:
-    """The words of torch.OutOfMemoryError from PyTorch 2.11 on; `context` bytes of the card are not PyTorch's."""
+    """Return the message of torch.OutOfMemoryError since PyTorch 2.11; the `context` bytes are not PyTorch's."""
     size = _format_size
     limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
     process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "

@@ -1,15 +1,28 @@
-"""Make a PyTorch without a GPU believe it has CUDA devices: a device guard and the answers of the CUDA hooks.
+"""Make a PyTorch without a GPU believe it has CUDA devices: a device guard, the CUDA hooks, and a thread for backward.
 
 A CPU wheel registers no CUDA device guard, and the autograd engine asks the CUDA hooks for an accelerator. Both are
 C++ objects: the guard is registered through ctypes, then replaced by PyTorch's own no-op guard; the hooks object gets
-a copy of its own table of virtual functions with a few entries of ours. Slot numbers are read from the headers that
+a copy of its own virtual function table with a few entries replaced. Slot numbers are read from the headers that
 ship in the wheel. Itanium C++ ABI only.
+
+Autograd's engine makes its threads at its first backward, one per existing device; a later card gets none. Then the
+backward of the virtual card runs in the calling thread, which PyTorch supports. All that changes is the thread in which
+a kernel is launched, and cuBLAS takes its workspace once per thread: so a backward counts as a thread of its own.
+
+A thread of the engine releases a backward's state after that backward has returned, and needs the interpreter for it,
+as the state holds a copy of the caller's context variables. If the process ends meanwhile, Python before 3.14 ends the
+thread inside a destructor, which aborts the process (SIGABRT, exit code 134). So closing a card waits for the thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +31,7 @@ import torch
 from memfit.errors import BadInput
 from memfit.virtual.supported import check_host
 
-_KEPT: list[object] = []  # what C++ points at must never be collected
+_KEPT: list[object] = []  # C++ points at these, so they must never be collected
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
 _CUDA = 1  # c10::DeviceType::CUDA
 
@@ -31,7 +44,7 @@ def install() -> None:
     try:
         if torch.version.cuda is None:
             _register_guard()
-        torch._C._ensureCUDADeviceGuardSet()  # seeing a guard of no devices, PyTorch puts its own no-op guard there
+        torch._C._ensureCUDADeviceGuardSet()  # replaces a guard that has no devices by PyTorch's own no-op guard
         _patch_hooks()
     except (AttributeError, OSError, ValueError) as error:
         raise BadInput(
@@ -58,7 +71,7 @@ def _virtual_functions(header: str, name: str) -> list[str]:
 
 
 def _slots() -> dict[str, int]:
-    """Virtual function -> slot: two destructors, then the functions in the order they are first declared."""
+    """Return the slot of each virtual function: two destructors, then functions in the order of first declaration."""
     base, own = (_virtual_functions(h, Path(h).stem) for h in _HOOKS)
     names = [n for n in base if not n.startswith("~")]
     names += [n for n in own if not n.startswith("~") and n not in names]
@@ -72,7 +85,7 @@ def _patch_hooks() -> None:
     hooks, slots = getter(), _slots()
     count = max(slots.values()) + 1
     old = ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0]
-    source = ctypes.cast(old - 16, ctypes.POINTER(ctypes.c_void_p))  # two words before the table belong to it
+    source = ctypes.cast(old - 16, ctypes.POINTER(ctypes.c_void_p))  # the table begins with two words of its own
     table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
     answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     one, zero = answer(lambda _: 1), answer(lambda _: 0)
@@ -92,3 +105,69 @@ def _patch_hooks() -> None:
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
     _KEPT.extend([one, zero, pinned, table])
+
+
+# --- the engine's threads ---
+
+_LATE: list[bool] = []  # whether the engine had run before the first virtual card, once that is known
+_CONTEXT = "context"  # what `torch.autograd.graph._engine_run_backward` calls the copy, in the versions that make one
+_PATIENCE = 10.0  # seconds to wait for a thread; far more than a busy machine was seen to need
+
+
+@contextmanager
+def backward_ready(scratch: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Make backward on the card find a thread. `scratch` opens a card for a trial the first time."""
+    if not _LATE:
+        with scratch():
+            _LATE.append(_runs_without_thread())
+    if _LATE[0]:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+        return
+    try:
+        yield
+    finally:
+        with scratch():
+            _let_go()
+
+
+def _runs_without_thread() -> bool:
+    try:
+        _backward()
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        return True
+    return False
+
+
+def _let_go() -> None:
+    """Wait until the thread of the card holds no state of any backward.
+
+    It has released those before the last in order to begin the last.
+    """
+    state = _backward()
+    until = time.monotonic() + _PATIENCE
+    while state() is not None and time.monotonic() < until:
+        time.sleep(0.0001)
+
+
+def _backward() -> Callable[[], object]:
+    """Run the smallest backward on the card; return a function that gives None once its state is released."""
+    states: list[Callable[[], object]] = [lambda: None]
+
+    def note(grad: torch.Tensor) -> None:
+        if torch._C._is_key_in_tls(_CONTEXT):
+            states.append(weakref.ref(torch._C._get_obj_in_tls(_CONTEXT)))
+
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        x = torch.zeros((), device="cuda", requires_grad=True)
+        x.register_hook(note)
+        (x * 1).backward()
+    return states[-1]
+
+
+def thread() -> tuple[int, bool]:
+    """Return a key for the thread that would launch kernels on a real card."""
+    late = bool(_LATE) and _LATE[0]
+    return threading.get_ident(), late and torch._C._current_graph_task_id() != -1

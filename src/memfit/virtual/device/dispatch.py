@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, empty, zeros  # by value: DeepSpeed puts its own in torch's place
 from torch._C import DispatchKey
 
-from memfit.virtual.device.factory_kernels import SPECIAL
 from memfit.virtual.device.ledger import UNNAMED
 from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.device.shapes import Shapes, blueprint
@@ -20,9 +19,129 @@ from memfit.virtual.device.values import base, keeps, tensors
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
+
+# --- operators with a kernel of their own: factories, copies, resizing, reads of data ---
+
+Args = tuple[Any, ...]
+Words = dict[str, Any]
+
+
+def contiguous(shape: Any) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    shape, layout = tuple(args[0]), kwargs.get("memory_format")
+    if layout is None or layout in (torch.contiguous_format, torch.preserve_format):
+        stride = contiguous(shape)
+    else:
+        stride = empty(shape, device="meta", memory_format=layout).stride()
+    return card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), UNNAMED)
+
+
+def _empty_strided(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return card.tensor((tuple(args[0]), tuple(args[1]), dtype), UNNAMED)
+
+
+def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    """Do copy_ from host to card, from card to host, or within the card."""
+    self, source = args[0], args[1]
+    if self.is_cuda:
+        card.ledger.rename(base(self), "copy")
+        value = card.values.of(source) if keeps(self) and keeps(source) else None
+        if value is None:
+            card.values.unknown(self)
+        else:
+            card.values.set(self, value)
+        return self
+    value = card.values.of(source) if keeps(source) else None
+    if value is not None:
+        return self.copy_(value)
+    return card.answers.to_host(self)
+
+
+def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    self, shape = args[0], tuple(args[1])
+    need = self.element_size() * max(torch.Size(shape).numel(), 0) + self.storage_offset() * self.element_size()
+    storage = self.untyped_storage()
+    if need > storage.nbytes():
+        fresh = card.tensor((shape, contiguous(shape), self.dtype), "resize_")
+        storage = fresh.untyped_storage()
+        offset = 0
+    else:
+        offset = self.storage_offset()
+    torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
+        DispatchKey.CPU, self, storage, offset, shape, contiguous(shape)
+    )
+    return self
+
+
+def _set(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    if op._overloadname == "source_Tensor":
+        source = args[1]
+        args = (args[0], source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+    elif op._overloadname == "source_Storage":
+        count = args[1].nbytes() // args[0].element_size()
+        args = (args[0], args[1], 0, (count,), (1,))
+    return torch.ops.aten.set_.source_Storage_storage_offset._op_dk(DispatchKey.CPU, *args)
+
+
+def _item(card: Card, op: Any, args: Args, kwargs: Words) -> Any:
+    value = card.values.of(args[0])
+    return card.answers.item(args[0]) if value is None else value.item()
+
+
+def _nonzero(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    mask = args[0]
+    value = card.values.of(mask) if keeps(mask) else None
+    found = torch.nonzero(value) if value is not None else card.answers.nonzero(mask)
+    # the kernel writes one row per dimension and returns its transpose
+    shape = tuple(found.shape)
+    out = card.tensor((shape, (1, max(shape[0], 1)), torch.int64), "nonzero")
+    card.values.set(out, found)
+    return out
+
+
+def _equal(card: Card, op: Any, args: Args, kwargs: Words) -> bool:
+    a, b = (card.values.of(t) if keeps(t) else None for t in args[:2])
+    return True if a is None or b is None else torch.equal(a, b)
+
+
+def _ignore(card: Card, op: Any, args: Args, kwargs: Words) -> None:
+    return None
+
+
+def _false(card: Card, op: Any, args: Args, kwargs: Words) -> bool:
+    return False
+
+
+OWN_KERNELS = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "copy_": _copy,
+    "resize_": _resize,
+    "set_": _set,
+    "_local_scalar_dense": _item,
+    "nonzero": _nonzero,
+    "equal": _equal,
+    "record_stream": _ignore,
+    "is_pinned": _false,
+    "_nested_tensor_from_mask_left_aligned": _false,  # TransformerEncoder then keeps its padded, larger path
+    **{f"_use_{library}_ctc_loss{kind}": _false for library in ("cudnn", "miopen") for kind in ("", ".Tensor")},
+}
+
+
+# --- all operators ---
+
 Handler = Callable[["Card", Any, tuple[Any, ...], dict[str, Any]], Any]
 _REGISTERED: list[torch.library.Library] = []
-_CARD: list[Card] = []  # the one that is active
+_CARD: list[Card] = []  # the active one, last
 SHAPES = Shapes()
 
 
@@ -40,18 +159,18 @@ def activate(card: Card) -> None:
 
 
 def deactivate(card: Card) -> None:
-    """The card's time is over."""
+    """Take back `activate`."""
     _CARD.remove(card)
 
 
 def _register() -> None:
-    """Once per process: everything for CUDA that this build has no kernel for comes to `_kernel`."""
+    """Register `_kernel`, once per process, for every CUDA operator that this build has no kernel for."""
     if _REGISTERED:
         return
-    missing()  # found out before there is a fallback
+    missing()  # cached before there is a fallback
     everything, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced is the point
+        warnings.simplefilter("ignore")  # warns of every kernel that is replaced
         for name in dict.fromkeys((*registered(), *shadowed())):
             own.impl(name, bound(operator(name)), "CUDA")
     everything.fallback(_kernel, "CUDA")
@@ -61,7 +180,10 @@ def _register() -> None:
 
 
 def register_by_name() -> None:
-    """Below a mode that is on and skipped, as the compiler's `no_dispatch`, PyTorch looks for an operator's own registration only."""
+    """Register every operator by its name too.
+
+    Under a mode that is active but skipped, such as the compiler's `no_dispatch`, PyTorch does not look at fallbacks.
+    """
     if len(_REGISTERED) > 2:
         return
     named = torch.library.Library("aten", "IMPL")
@@ -71,7 +193,7 @@ def register_by_name() -> None:
 
 
 def bound(op: Any) -> Callable[..., Any]:
-    """The kernel of one operator."""
+    """Return the kernel of one operator."""
     return lambda *args, **kwargs: _kernel(op, *args, **kwargs)
 
 
@@ -94,12 +216,12 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _handler(op: Any) -> Handler:
-    """How an operator is done, by its name or else by its schema."""
+    """Choose how an operator is done, by its name or else by its schema."""
     schema = op._schema
     delegate = delegates().get(str(op).removeprefix("aten.").removesuffix(".default"))
-    if delegate and schema.name.startswith("aten::"):  # builds with CUDA kernels ask for these; others compose them
+    if delegate and schema.name.startswith("aten::"):  # only builds with CUDA kernels dispatch these
         return _delegated(operator(delegate), schema.name.endswith("_"))
-    special = SPECIAL.get(schema.name.removeprefix("aten::")) or SPECIAL.get(str(op).removeprefix("aten."))
+    special = OWN_KERNELS.get(schema.name.removeprefix("aten::")) or OWN_KERNELS.get(str(op).removeprefix("aten."))
     if special:
         return special
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
@@ -116,7 +238,7 @@ def _handler(op: Any) -> Handler:
 
 
 def _delegated(out_op: Any, in_place: bool) -> Handler:
-    """A structured operator as PyTorch's generated code does it: shapes, outputs, then the kernel that fills them."""
+    """Do a structured operator as PyTorch's generated code does: shapes, outputs, then the kernel that fills them."""
     names = [a.name for a in out_op._schema.arguments if a.is_out]
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +253,7 @@ def _delegated(out_op: Any, in_place: bool) -> Handler:
 
 
 def _expanded(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """expandTensors of IndexingUtils.h, which the shape function of `index` begins with: a mask is where it is true."""
+    """expandTensors of IndexingUtils.h, with which the shape function of `index` begins: masks become indices."""
     found: list[Tensor | None] = []
     for index in indices:
         masks = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -140,14 +262,14 @@ def _expanded(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _without_out(op: Any) -> Any:
-    """`index.Tensor` of `index.Tensor_out`; the operator itself where there is no such twin."""
+    """Return `index.Tensor` for `index.Tensor_out`; the operator itself where there is no such overload."""
     packet = op.overloadpacket
     overload = op._overloadname.removesuffix("_out").removesuffix("out") or "default"
     return getattr(packet, overload) if overload in packet.overloads() else op
 
 
 def _dynamic(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The shape depends on data: computed on the host, where what is not known is answered for."""
+    """Run an operator whose output shape depends on data on the host, with defaults for unknown values."""
     known = card.values.run(op, args, kwargs)
     result = known if known is not None else op(*card.answers.stand_in(card.values, args), **kwargs)
     out = card.tensors(blueprint(result), title(str(op)))
@@ -158,7 +280,7 @@ def _dynamic(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Views of the CPU build look at sizes and strides alone, whatever the device."""
+    """Run the CPU kernel of a view, which reads sizes and strides only, whatever the device."""
     return op._op_dk(DispatchKey.CPU, *args, **kwargs)
 
 
@@ -180,7 +302,7 @@ def _functional(name: str) -> Handler:
 
 
 def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
-    """An `out=` variant of `plain`; one that is not `trusted` may find that its output has another shape."""
+    """Do an `out=` variant of `plain`. Unless `trusted`, its output may have another shape and is resized."""
     script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,7 +336,7 @@ def _in_place(name: str, schema: Any) -> Handler:
             card.need_workspace()
         first = args[0]
         if isinstance(first, Tensor):
-            if overwrites:  # zeros_like is empty_like and zero_
+            if overwrites:  # zeros_like calls empty_like, then zero_
                 card.ledger.rename(base(first), label.rstrip("_"))
             _know_written(card, op, args, kwargs, [first], overwrites)
         elif first and isinstance(first, list | tuple):
@@ -231,7 +353,7 @@ def _in_place(name: str, schema: Any) -> Handler:
 
 def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Compute the result on the host as well when all inputs are known there."""
-    card.answers.vouch(card.values, op, args, out)
+    card.answers.mark_finite_tests(card.values, op, args, out)
     made = [t for t in tensors(out) if keeps(t)]
     if not made:
         return
@@ -248,7 +370,7 @@ def _know_written(
 ) -> None:
     """Write to the known contents of `written` as well, or forget them. fresh: what they held before is not read."""
     if fresh and written and written[0].is_cuda:
-        card.answers.vouch(card.values, op, args, written)
+        card.answers.mark_finite_tests(card.values, op, args, written)
     if not written or not written[0].is_cuda or not any(keeps(t) for t in written):
         return
     if all(keeps(t) for t in tensors(args)):
@@ -265,6 +387,7 @@ def _know_written(
 
 
 _OVERWRITES = frozenset({
-    "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_",
+    "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
+    "aten::exponential_",
 })  # fmt: skip
 _HANDLERS: dict[Any, Handler] = {}

@@ -1,4 +1,4 @@
-"""What PyTorch's own native_functions.yaml says of its operators: which have a CUDA kernel that this build lacks."""
+"""Read PyTorch's native_functions.yaml: which operators have a CUDA kernel that a build without CUDA lacks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SPECIAL = (
 
 
 def operator(name: str) -> Any:
-    """`add.out` or `relu` -> the overload of ATen."""
+    """Return the overload of ATen that `add.out` or `relu` names."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def title(name: str) -> str:
-    """`aten.mm.out` -> `mm`."""
+    """Shorten `aten.mm.out` to `mm`."""
     library, _, rest = name.partition(".")
     short = rest.partition(".")[0]
     return short if library == "aten" else f"{library}.{short}"
@@ -29,7 +29,7 @@ def title(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _entries() -> dict[str, str]:
-    """Operator name -> its entry."""
+    """Return the entry of each operator in native_functions.yaml, by name."""
     from torchgen import __file__ as torchgen
 
     text = (Path(torchgen).parent / "packaged/ATen/native/native_functions.yaml").read_text()
@@ -39,20 +39,20 @@ def _entries() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def structured() -> frozenset[str]:
-    """Operators whose output shapes are computed in C++ before the kernel runs: `add.out`."""
+    """Return operators whose output shapes C++ computes before the kernel runs, such as `add.out`."""
     return frozenset(name for name, entry in _entries().items() if "\n  structured: True" in entry)
 
 
 @lru_cache(maxsize=1)
 def delegates() -> dict[str, str]:
-    """Operators that are a structured one with an output made for it: `add.Tensor` and `add_.Tensor` -> `add.out`."""
+    """Return structured delegates: `add.Tensor` and `add_.Tensor` run `add.out` on an output made for it."""
     found = ((name, re.search(r"\n  structured_delegate: (\S+)", entry)) for name, entry in _entries().items())
     return {name: delegate[1] for name, delegate in found if delegate}
 
 
 @lru_cache(maxsize=1)
 def shadowed() -> tuple[str, ...]:
-    """Operators with a CUDA kernel in place of which a build without CUDA would run some composite of others.
+    """Return operators with a CUDA kernel for which a build without CUDA would run a composite of other operators.
 
     A structured operator's composite is exactly what its CUDA kernel does around the launch, and is kept.
     """
@@ -71,7 +71,7 @@ def shadowed() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def registered() -> tuple[str, ...]:
-    """Operators of ATen that this build has CUDA kernels for: none in a build without CUDA."""
+    """Return ATen operators that this build has CUDA kernels for: none in a build without CUDA."""
     if not torch.backends.cuda.is_built():
         return ()
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
@@ -80,7 +80,7 @@ def registered() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def missing() -> tuple[str, ...]:
-    """Operators of ATen without any kernel for CUDA, before a fallback is registered."""
+    """Return ATen operators without any kernel for CUDA; to be called before a fallback is registered."""
     has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return tuple(name.removeprefix("aten::") for name in names if not has(name, "CUDA"))

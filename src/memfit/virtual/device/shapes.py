@@ -1,4 +1,4 @@
-"""Output shapes of an operator: PyTorch's own shape functions on the meta device, asked once per set of shapes."""
+"""Output shapes of operators, from PyTorch's own meta kernels, computed once per set of argument shapes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memfit.errors import BadInput
 
 Blueprint = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride (elements), dtype
 _META = torch.device("meta")
-MOST_ON_HOST = 1 << 24  # numbers in the arguments of an operator that is run to see what it returns
+MOST_ON_HOST = 1 << 24  # elements in the arguments of an operator that may be run on the host for its output shapes
 
 
 def describe(x: Any) -> Any:
-    """A hashable description of an argument, tensors by their shape."""
+    """Return a hashable description of an argument, with tensors described by their shape."""
     if isinstance(x, Tensor):
         return (x.shape, x.stride(), x.dtype, x.is_cuda)
     if isinstance(x, list | tuple):
@@ -25,7 +25,7 @@ def describe(x: Any) -> Any:
 
 
 def to_meta(x: Any) -> Any:
-    """The argument, with tensors of the card replaced by ones on the meta device."""
+    """Return the argument with the card's tensors replaced by tensors on the meta device."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META) if x.is_cuda else x
     if isinstance(x, list | tuple):
@@ -34,7 +34,7 @@ def to_meta(x: Any) -> Any:
 
 
 def blueprint(x: Any) -> Any:
-    """A result with Blueprints in the place of tensors."""
+    """Return a result with Blueprints in the place of tensors."""
     if isinstance(x, Tensor):
         return (tuple(x.shape), x.stride(), x.dtype)
     if isinstance(x, list | tuple):
@@ -49,7 +49,7 @@ def _depthwise(
 
 
 def conv_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format: cuDNN's results lie as its input or its weight does."""
+    """cudnn_conv_suggest_memory_format: cuDNN's results have the memory format of its input or its weight."""
     lasts = {4: torch.channels_last, 5: torch.channels_last_3d}
     found = {suggest_memory_format(t) for t in (x, weight) if t.dim() == x.dim() and t.dtype != torch.float64}
     last = lasts.get(x.dim())
@@ -70,7 +70,7 @@ def _convolution_backward(
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Its state, and the five numbers a cell that its backward pass reads."""
+    """Return the state, and the five numbers per cell that the backward pass reads."""
     return torch.empty_like(hx), empty((hx.shape[0], hx.shape[1] * 5), dtype=hx.dtype, device=_META)
 
 
@@ -95,7 +95,7 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None,
 
 
 def _per_channel(count: int) -> Any:
-    """SyncBatchNorm's sums: one number per channel, in the 32 bits that they are taken in, or more."""
+    """Return a shape function for SyncBatchNorm's sums: one number per channel in fp32 or wider."""
 
     def sums(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -112,7 +112,7 @@ def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any, **___: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-# operators of CUDA alone that have no shape function, or a stricter one, in some version at least, by one that returns the same
+# CUDA-only operators that lack a shape function in some version, or have a stricter one -> one that returns the same
 _TWINS: dict[str, Any] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
@@ -136,7 +136,7 @@ _TWINS: dict[str, Any] = {
 
 
 def _on_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the host's kernel makes of zeros in the same shapes, where it has one and they are few; None otherwise."""
+    """Return what the host's kernel makes of zeros of the same shapes; None where it has none or they are too large."""
 
     def zeros(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -157,13 +157,13 @@ def _on_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Shapes:
-    """Remembers what each operator returned for each set of argument shapes."""
+    """A cache of what each operator returns for each set of argument shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `op` returns: Blueprints in the place of tensors, in lists as it returns them."""
+        """Return what `op` returns with Blueprints in the place of tensors, in lists as it returns them."""
         try:
             key = (op, describe(args), tuple((k, describe(v)) for k, v in kwargs.items()))
             found = self._known.get(key)

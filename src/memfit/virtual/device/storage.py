@@ -1,15 +1,75 @@
-"""Plain CUDA tensors whose storage is an address and a size: made through DLPack, reported when their storage dies."""
+"""Plain CUDA tensors whose storage is an address and a size, and a queue of the storages that died.
+
+Tensors are made through DLPack, whose deleter C++ calls when a storage dies. That may happen while a Python exception
+propagates (checkpointing stops its recomputation with one), and a callback into Python would lose the exception. So the
+deleter is thirty bytes of machine code that append its argument to a ring, which Python empties before it looks at the
+card. Linux on x86-64 only.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from memfit.virtual.device.deaths import Deaths
+from memfit.errors import BadInput
+
+_ENTRIES = 1 << 20  # of the ring; fewer tensors than that die between two allocations
+_PROT_ALL, _PRIVATE_ANONYMOUS = 7, 0x22
+_CODE = (
+    b"\x48\xb8{counter}"  # mov rax, counter
+    b"\xb9\x01\x00\x00\x00"  # mov ecx, 1
+    b"\xf0\x48\x0f\xc1\x08"  # lock xadd [rax], rcx
+    b"\x81\xe1{mask}"  # and ecx, mask
+    b"\x48\xba{ring}"  # mov rdx, ring
+    b"\x48\x89\x3c\xca"  # mov [rdx + 8 * rcx], rdi
+    b"\xc3"  # ret
+)
+
+
+class Deaths:
+    """A ring of dead storages, yielded in order. `function` is the address of its `void f(void* dead)`."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+        def memory(size: int, protection: int) -> int:
+            """Map memory that is never unmapped: C++ may report deaths until the process ends."""
+            at = libc.mmap(None, size, protection, _PRIVATE_ANONYMOUS, -1, 0)
+            if at in (None, ctypes.c_void_p(-1).value):
+                raise BadInput(
+                    "this system forbids a process to make code",
+                    hint="allow executable mappings, or use memfit estimate",
+                )
+            return int(at)
+
+        self.function, counter, ring = memory(4096, _PROT_ALL), memory(4096, 3), memory(8 * _ENTRIES, 3)
+        code = _CODE.replace(b"{counter}", struct.pack("<Q", counter)).replace(b"{ring}", struct.pack("<Q", ring))
+        code = code.replace(b"{mask}", struct.pack("<I", _ENTRIES - 1))
+        ctypes.memmove(self.function, code, len(code))
+        self._counter = ctypes.c_uint64.from_address(counter)
+        self._ring = (ctypes.c_uint64 * _ENTRIES).from_address(ring)
+        self._read = 0
+
+    def __bool__(self) -> bool:
+        """Return whether something died since the last iteration."""
+        return self._read != self._counter.value
+
+    def __iter__(self) -> Iterator[int]:
+        while self._read < self._counter.value:
+            entry = self._read & (_ENTRIES - 1)
+            dead = self._ring[entry]
+            if not dead:  # another thread has counted it and is about to write it
+                continue
+            self._ring[entry] = 0
+            self._read += 1
+            yield dead
+
 
 # DLDataType codes and bits (dlpack.h)
 _CODES: dict[torch.dtype, tuple[int, int]] = {
@@ -38,7 +98,7 @@ Slot = tuple[int, memoryview, int]  # address, the arena it lies in, its offset 
 
 
 class Storages:
-    """Makes tensors on `cuda:0` and tells which of their storages died."""
+    """Makes tensors on `cuda:0` and lists which of their storages died."""
 
     def __init__(self) -> None:
         self.deaths = Deaths()
@@ -51,8 +111,8 @@ class Storages:
     def tensor(
         self, number: int, address: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """A tensor of a new storage at `address`, to be known as `number`."""
-        if dtype not in _CODES:  # float8 and the like: made as bytes and seen as what they are
+        """Return a tensor with a new storage at `address`, numbered `number`."""
+        if dtype not in _CODES:  # float8 and the like are made as bytes and viewed as their dtype
             return self.tensor(number, address, shape, stride, torch.uint8).view(dtype)
         if not self._free:
             self._more()
@@ -67,7 +127,7 @@ class Storages:
         return torch._C._from_dlpack(_capsule(at, b"dltensor", None))
 
     def dead(self) -> list[int]:
-        """The numbers of the storages that died since the last call, in order."""
+        """Return the numbers of the storages that died since the last call, in order."""
         numbers = []
         for at in self.deaths:
             number, slot = self._live.pop(at)
@@ -78,7 +138,7 @@ class Storages:
         return numbers
 
     def exchange(self, storage: torch.UntypedStorage, number: int, address: int, size: int) -> int:
-        """Let a storage have other memory, to be known as `number`; returns the number of what it had."""
+        """Give a storage other memory, numbered `number`; return the number of the old one."""
         impl = storage._cdata
         at = self._resized.get(impl)
         if at is None:
@@ -92,7 +152,7 @@ class Storages:
         return before
 
     def _slot_of(self, address: int) -> int:
-        """The slot of the youngest live storage made at an address."""
+        """Return the slot of the youngest live storage made at an address."""
         for at in reversed(self._live):
             arena, offset = self._live[at][1][1:]
             if _POINTER.unpack_from(arena, offset)[0] == address:
@@ -100,7 +160,7 @@ class Storages:
         raise LookupError(f"no storage of the card at {address:#x}")
 
     def _layout(self) -> tuple[int, int]:
-        """Offsets of the pointer and of the size in a c10::StorageImpl, found by making one that has two odd numbers there."""
+        """Return the offsets of pointer and size in a c10::StorageImpl, found by recognisable values in a new one."""
         if self._offsets is None:
             address, size = 0x5A5A_5A5A_5A00, 0x1234_567
             probe = self.tensor(-1, address, (size,), (1,), torch.uint8).untyped_storage()
@@ -109,7 +169,7 @@ class Storages:
         return self._offsets
 
     def _more(self) -> None:
-        """Another arena; C++ reads it until the process ends, so it is never given back."""
+        """Allocate another arena, which is never freed: C++ reads it until the process ends."""
         base = _libc.malloc(_SLOT * _SLOTS)
         memory = memoryview((ctypes.c_char * (_SLOT * _SLOTS)).from_address(base)).cast("B")
         self._free += [(base + i * _SLOT, memory, i * _SLOT) for i in reversed(range(_SLOTS))]

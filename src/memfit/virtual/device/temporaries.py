@@ -1,4 +1,4 @@
-"""What CUDA kernels allocate inside, and in which order beside their outputs: one row per operator.
+"""What CUDA kernels allocate internally, and in which order relative to their outputs: one row per operator.
 
 A row is a function from the call to a script: n >= 0 allocates n bytes that die when the kernel returns, ~i makes the
 i-th output; outputs that the script does not name are made first, in their order. Sources: the launch code of PyTorch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Call = tuple[Any, ...]
 Words = dict[str, Any]
 Script = Sequence[int]
-Row = Callable[["Card", Call, Words], Script]
+ScriptOf = Callable[["Card", Call, Words], Script]
 
 
 def _up(a: int, b: int) -> int:
@@ -122,7 +122,7 @@ def _flash_gradients(q: Tensor, heads: int, rows: int, keys: int, splits: int = 
     return script + [q.element_size() * keys * heads * width] * 2 if keys else script
 
 
-# flash-attn's own package: [B, S, N, H], or [T, N, H] where sequences lie end to end (csrc/flash_attn/flash_api.cpp, 2.8)
+# the flash-attn package 2.8: [B, S, N, H], or [T, N, H] for sequences laid end to end (csrc/flash_attn/flash_api.cpp)
 
 
 def _package(card: Card, args: Call, kwargs: Words) -> Script:
@@ -160,7 +160,7 @@ def _cudnn_backward(card: Card, args: Call, kwargs: Words) -> Script:
     return (4 * batch * heads * queries * (width + 1),)
 
 
-# Outputs that lie on the host unless a CUDA graph is captured: the random state of attention.cu's _efficient_attention_forward.
+# Outputs on the host unless a CUDA graph is captured: the random state of _efficient_attention_forward (attention.cu).
 HOST_OUTPUTS: dict[str, tuple[int, ...]] = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
 
 
@@ -210,7 +210,7 @@ def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _convolution(card: Card, args: Call, kwargs: Words) -> Script:
-    """Convolution.cpp before cuDNN: operands in another layout than cuDNN's are copied. Its own workspace is not modelled."""
+    """Convolution.cpp: copy operands in another layout than cuDNN's. cuDNN's own workspace is not modelled."""
     return _laid_out(args[0], args[1])
 
 
@@ -294,7 +294,7 @@ GEMMS = frozenset({
     "aten._grouped_mm.default", "aten.addmm_.default", "aten.baddbmm_.default", "aten.dot.default",
 })  # fmt: skip
 
-SCRIPTS: dict[str, Row] = {
+SCRIPTS: dict[str, ScriptOf] = {
     "aten._scaled_dot_product_flash_attention.default": _flash,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "flash_attn_2.forward.default": _package,

@@ -1,12 +1,19 @@
-"""Real values of small integer, boolean and scalar tensors on the card, so that data-dependent code takes its real way."""
+"""Values of small integer, boolean and scalar tensors on the card, and defaults for reads of unknown values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import _C, Tensor, empty  # by value: DeepSpeed puts its own in torch's place
+from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed puts its own in torch's place
+
+from memfit.errors import BadInput, UnknownName
+from memfit.virtual.device.shapes import describe
+
+# --- known values ---
 
 _functorch = _C._functorch
 LARGEST = 1 << 22  # elements of an integer or boolean tensor whose values are kept
@@ -14,12 +21,12 @@ SMALL = 64  # elements of a floating-point tensor whose values are kept
 
 
 def keeps(t: Tensor) -> bool:
-    """Whether values of a tensor of this kind and size are kept at all."""
+    """Return whether values of a tensor of this dtype and size are kept at all."""
     return t.numel() <= (SMALL if t.is_floating_point() or t.is_complex() else LARGEST)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, nested in lists or not."""
+    """Yield the tensors among arguments, also those in nested lists."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
@@ -28,18 +35,18 @@ def tensors(x: Any) -> Iterator[Tensor]:
 
 
 def base(t: Tensor) -> int:
-    """Address of a tensor's storage; 0 if it has no elements.
+    """Return the address of a tensor's storage; 0 if it has no elements.
 
     Not by `untyped_storage()`: a storage that Python has seen counts one more reference, and the autograd engine then
     no longer adds gradients in place.
     """
-    while _functorch.is_functorch_wrapped_tensor(t):  # vmap and grad pass wrappers, which have no storage
+    while _functorch.is_functorch_wrapped_tensor(t):  # vmap and grad pass wrappers without storage
         t = _functorch.get_unwrapped(t)
     return int(t.data_ptr() - t.storage_offset() * t.element_size()) if t.numel() else 0
 
 
 class Values:
-    """Known contents by storage: each is a storage on the host with the same layout, so views and writes stay true.
+    """Known contents of storages, each in a host storage of the same layout, so that views and writes are followed.
 
     size_at: the bytes of the storage at an address.
     """
@@ -47,23 +54,23 @@ class Values:
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
-        self._sound: set[int] = set()  # booleans that are true wherever numbers are finite
+        self._finite_tests: set[int] = set()  # storages of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
-        """The storage at `address` died."""
+        """Drop what is known of the storage at `address`, which died."""
         self._known.pop(address, None)
-        self._sound.discard(address)
+        self._finite_tests.discard(address)
 
-    def vouch(self, made: Iterable[Tensor]) -> None:
-        """These booleans say that numbers are numbers: all of them are true, however many there are."""
-        self._sound.update(base(t) for t in made)
+    def mark_finite_test(self, made: Iterable[Tensor]) -> None:
+        """Remember that these booleans, which may be too many to be kept, test for finite numbers: all are true."""
+        self._finite_tests.update(base(t) for t in made)
 
-    def sound(self, t: Tensor) -> bool:
-        """Were these booleans vouched for?"""
-        return base(t) in self._sound
+    def is_finite_test(self, t: Tensor) -> bool:
+        """Return whether these booleans test for finite numbers."""
+        return base(t) in self._finite_tests
 
     def of(self, t: Tensor) -> Tensor | None:
-        """The contents of a tensor of the card as a tensor on the host, sharing memory with those of its views."""
+        """Return a tensor's contents as a host tensor that shares memory with its views' contents; None if unknown."""
         if not t.is_cuda:
             return t
         storage = self._known.get(base(t))
@@ -72,25 +79,25 @@ class Values:
         return empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
 
     def set(self, t: Tensor, value: Tensor) -> None:
-        """Tell what a tensor of the card holds; `value` is on the host."""
+        """Record what a tensor of the card holds; `value` is on the host."""
         address = base(t)
         if not address or not keeps(t):
             return
         if address not in self._known:
             size = self._size_at(address)
             if t.numel() * t.element_size() != size:
-                return  # the rest of its storage stays unknown, so all of it
+                return  # the rest of its storage is unknown, so the whole is
             self._known[address] = torch.UntypedStorage(size)
         held = self.of(t)
         assert held is not None
         held.copy_(value)
 
     def unknown(self, t: Tensor) -> None:
-        """Something unknown was written."""
+        """Forget the contents of a tensor to which something unknown was written."""
         self._known.pop(base(t), None)
 
     def run(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator's result on the known contents; None if some are not known."""
+        """Return the operator's result on the known contents; None if some are not known."""
         missing = False
 
         def held(x: Any) -> Any:
@@ -108,7 +115,7 @@ class Values:
             return None
         try:
             return op(*args, **kwargs)
-        except NotImplementedError:  # the host has no kernel for this dtype: what the card would hold is not known
+        except NotImplementedError:  # the host has no kernel for this dtype, so the result is unknown
             return None
         except RuntimeError as error:
             if "to Tensor" not in str(error) and "of type 'Tensor'" not in str(error):
@@ -117,12 +124,153 @@ class Values:
 
 
 def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Numbers where an operator has tensors: kernels get them as themselves, and few operators take them so (`x % 3` does not)."""
+    """Wrap numbers that stand where the schema has tensors: kernels receive plain numbers, which few operators take."""
     wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
     numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
     return tuple(torch.scalar_tensor(x, dtype=dtype_of(x)) if n else x for x, n in zip(args, numbers, strict=True))
 
 
 def dtype_of(number: Any) -> torch.dtype:
-    """Of the tensor that stands for a number of Python's."""
+    """Return the dtype of the tensor that stands for a Python number."""
     return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
+
+
+# --- unknown values ---
+
+_INDICES = (
+    "topk",
+    "sort",
+    "argsort",
+    "argmax",
+    "argmin",
+    "multinomial",
+    "max",
+    "min",
+    "mode",
+    "kthvalue",
+    "searchsorted",
+)
+
+_JOINED = frozenset({"mul", "bitwise_and", "logical_and", "all"})  # true if their operands are
+_JUDGES = _JOINED | {"eq", "ne"}
+
+# a setting of --answer -> the field it sets, how its value is read, and what values it takes
+SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "item": ("number", float, "a number"),
+    "mask": ("truth", {"true": True, "false": False}.__getitem__, "true or false"),
+    "routing": ("balanced", {"balanced": True, "first": False}.__getitem__, "balanced or first"),
+}
+
+
+@dataclass(slots=True)
+class Answers:
+    """Defaults for values that are only known in the real run.
+
+    number: what `.item()` and copies to the host give for floating point (a loss, a norm); truth: for booleans.
+    balanced: unknown indices (of a router, say) go round all their possible values; otherwise all are 0.
+    late_watchdog: NCCL's watchdog thread holds the result of an all-reduce of gradients until it next polls (every
+    100 ms): once the next backward pass reduces, or else at once. Recorded runs show both.
+    """
+
+    number: float = 1.0
+    truth: bool = False
+    balanced: bool = True
+    late_watchdog: bool = True
+    reads: dict[str, int] = field(default_factory=dict)  # how often each kind of unknown value was read
+
+    @classmethod
+    def of(cls, settings: Iterable[str]) -> Answers:
+        """Read settings such as `item=2.5`, `mask=true`, `routing=first`. Raises BadInput for any other."""
+        made = cls()
+        for setting in settings:
+            name, _, text = setting.partition("=")
+            if name not in SETTINGS:
+                raise UnknownName("answer", name, SETTINGS, hint="such as item=1.0")
+            attribute, read, allowed = SETTINGS[name]
+            try:
+                setattr(made, attribute, read(text.strip()))
+            except (KeyError, ValueError):
+                raise BadInput(f"answer {name}={text[:40]} means nothing", hint=f"{name} takes {allowed}") from None
+        return made
+
+    def item(self, t: Tensor) -> Any:
+        """Return the one element of a tensor."""
+        self._count("item")
+        if t.dtype == torch.bool:
+            return self.truth
+        return self.number if t.is_floating_point() else 0
+
+    def to_host(self, out: Tensor) -> Tensor:
+        """Fill a host tensor to which unknown data is copied."""
+        self._count("copy to the host")
+        if out.numel() <= LARGEST:
+            out.fill_(self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0)
+        return out
+
+    def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Remember booleans that test for finite numbers: those of which `isfinite` is composed."""
+        name = op._schema.name.removeprefix("aten::")
+        if name in _JUDGES and _finite_test(values, name, args) is True:
+            values.mark_finite_test(t for t in tensors(out) if t.dtype == torch.bool)
+
+    def nonzero(self, mask: Tensor) -> Tensor:
+        """Return the indices of all elements: each counts as true."""
+        self._count("nonzero")
+        return ones(mask.shape, dtype=torch.bool).nonzero()
+
+    def stand_in(self, values: Values, x: Any) -> Any:
+        """Return arguments on the host: known values as they are, unknown booleans true, other unknown values zero."""
+        if isinstance(x, Tensor):
+            known = values.of(x)
+            if known is not None:
+                return known
+            self._count("data-dependent shape")
+            filler = ones if x.dtype == torch.bool else zeros
+            return filler(x.shape, dtype=x.dtype)
+        return type(x)(self.stand_in(values, i) for i in x) if type(x) in (list, tuple) else x
+
+    def fill(self, values: Values, op: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
+        """Give defaults to outputs that are indices or that test for finite numbers; others stay unknown."""
+        name = op._schema.name.removeprefix("aten::")
+        result = _finite_test(values, name, args)
+        if result is not None:
+            for t in made:
+                values.set(t, torch.full((), result, device="cpu").expand(t.shape))
+        if name not in _INDICES:
+            return
+        for t in made:
+            if t.dtype == torch.int64:
+                self._count(name)
+                values.set(t, self._indices(t, _choices(op, args)))
+
+    def _indices(self, t: Tensor, choices: int) -> Tensor:
+        if not self.balanced:
+            return zeros(t.shape, dtype=t.dtype)
+        return (arange(t.numel()) % choices).reshape(t.shape)
+
+    def _count(self, what: str) -> None:
+        self.reads[what] = self.reads.get(what, 0) + 1
+
+
+def _finite_test(values: Values, name: str, args: tuple[Any, ...]) -> bool | None:
+    """Return what a test yields if all numbers are finite: `x == x`, `abs(x) != inf`, their conjunction; else None."""
+    if name in ("isnan", "isinf"):
+        return False
+    if name in _JOINED:
+        return all(isinstance(x, Tensor) and values.is_finite_test(x) for x in args[:2]) or None
+    if name not in ("eq", "ne") or len(args) < 2:
+        return None
+    one, other = args[:2]
+    if isinstance(other, float) and math.isinf(other):
+        return name == "ne"
+    same = isinstance(one, Tensor) and isinstance(other, Tensor) and describe(one) == describe(other)
+    at = base(one) if same else 0
+    return name == "eq" if at and at == base(other) and one.storage_offset() == other.storage_offset() else None
+
+
+def _choices(op: Any, args: tuple[Any, ...]) -> int:
+    """Return how many values an index can have: the size of the dimension that the operator reduced."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+    source = next(a for a in args if isinstance(a, Tensor))
+    dim = given.get("dim", None if op._schema.name in ("aten::argmax", "aten::argmin") else -1)
+    return max(source.numel() if dim is None or not source.dim() else source.shape[dim], 1)

@@ -1,15 +1,15 @@
-"""Training jobs that run on the card: the trainers' own code, told what a Recipe says."""
+"""Training jobs that run on the card: the trainers' own code with the settings of a Recipe."""
 
 from __future__ import annotations
 
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
 
 __all__ = ["Setup", "import_libraries", "run"]
 
 
 def import_libraries(setup: Setup) -> None:
-    """Import what the job will use, the code of its model included, before anything is watched."""
+    """Import what the job will use, including its model's code, before the card is observed."""
     if setup.trainer == "trl":
         from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: F401
     elif setup.trainer == "transformers":

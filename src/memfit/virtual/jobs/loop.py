@@ -1,21 +1,19 @@
-"""A hand-written PyTorch loop around a transformers model."""
+"""A hand-written PyTorch loop around a transformers model, on one card, under DDP or under FSDP2."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from memfit.virtual.jobs.models import DTYPES, load
-from memfit.virtual.jobs.parts import CHECKPOINTING, make_optimizer, sample, with_adapters
-from memfit.virtual.jobs.ranks import distributed, unsynchronised
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.models import CHECKPOINTING, DTYPES, load, make_optimizer, sample, with_adapters
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
 
 
 def run(setup: Setup, observer: Observer) -> None:
-    """Load, train `setup.steps` optimizer steps, evaluate if asked."""
+    """Load the model, train `setup.steps` optimizer steps, and evaluate if the setup says so."""
     model = _prepared(setup)
     called = distributed(setup, model)
     model.train()
@@ -25,7 +23,7 @@ def run(setup: Setup, observer: Observer) -> None:
     for _ in range(setup.steps):
         for micro in range(setup.accumulation):
             batch = {name: torch.stack([row] * setup.micro_batch).to("cuda") for name, row in one.items()}
-            with unsynchronised(setup, called, micro == setup.accumulation - 1):
+            with gradient_sync(setup, called, micro == setup.accumulation - 1):
                 if setup.holds_outputs:
                     with _autocast(setup):
                         outputs = called(**batch)
@@ -81,3 +79,67 @@ def _checkpoint(setup: Setup, model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=words, **({"offload": True} if offload else {}))
     if setup.method != "full":
         model.enable_input_require_grads()
+
+
+# --- several cards ---
+
+
+def distributed(setup: Setup, model: Any) -> Any:
+    """Wrap the model for its ranks and return what the loop calls; meta parameters get their memory here."""
+    if setup.world_size > 1 and setup.shard == "parameters":
+        _shard(setup, model)
+    if setup.load == "meta":
+        model.to_empty(device="cpu" if setup.offload else "cuda")
+        model.tie_weights()
+    _buffers_to_card(model)
+    if setup.world_size > 1 and setup.shard == "none":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=setup.bucket_view)
+    return model
+
+
+def gradient_sync(setup: Setup, model: Any, last: bool) -> AbstractContextManager[Any]:
+    """Return the context of a micro-batch: gradients are reduced with a step's last one, or each time if so set up."""
+    quiet = not last and not setup.sync_each
+    if setup.world_size > 1 and setup.shard == "parameters":
+        model.set_requires_gradient_sync(not quiet)
+    elif quiet and setup.world_size > 1:
+        return model.no_sync()
+    return nullcontext()
+
+
+def _shard(setup: Setup, model: Any) -> None:
+    """Shard as accelerate's fsdp2_prepare_model: each block, the embedding, and the last norm with the head."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    words: dict[str, Any] = {"mesh": init_device_mesh("cuda", (setup.world_size,))}
+    if setup.autocast:
+        low = DTYPES[setup.autocast]
+        words["mp_policy"] = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, output_dtype=low)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data = p.data.to(torch.float32)
+    if setup.offload:
+        words["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    whole = model.get_base_model() if setup.method != "full" else model
+    blocks = set(whole._no_split_modules or ())
+    for module in whole.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, reshard_after_forward=setup.reshard, **words)
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    norm = whole.base_model.norm
+    if embedding.weight is head.weight:
+        fully_shard([norm, embedding, head], reshard_after_forward=False, **words)
+    else:
+        fully_shard(embedding, reshard_after_forward=setup.reshard, **words)
+        fully_shard([norm, head], reshard_after_forward=False, **words)
+    fully_shard(model, **words)
+
+
+def _buffers_to_card(model: Any) -> None:
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and not buffer.is_cuda:
+                module._buffers[name] = torch.empty_like(buffer, device="cuda")

@@ -1,4 +1,4 @@
-"""Models on the virtual card: from a config, or through from_pretrained from a checkpoint file without data."""
+"""Models on the virtual card, from a config or a checkpoint without data, with adapters, optimizer and batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
+from memfit.nouns.gpu import Gpu
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
-from memfit.virtual.device.rows import Row
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.patching import patched
 from memfit.virtual.process.host import HUGE, room
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LEFT = int(1.2 * GIB) + 1  # bytes of a card that caching_allocator_warmup (transformers 5.23) leaves, rounded as there
+LEFT = int(1.2 * GIB) + 1  # bytes that caching_allocator_warmup (transformers 5.23) leaves free, rounded as there
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
 _BUILT = {"device": "cuda", "meta": "meta"}
@@ -34,7 +34,7 @@ _IGNORED = ("torch_dtype", "dtype", "transformers_version", "architectures", "au
 
 
 def config_of(setup: Setup) -> Any:
-    """The transformers config, fresh: models change theirs."""
+    """Return a new transformers config; a model may change its own."""
     given = {k: v for k, v in setup.config.items() if k not in _IGNORED}
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     if setup.use_cache is not None:
@@ -43,7 +43,7 @@ def config_of(setup: Setup) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """Which automatic class builds the model for training."""
+    """Return the AutoModel class that builds the model for training."""
     if config.model_type in _MASKED:
         return transformers.AutoModelForMaskedLM
     seq2seq = config.is_encoder_decoder
@@ -51,15 +51,15 @@ def class_of(config: Any) -> Any:
 
 
 def predicts_masked(setup: Setup) -> bool:
-    """Whether the model is an encoder that is trained to fill in masked tokens."""
+    """Return whether the model is an encoder that is trained to fill in masked tokens."""
     return setup.config.get("model_type") in _MASKED
 
 
 def load(setup: Setup) -> Any:
-    """The model as the job first has it: on the host, or on the card when it is read or built there."""
+    """Load the model where the job first has it: on the host, or on the card if it is read or built there."""
     config, dtype = config_of(setup), DTYPES[setup.dtype]
     arguments: dict[str, Any] = {"dtype": dtype}
-    if setup.attention != "sdpa":  # the default, which transformers replaces by eager where a model has none
+    if setup.attention != "sdpa":  # sdpa is the default, which transformers replaces by eager where a model lacks it
         arguments["attn_implementation"] = setup.attention
     if setup.load in ("checkpoint", "zero3"):
         if setup.quantization:
@@ -71,14 +71,14 @@ def load(setup: Setup) -> Any:
             checkpoint(config, dtype, Path(folder))
             return class_of(config).from_pretrained(folder, local_files_only=True, **arguments)
     where = _BUILT.get(setup.load, "cpu")
-    with torch.device(where), no_init_weights(), _Roomy() if where == "cpu" else nullcontext():
+    with torch.device(where), no_init_weights(), _UnbackedHost() if where == "cpu" else nullcontext():
         model = class_of(config).from_config(config, **arguments)
     model.tie_weights()
     return model
 
 
-class _Roomy(TorchFunctionMode):
-    """Huge weights are built on the host without asking it for memory (DeepSeek-V3's experts: 28 GiB a layer in fp32)."""
+class _UnbackedHost(TorchFunctionMode):
+    """Build huge weights on the host without reserving memory (DeepSeek-V3's experts: 28 GiB a layer in fp32)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class _Roomy(TorchFunctionMode):
 
 
 def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """A safetensors file of the right names, shapes and dtype whose data is a hole."""
+    """Write a safetensors file with the right names, shapes and dtype whose data is a hole in a sparse file."""
     whole = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
     with torch.device("meta"), no_init_weights(), whole:
         model = class_of(config).from_config(config, dtype=dtype)
@@ -109,17 +109,17 @@ def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
 
 
 class _Slice:
-    """One tensor of a file, not read."""
+    """One tensor of a file, whose data is not read."""
 
     def __init__(self, about: dict[str, Any]) -> None:
         self._shape, self._dtype = about["shape"], about["dtype"]
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Return its shape."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Its dtype, by safetensors' name."""
+        """Return its dtype by safetensors' name."""
         return str(self._dtype)
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -128,7 +128,7 @@ class _Slice:
 
 
 class HollowFile:
-    """safetensors.safe_open for files whose data nobody needs: the header is read, tensors are left uninitialised."""
+    """safetensors.safe_open that reads only the header; tensors are uninitialised."""
 
     def __init__(self, path: Any, *_: Any, **__: Any) -> None:
         self._about = _header(str(path))
@@ -137,22 +137,22 @@ class HollowFile:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return [name for name in self._about if name != "__metadata__"]
 
     def metadata(self) -> dict[str, str]:
-        """What the file says of itself."""
+        """Return the metadata of the file."""
         return dict(self._about.get("__metadata__", {}))
 
     def get_slice(self, name: str) -> _Slice:
-        """A tensor, not read yet."""
+        """Return a handle of a tensor."""
         return _Slice(self._about[name])
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor of the right shape and dtype."""
+        """Return an uninitialised tensor of the right shape and dtype."""
         return _Slice(self._about[name])[...]
 
 
@@ -165,32 +165,103 @@ def _header(path: str) -> dict[str, Any]:
 
 @contextmanager
 def hollow_files() -> Iterator[None]:
-    """transformers reads the names and shapes of checkpoints, and none of their data."""
+    """Make transformers read the names and shapes of checkpoints, but not their data."""
     import transformers.modeling_utils as loading
 
     _header.cache_clear()
-    with patched(loading, {"safe_open": HollowFile}), _warm_up_told(loading):
+    with patched(loading, {"safe_open": HollowFile}), _warm_up_labelled(loading):
         yield
+
+
+def largest_warm_up(gpu: Gpu) -> int:
+    """Return the most that `caching_allocator_warmup` allocates on a card, as float16 elements."""
+    return (gpu.total_bytes - LEFT) // 2 * 2
 
 
 @contextmanager
-def _warm_up_told(loading: Any) -> Iterator[None]:
-    """The card keeps what is asked for at once before anything is loaded: what will be loaded, up to a limit."""
-    count, warm_up = loading.get_total_byte_count, loading.caching_allocator_warmup
-    counted: list[int] = []
+def _warm_up_labelled(loading: Any) -> Iterator[None]:
+    """Label what transformers allocates once before it loads: as much as it will load, or all but LEFT of the card."""
+    warm_up = loading.caching_allocator_warmup
 
-    def counting(*args: Any, **words: Any) -> Any:
-        made = count(*args, **words)
-        counted.extend(made.values())
-        return made
-
-    def told(*args: Any, **words: Any) -> None:
-        card = current()
-        start = len(card.ledger.ops)
+    def labelled(*args: Any, **words: Any) -> None:
+        labels = current().ledger.labels
+        start = len(labels)
         warm_up(*args, **words)
-        while counted:
-            pieces = ((torch.uint8, int(counted.pop())),)
-            card.keep(Row(WARM_UP, pieces, (card.gpu.total_bytes - LEFT,)), start)
+        labels[start:] = [WARM_UP] * (len(labels) - start)
 
-    with patched(loading, {"get_total_byte_count": counting, "caching_allocator_warmup": told}):
+    with patched(loading, {"caching_allocator_warmup": labelled}):
         yield
+
+
+# --- adapters, optimizers, batches ---
+
+# keywords of gradient_checkpointing_enable; "selective" is TRL's
+CHECKPOINTING: dict[str, dict[str, bool]] = {
+    "nonreentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {"use_reentrant": False, "selective": True},
+    "offload": {"use_reentrant": False, "offload": True},
+}
+
+
+def lora_config(setup: Setup) -> Any:
+    """Return PEFT's LoraConfig of the job."""
+    from peft import LoraConfig
+
+    from memfit.virtual.jobs.models import predicts_masked
+
+    targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    task = None if predicts_masked(setup) else "CAUSAL_LM"  # PEFT has no task for masked tokens
+    return LoraConfig(
+        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
+    )
+
+
+def with_adapters(setup: Setup, model: Any) -> Any:
+    """Return the model with PEFT's adapters, prepared for k-bit training where it is quantised."""
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if setup.method == "qlora" and setup.prepare_kbit:
+        on = setup.checkpointing != "none"
+        words = {"gradient_checkpointing_kwargs": {"use_reentrant": setup.checkpointing == "reentrant"}} if on else {}
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
+    return get_peft_model(model, lora_config(setup))
+
+
+def make_optimizer(name: str, parameters: list[Tensor]) -> Any:
+    """Return an optimizer for a hand-written loop, by transformers' name for it."""
+    if name.startswith(("adamw_torch", "adamw_forloop")):
+        words: dict[str, dict[str, Any]] = {
+            "adamw_torch_fused": {"fused": True},
+            "adamw_forloop": {"foreach": False, "fused": False},
+        }
+        return torch.optim.AdamW(parameters, lr=1e-5, **words.get(name, {}))
+    if name.startswith("sgd"):
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd_momentum" else 0.0)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, lr=1e-5, scale_parameter=False, relative_step=False)
+    if name == "muon":
+        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
+    import bitsandbytes.optim
+
+    kinds = {
+        "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit",
+        "paged_adamw_32bit": "PagedAdamW32bit", "lion_8bit": "Lion8bit", "lion_32bit": "Lion32bit",
+        "adamw_32bit": "AdamW32bit",
+    }  # fmt: skip
+    return getattr(bitsandbytes.optim, kinds[name])(parameters, lr=1e-5)
+
+
+def sample(setup: Setup) -> dict[str, Tensor]:
+    """Return one sequence of zeros: token ids, labels and the mask of the setup. Each [S], int64."""
+    ids = torch.zeros(setup.sequence, dtype=torch.long)
+    labels = ids.clone()
+    labels[int(setup.sequence * setup.labelled) :] = -100
+    made = {"input_ids": ids, "labels": labels}
+    if setup.mask != "none":
+        made["attention_mask"] = torch.ones_like(ids)
+        if setup.mask == "padded":
+            made["attention_mask"][-min(8, setup.sequence // 2) :] = 0
+    return made

@@ -1,28 +1,76 @@
-"""From a Recipe to the Setup that its trainer is told: what memfit's exports write, or a refusal that says what to take."""
+"""The noun Setup, a training job in its libraries' own terms, and how a Recipe becomes one or is refused."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from memfit.errors import Unsupported
-from memfit.frameworks import names as names
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import names, process_layout
 from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import trainer
-from memfit.virtual.jobs.setup import Setup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One training job. Sizes are in tokens and sequences."""
+
+    config: dict[str, Any]  # the model's config.json
+    trainer: Literal["torch", "transformers", "trl"] = "trl"
+    method: Literal["full", "lora", "qlora"] = "full"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the loaded weights
+    autocast: Literal["", "bf16", "fp16"] = ""
+    quantization: dict[str, Any] = field(default_factory=dict)  # arguments of BitsAndBytesConfig
+    prepare_kbit: bool = True
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    targets: str | tuple[str, ...] = "all-linear"
+    widen: bool = False  # adapters become fp32 after the trainer has made them 16-bit
+    optimizer: str = "adamw_torch_fused"  # transformers' name, or adamw_forloop, sgd_momentum
+    checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
+    attention: str = "sdpa"
+    compile: bool = False  # torch.compile of the whole model
+    micro_batch: int = 1
+    sequence: int = 512
+    packing: bool = False  # every sequence is several short ones end to end
+    accumulation: int = 1
+    clip: float = 1.0  # largest norm of the gradients; 0: no clipping
+    steps: int = 2
+    evaluate: bool = False
+    save: bool = False  # save a checkpoint after the last step, and resume from it
+    merge: bool = False  # merge the adapters into the weights at the end
+    load: Literal["host", "checkpoint", "zero3", "device", "meta"] = (
+        "host"  # "host", "device", "meta": built there; the others read a file, to the card or its share
+    )
+    world_size: int = 1  # ranks; the next six fields are for several
+    shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
+    reshard: bool = True  # FSDP2 frees a block's gathered parameters after its forward
+    offload: bool = False  # FSDP2 keeps the shards on the host
+    sync_each: bool = False  # reduce gradients after every micro-batch
+    bucket_view: bool = False  # DDP's gradients lie in its buckets
+    deepspeed: dict[str, Any] = field(
+        default_factory=dict
+    )  # its ds_config.json; DeepSpeed then distributes the job, not DDP or FSDP2
+    mask: Literal["ones", "none", "padded"] = "ones"
+    labelled: float = 1.0  # share of positions with a label
+    holds_outputs: bool = False  # the hand-written loop keeps `outputs` through backward
+    use_cache: bool | None = None  # None: the config's
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of the trainer's own
+
 
 TrainerName = Literal["torch", "transformers", "trl"]
 _TRAINERS: tuple[str, ...] = get_args(TrainerName)
 _DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"
 }  # fmt: skip
-MICRO_STEPS = 2  # of an accumulation; from the second on every one finds the memory as the one before left it
-# a hand-written loop makes these itself
+MICRO_STEPS = 2  # of an accumulation; the second and all later ones begin with the same memory
+# optimizers of the hand-written loop, by the recipe's names
 _LOOP = {
     "adamw": "adamw_torch_fused", "adamw-foreach": "adamw_torch", "adamw-forloop": "adamw_forloop", "sgd": "sgd",
     "sgd-momentum": "sgd_momentum", "adafactor": "adafactor", "muon": "muon", "adamw-8bit": "adamw_bnb_8bit",
@@ -32,30 +80,36 @@ _LOOP = {
 
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
-    """What the recipe's trainer is told. Raises Unsupported for what it cannot be told, or what has no job yet."""
+    """Return the job that a recipe describes. Raises Unsupported for what the trainer or memfit cannot run."""
     name: Any = trainer(recipe.trainer).name
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
-    kind = launch.backend(recipe)
-    numbers = launch.numbers(recipe, "plain" if name == "torch" else kind)
+    kind = process_layout.backend(recipe)
+    numbers = process_layout.numbers(recipe, "plain" if name == "torch" else kind)
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
         config=config, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
-        quantization=_quantization(recipe, numbers), prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
-        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config), widen=_scales_bf16(recipe),
-        optimizer=_optimizer(recipe, name), checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
-        attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch, sequence=recipe.sequence_length,
+        quantization=_quantization(recipe, numbers),
+        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
+        alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
+        widen=_scales_bf16(recipe),
+        optimizer=_optimizer(recipe, name),
+        checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
+        attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
+        sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, save=name != "torch", mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
+        evaluate=True, save=name != "torch",
+        mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
-        shard="parameters" if kind == "fsdp" else "none", deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
+        shard="parameters" if kind == "fsdp" else "none",
+        deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
         arguments=_arguments(recipe, name),
     )  # fmt: skip
 
 
-Refusal = tuple[bool, str, str]  # does it hold, what cannot be run, what to take instead
+Refusal = tuple[bool, str, str]  # whether it applies, what cannot be run, what to take instead
 
 
 def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
@@ -64,19 +118,23 @@ def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
         (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
         (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
-        (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack", "--trainer trl, or --padding longest"),
-        (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none", "--loss fused (Liger), or --trainer trl"),
-        (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop", "--loss full, or --trainer trl"),
-        (plain and recipe.checkpointing == "selective", "--checkpointing selective: transformers.Trainer has none", "--checkpointing full, or --trainer trl"),
+        (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack",
+        "--trainer trl, or --padding longest"),
+        (plain and recipe.loss == "chunked", "--loss chunked: transformers.Trainer has none",
+        "--loss fused (Liger), or --trainer trl"),
+        (loop and recipe.loss != "full", f"--loss {recipe.loss}: the model computes its own in a hand-written loop",
+        "--loss full, or --trainer trl"),
+        (plain and recipe.checkpointing == "selective", "--checkpointing selective: transformers.Trainer has none",
+        "--checkpointing full, or --trainer trl"),
     )  # fmt: skip
 
 
 def _absent(recipe: Recipe, name: str) -> list[Refusal]:
-    """What the recipe needs and is not installed: its trainer's version, packages."""
+    """Return refusals for what the recipe needs and is not installed: its trainer's version, packages."""
     found: list[Refusal] = []
-    _, _, asked = recipe.trainer.partition("==")
+    _, _, wanted = recipe.trainer.partition("==")
     there = installed_version(name)
-    if asked and there and not f"{there.partition('+')[0]}.".startswith(f"{asked}."):
+    if wanted and there and not f"{there.partition('+')[0]}.".startswith(f"{wanted}."):
         hint = f"pip install {recipe.trainer}, or --trainer {name} for the installed one; memfit estimate knows others"
         found.append((True, f"{recipe.trainer}: {there} is installed", hint))
     packages = [optimizer(recipe.optimizer).package]
@@ -90,7 +148,7 @@ def _absent(recipe: Recipe, name: str) -> list[Refusal]:
 
 
 def installed_version(package: str) -> str:
-    """'' where it is not installed."""
+    """Return the installed version of a package; '' if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -98,29 +156,33 @@ def installed_version(package: str) -> str:
 
 
 def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "host"]:
-    """A loop that shards builds the model nowhere at first; the Trainers shard what the host holds, ZeRO-3 what is read."""
+    """Return where the model is first: on meta in a loop that shards, on the host in Trainers, in a file for ZeRO-3."""
     if recipe.quantization != "none":
         return "checkpoint"
-    if recipe.zero and launch.zero_stage(recipe) == 3:
+    if recipe.zero and process_layout.zero_stage(recipe) == 3:
         return "zero3"
     return "meta" if name == "torch" and recipe.shard != "none" else "host"
 
 
 def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
-    """FSDP2 shards 4-bit weights that are stored in the dtype of the others."""
+    """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others."""
     given = names.four_bit(recipe)
-    return given | {"bnb_4bit_quant_storage": numbers.weights} if given and launch.backend(recipe) == "fsdp" else given
+    return (
+        given | {"bnb_4bit_quant_storage": numbers.weights}
+        if given and process_layout.backend(recipe) == "fsdp"
+        else given
+    )
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
-    """PEFT's target_modules; only "attention" and names need the model's own."""
+    """Return PEFT's target_modules; "attention" and names depend on the model."""
     if recipe.method == "full" or recipe.lora_targets == ("all-linear",):
         return "all-linear"
     return tuple(names.targets(recipe, families.architecture(config, str(config.get("model_type")))))
 
 
 def _scales_bf16(recipe: Recipe) -> bool:
-    """TRL makes QLoRA adapters bf16, whose gradients fp16's loss scaler cannot take: memfit's scripts widen them."""
+    """Return whether adapters are widened: TRL makes QLoRA's bf16, whose gradients fp16's loss scaler rejects."""
     return trainer(recipe.trainer).name == "trl" and recipe.method == "qlora" and recipe.precision == "fp16-mixed"
 
 
@@ -134,8 +196,8 @@ def _optimizer(recipe: Recipe, name: str) -> str:
 
 
 def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Further words of TrainingArguments or SFTConfig."""
+    """Return further arguments of TrainingArguments or SFTConfig."""
     if name == "torch":
         return {}
     liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
-    return {**names.optim(recipe, name).extra, **launch.reduction(recipe), **liger}
+    return {**names.optim(recipe, name).extra, **process_layout.reduction(recipe), **liger}

@@ -1,25 +1,95 @@
-"""transformers' Trainer and TRL's SFTTrainer, unmodified."""
+"""transformers' Trainer and TRL's SFTTrainer, unmodified, with the checkpoints they save and are resumed from."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
-from memfit.virtual.jobs.checkpoints import Saving, resume, without_files
-from memfit.virtual.jobs.models import load
-from memfit.virtual.jobs.parts import CHECKPOINTING, lora_config, sample, with_adapters
-from memfit.virtual.jobs.setup import Setup
+from memfit.virtual.jobs.models import CHECKPOINTING, load, lora_config, sample, with_adapters
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
+from memfit.virtual.patching import patched
+from memfit.virtual.process.files import Saves
 
-EVALUATED = 2  # batches; from the second on each finds the memory as the one before left it
+# --- checkpoints ---
+
+
+class _Loaded(Exception):
+    """Ends a resumed training once the checkpoint is loaded; from there on it would repeat the first one."""
+
+
+class Saving(TrainerCallback):
+    """Marks where the last step's checkpoint begins, and ends a training that was just resumed."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer, self.resuming = observer, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mark the end of the last step, after which the trainer saves."""
+        if state.global_step >= args.max_steps:
+            self._observer.mark("save", "saving a checkpoint")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End a resumed training: everything is loaded."""
+        if self.resuming:
+            raise _Loaded
+
+
+@contextmanager
+def without_files() -> Iterator[None]:
+    """Keep only the shapes of tensors that are saved. The functions are replaced wherever a library imported them."""
+    import peft.peft_model
+    import peft.utils.save_and_load
+
+    saves = Saves(lambda: None, lambda: None)
+    load = saves.load(torch.load)
+    load_file = lambda file, device="cpu": load(file, device)  # noqa: E731
+    with ExitStack() as stack:
+        for module, words in (
+            (torch, {"save": saves.save, "load": load}),
+            (safetensors.torch, {"save_file": saves.save, "load_file": load_file}),
+            (modeling_utils, {"safe_save_file": saves.save}),
+            (trainer_utils, {"safe_load_file": load_file}),  # for checkpoints in several files
+            (peft.peft_model, {"safe_save_file": saves.save}),
+            (peft.utils.save_and_load, {"safe_load_file": load_file}),
+        ):
+            stack.enter_context(patched(module, words))
+        yield
+
+
+def resume(trainer: Any, saving: Saving, observer: Observer, folder: str) -> None:
+    """Load the checkpoint as a new process would: model on the card, no optimizer states, an empty cache."""
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves the last module gathered
+    trainer.accelerator.free_memory()  # empties the cache too
+    observer.restarted()
+    observer.mark("resume", "loading a checkpoint")
+    saving.resuming = True
+    with suppress(_Loaded):
+        trainer.train(resume_from_checkpoint=str(next(Path(folder).glob("checkpoint-*"))))
+
+
+# --- trainers ---
+
+EVALUATED = 2  # batches; the second and all later ones begin with the same memory
 _OPTIM = {"adamw_forloop": "adamw_torch", "sgd_momentum": "sgd"}
 
 
 class _Same:
-    """A dataset that gives the same sequence every time."""
+    """A dataset that returns the same sequence every time."""
 
     def __init__(self, one: dict[str, Tensor], count: int) -> None:
         self._one, self._count = one, count
@@ -32,7 +102,7 @@ class _Same:
 
 
 def run(setup: Setup, observer: Observer) -> None:
-    """Build the trainer as its documentation does, train, evaluate if asked."""
+    """Build the trainer as its documentation does, train, and evaluate if the setup says so."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_sft if setup.trainer == "trl" else _plain)(setup, folder)
         with without_files():
@@ -41,7 +111,7 @@ def run(setup: Setup, observer: Observer) -> None:
             if setup.evaluate:
                 trainer.args.prediction_loss_only = True
                 trainer.evaluate()
-            if setup.save and not setup.deepspeed:  # its engine reads and writes files of its own
+            if setup.save and not setup.deepspeed:  # DeepSpeed's engine reads and writes files of its own
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
@@ -52,7 +122,8 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
     words: dict[str, Any] = {
         "output_dir": folder, "per_device_train_batch_size": setup.micro_batch,
         "per_device_eval_batch_size": setup.micro_batch, "max_steps": setup.steps,
-        "gradient_accumulation_steps": setup.accumulation, "report_to": [], "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
+        "gradient_accumulation_steps": setup.accumulation, "report_to": [],
+        "save_strategy": "steps" if setup.save else "no", "save_steps": setup.steps,
         "logging_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, "max_grad_norm": setup.clip,
         "bf16": setup.autocast == "bf16", "fp16": setup.autocast == "fp16",
         "optim": _OPTIM.get(setup.optimizer, setup.optimizer), "gradient_checkpointing": setup.checkpointing != "none",
@@ -73,12 +144,12 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
 
 
 def _count(setup: Setup) -> int:
-    """Samples to train on, of all ranks: an epoch that ends early cuts an accumulation short."""
+    """Return the number of samples for all ranks, enough that no epoch ends within an accumulation."""
     return setup.world_size * setup.micro_batch * setup.accumulation * (setup.steps + 2)
 
 
 def _evaluated(setup: Setup) -> int:
-    """Samples to evaluate on, of all ranks."""
+    """Return the number of samples to evaluate on, for all ranks."""
     return setup.world_size * setup.micro_batch * EVALUATED
 
 
@@ -101,7 +172,7 @@ def _sft(setup: Setup, folder: str) -> Any:
     # every second sequence is shorter, so that the collator pads it
     ends = [None, -min(8, setup.sequence // 2) if setup.mask == "padded" else None]
     rows = {name: [one[name][: ends[i % 2]].tolist() for i in range(_count(setup))] for name in ("input_ids", "labels")}
-    if setup.packing:  # TRL's packing has been over them
+    if setup.packing:  # as TRL's packing leaves them
         rows["seq_lengths"] = [[setup.sequence - setup.sequence // 2, setup.sequence // 2]] * _count(setup)
     data = datasets.Dataset.from_dict(rows)
     words = _arguments(setup, folder) | {
@@ -120,7 +191,7 @@ def _sft(setup: Setup, folder: str) -> Any:
 
 
 def _tokenizer() -> Any:
-    """A tokenizer of three words: the data is tokenized already."""
+    """Return a tokenizer of three words: the data is tokenized already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""Libraries that bring kernels of their own, each made to run on a card without data."""
+"""Libraries with kernels of their own, each made to run on a card without data."""

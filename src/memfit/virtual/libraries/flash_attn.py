@@ -31,13 +31,13 @@ _SCHEMAS = (
     "forward(Tensor q, Tensor k, Tensor v, float dropout) -> (Tensor, Tensor, Tensor)",
     "varlen_forward(Tensor q, Tensor k, Tensor v, Tensor starts, float dropout) -> (Tensor, Tensor, Tensor)",
     "backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, bool deterministic) -> ()",
-    "varlen_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, Tensor starts, bool deterministic)"
-    " -> ()",
+    "varlen_backward(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor q, Tensor k, Tensor starts, "
+    "bool deterministic) -> ()",
 )
 
 
 def _register() -> Any:
-    """torch.ops.flash_attn_2."""
+    """Register torch.ops.flash_attn_2."""
     if not _OPS:
         library = torch.library.Library("flash_attn_2", "DEF")
         for schema in _SCHEMAS:
@@ -49,7 +49,7 @@ def _register() -> Any:
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The output as the queries lie, the log-sum-exp [B, N, S] (without a batch [N, T]) in fp32, the random state [2]."""
+    """Return the output, strided as the queries, the fp32 log-sum-exp [B, N, S] or [N, T], and the random state [2]."""
     rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return (
         torch.empty_like(q),
@@ -59,7 +59,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Te
 
 
 def _checked(q: Tensor) -> None:
-    """What flash_api.cpp refuses, in its words."""
+    """Raise what flash_api.cpp raises, in its words."""
     if current().capability < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -69,7 +69,7 @@ def _checked(q: Tensor) -> None:
 
 
 def _whole_heads(*tensors: Tensor) -> list[Tensor]:
-    """Heads padded to a multiple of 8 elements."""
+    """Pad heads to a multiple of 8 elements."""
     return [pad(t, [0, -t.shape[-1] % 8]) if t.shape[-1] % 8 else t for t in tensors]
 
 
@@ -78,7 +78,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, deterministic: bool) -> Tensor:
-        """The attention's output [B, S, N, H]."""
+        """Return the attention's output [B, S, N, H]."""
         width = q.shape[-1]
         q, k, v = _whole_heads(q, k, v)
         out, logsumexp, state = _register().forward(q, k, v, dropout)
@@ -88,7 +88,7 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v = ctx.saved_tensors[:3]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _whole_heads(gradients[0])
@@ -111,7 +111,7 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
         dropout: float,
         deterministic: bool,
     ) -> Tensor:
-        """The attention's output [T, N, H]."""
+        """Return the attention's output [T, N, H]."""
         width = q.shape[-1]
         q, k, v = _whole_heads(q, k, v)
         out, logsumexp, state = _register().varlen_forward(q, k, v, starts, dropout)
@@ -121,7 +121,7 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v, *_, starts, _, _ = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _whole_heads(gradients[0])
@@ -135,7 +135,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention of [B, S, N, H] queries on [B, S, K, H] keys and values."""
+    """Attend with [B, S, N, H] queries to [B, S, K, H] keys and values."""
     _checked(q)
     return FlashAttnFunc.apply(*_side_by_side(q, k, v), dropout_p, deterministic)
 
@@ -146,22 +146,22 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Attention of sequences that lie end to end: [T, N, H] queries on [T, K, H] keys and values."""
+    """Attend within sequences laid end to end: [T, N, H] queries to [T, K, H] keys and values."""
     _checked(q)
     words = (cu_seqlens_q, cu_seqlens_k, dropout_p, deterministic)
     return FlashAttnVarlenFunc.apply(*_side_by_side(q, k, v), *words)
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
-    """Decoding, which no training does."""
+    """Refuse decoding, which no training does."""
     raise Unsupported(
-        "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not stand in for",
+        "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not replace",
         hint="trace the training step alone, or generate with attn_implementation='sdpa'",
     )
 
 
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
-    """maybe_contiguous: only the last dimension has to be."""
+    """maybe_contiguous: make the last dimension contiguous."""
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
@@ -170,7 +170,7 @@ class _PutRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, indices: Tensor, rows: int) -> Tensor:
-        """values [T, ...] at their rows of zeros [rows, ...]."""
+        """Put values [T, ...] at their rows of zeros [rows, ...]."""
         ctx.save_for_backward(indices)
         out = torch.zeros(rows, *values.shape[1:], device=values.device, dtype=values.dtype)
         out[indices] = values
@@ -178,19 +178,19 @@ class _PutRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The rows' gradients."""
+        """Return the rows' gradients."""
         (indices,) = ctx.saved_tensors
         return gradients[0][indices], None, None
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Rows [T, ...] of tokens back to [B, S, ...]."""
+    """Put rows [T, ...] of tokens back to [B, S, ...]."""
     whole: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)
     return whole.unflatten(0, (batch, seqlen))
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Any:
-    """The rows of [B, S, ...] that the mask keeps, with what varlen attention is told of them."""
+    """Return the rows of [B, S, ...] that the mask keeps, with the arguments of varlen attention."""
     from transformers.modeling_flash_attention_utils import _unpad_input
 
     return _unpad_input(hidden_states, attention_mask, unused_mask)
@@ -213,14 +213,14 @@ _ABOUT = {
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What pip would know of the package."""
+    """The package's metadata, as importlib.metadata finds it."""
 
     def read_text(self, filename: str) -> str | None:
-        """A file of the .dist-info folder."""
+        """Return a file of the .dist-info folder."""
         return _ABOUT.get(filename)
 
     def locate_file(self, path: Any) -> Path:
-        """Nowhere."""
+        """Return the path as it is: the package has no files."""
         return Path(path)
 
 
@@ -240,13 +240,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def named_in(*texts: str) -> bool:
-    """Whether code or its arguments ask for it."""
+    """Return whether code or its arguments name flash-attn."""
     return any(word in text for text in texts for word in ("flash_attn", "flash_attention_2"))
 
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """`flash_attn` is installed, whether it is or not, and transformers looks again whether it is."""
+    """Make `flash_attn` importable, installed or not, and let transformers look for it again."""
     finder, before = _Finder(), {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "flash_attn"}
     for name in before:
         del sys.modules[name]
@@ -263,7 +263,7 @@ def standing_in() -> Iterator[None]:
 
 
 def _look_again() -> None:
-    """transformers remembers what is installed, and which attention it loaded."""
+    """Clear what transformers caches: what is installed, and which attention it loaded."""
     asked = sys.modules.get("transformers.utils.import_utils")
     for name, function in vars(asked).items() if asked else ():
         if "flash_attn" in name or name == "_package_distribution_mapping":

@@ -1,7 +1,8 @@
-"""torch.compile on a card without data: Inductor fuses and plans its buffers as on a real one; the kernels it writes launch nothing.
+"""torch.compile on a card without data: Inductor fuses and plans buffers as on a real one; its kernels launch nothing.
 
-What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), by the partitioner that says
-what the backward pass keeps, and by ATen's kernels for products. All of that is PyTorch's own and runs here; only Triton does not.
+What a compiled program allocates is decided by its Python wrapper (`empty_strided_cuda`, `del buf0`), the partitioner
+that chooses what backward keeps, and by ATen's kernels for products. All of that is PyTorch's own and runs here; only
+Triton does not.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ from memfit._package import FOLDER
 from memfit.virtual.device.dispatch import current, register_by_name
 from memfit.virtual.device.shapes import conv_layout
 from memfit.virtual.device.values import base, tensors
-from memfit.virtual.imports import Change, when_imported
-from memfit.virtual.patching import patched
+from memfit.virtual.patching import Change, patched, when_imported
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
-# a cache of an earlier compilation may be of a real card; what is timed or recorded needs one
+# cached graphs may come from a real card; autotuning and CUDA graphs need one
 SETTINGS: dict[str, Any] = {
-    "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False, "max_autotune_gemm": False,
-    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False, "triton.multi_kernel": 0,
+    "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
+    "triton.multi_kernel": 0,
 }  # fmt: skip
-PLANNED = f"torch.compile: buffers as Inductor of PyTorch {torch.__version__.partition('+')[0]} plans them, which others plan otherwise"
-LEFT_OUT = {  # asked for by modes of torch.compile
+_VERSION = torch.__version__.partition("+")[0]
+PLANNED = f"torch.compile: buffers as Inductor of PyTorch {_VERSION} plans them, which others plan otherwise"
+LEFT_OUT = {  # options of torch.compile's modes -> what is assumed instead
     "max_autotune": "torch.compile: products as without autotuning, which needs a card",
     "triton.cudagraphs": "torch.compile: without CUDA graphs, whose pools keep what one replay needs",
 }
-CACHES = {  # what keeps it -> its function that forgets
+CACHES = {  # module or class that caches facts of a device -> its function that clears them
     "torch._dynamo.trace_rules": "clear_lru_cache",
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers": "cache_clear",
     "torch._inductor.utils": "clear_caches",
     "torch._inductor.runtime.hints:DeviceProperties.create": "cache_clear",
 }
-LONGEST = 48  # letters of a kernel's name that are shown
-HOOKS = ("observer.py",)  # its hooks are called from compiled code, and do nothing there
+LONGEST = 48  # characters of a kernel's name that are shown
+HOOKS = ("observer.py",)  # Dynamo must see its hooks, which return at once in compiled code
 
 
-class Kernel:
-    """A kernel that Inductor wrote, `triton_poi_fused_mul_silu_3`: what it writes to is not known any more."""
+class InductorKernel:
+    """A kernel that Inductor wrote, `triton_poi_fused_mul_silu_3`; what it writes becomes unknown."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = _short(name)
@@ -57,7 +60,7 @@ class Kernel:
         mutated = re.search(r"'mutated_arg_names': \[([^\]]*)\]", source)
         names = re.findall(r"\w+", signature[1]) if signature else []
         changed = set(re.findall(r"\w+", mutated[1])) if mutated else set()
-        # of its arguments, by position; None where the source does not tell
+        # whether each argument is written, by position; None where the source does not show it
         self.written = [n.startswith(("out_ptr", "in_out_ptr")) or n in changed for n in names] if mutated else None
 
     def run(self, *args: Any, **_: Any) -> None:
@@ -70,18 +73,20 @@ class Kernel:
 
 
 def _short(name: str) -> str:
-    """A kernel bears the names of all operators it fused: the first of them, and its number."""
+    """Shorten a kernel's name, which lists all fused operators, to the first of them and its number."""
     head, _, number = name.rpartition("_")
     return f"{head[:LONGEST]}..._{number}" if len(head) > LONGEST else name
 
 
 def _kernels(module: ModuleType) -> AbstractContextManager[None]:
-    """torch._inductor.async_compile: nothing is compiled."""
-    return patched(module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": Kernel(name, source)})
+    """Make torch._inductor.async_compile compile nothing."""
+    return patched(
+        module.AsyncCompile, {"triton": lambda self, name, source, device_str="cuda": InductorKernel(name, source)}
+    )
 
 
 def _forced(settings: dict[str, Any]) -> Change:
-    """Settings in every thread (backward passes compile in the engine's), whatever a script or a mode sets."""
+    """Force settings in every thread, whatever a script or a mode sets; backward compiles in the engine's thread."""
 
     @contextmanager
     def change(module: ModuleType) -> Iterator[None]:
@@ -96,7 +101,7 @@ def _forced(settings: dict[str, Any]) -> Change:
 
 
 def _compiler(card: Card) -> Change:
-    """torch._inductor.compile_fx, its entry: what it cannot compile runs as it was traced."""
+    """Wrap torch._inductor.compile_fx: a graph that it cannot compile runs as it was traced."""
 
     def change(module: ModuleType) -> AbstractContextManager[None]:
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -106,16 +111,16 @@ def _compiler(card: Card) -> Change:
 
         def compile_fx(model: Any, *args: Any, config_patches: dict[str, Any] | None = None, **kwargs: Any) -> Any:
             card.assumed.setdefault(PLANNED)
-            for name, said in LEFT_OUT.items():
+            for name, assumption in LEFT_OUT.items():
                 if name in (config_patches or {}) or _set_by_hand(name):
-                    card.assumed.setdefault(said)
+                    card.assumed.setdefault(assumption)
             try:
                 return real(model, *args, config_patches=config_patches, **kwargs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 if isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed):
-                    raise  # it is to be traced once more, in another way
+                    raise  # Dynamo then traces the frame again in another way
                 card.assumed.setdefault(
                     f"torch.compile: a graph ran as it was traced, not compiled: {_first_line(error)}"
                 )
@@ -127,7 +132,7 @@ def _compiler(card: Card) -> Change:
 
 
 def _set_by_hand(name: str) -> bool:
-    """Did the script turn a setting of Inductor's on?"""
+    """Return whether the script turned a setting of Inductor on."""
     override: Any = getattr(vars(sys.modules["torch._inductor.config"])["_config"].get(name), "user_override", None)
     return (override.get() if hasattr(override, "get") else override) is True
 
@@ -137,12 +142,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _padding(module: ModuleType) -> AbstractContextManager[None]:
-    """Products of odd shapes are padded where that is faster, which is timed on a card; here they are."""
+    """Always pad matrix products of odd shapes: on a card Inductor times whether that is faster."""
     return patched(module, {"_skip_do_bench_times": True})
 
 
 def _timing(module: ModuleType) -> AbstractContextManager[None]:
-    """What is timed runs once: it allocates as on a card."""
+    """Run what is to be timed once: it allocates as on a card."""
 
     def once(function: Callable[..., Any], *_: Any, **__: Any) -> float:
         function()
@@ -151,12 +156,12 @@ def _timing(module: ModuleType) -> AbstractContextManager[None]:
     return patched(module.benchmarker, {"benchmark_gpu": once})
 
 
-_KEY = {"triton_hash_with_backend": lambda: "virtual"}  # of a driver's libraries
+_KEY = {"triton_hash_with_backend": lambda: "virtual"}  # would hash the driver's libraries
 
 
 @contextmanager
 def _triton(module: ModuleType) -> Iterator[None]:
-    """torch.utils._triton: there is one; what was found out before the card, or on it, is forgotten."""
+    """Make torch.utils._triton find Triton; clear its caches before and after the card."""
     cached = [f for f in vars(module).values() if hasattr(f, "cache_clear")]
     for function in cached:
         function.cache_clear()
@@ -170,7 +175,7 @@ def _triton(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _device(module: ModuleType) -> Iterator[None]:
-    """torch._dynamo.device_interface keeps functions of torch.cuda by value: those of the card that was there when it was imported."""
+    """Update torch._dynamo.device_interface, which imported functions of torch.cuda by value, to the active card."""
     cuda = module.CudaInterface
     names = [n for n, value in vars(cuda).items() if isinstance(value, staticmethod) and hasattr(torch.cuda, n)]
     module.caching_worker_device_properties.clear()
@@ -182,13 +187,13 @@ def _device(module: ModuleType) -> Iterator[None]:
 
 
 def _metrics(module: ModuleType) -> AbstractContextManager[None]:
-    """torch._dynamo.utils logs Triton's version, and may have been imported where there was none."""
+    """Give torch._dynamo.utils, which logs Triton's version, the module that it may not have found."""
     return patched(module, {"triton": importlib.import_module("triton")})
 
 
 @contextmanager
 def _unseen(module: ModuleType) -> Iterator[None]:
-    """torch._dynamo.trace_rules: the card's own Python code is no part of the program."""
+    """Make Dynamo skip the card's own Python files, all but the jobs and HOOKS."""
     own = FOLDER / "virtual"
     files = [str(p) for p in own.rglob("*.py") if p.name not in HOOKS and own / "jobs" not in p.parents]
     module.SKIP_DIRS.extend(files)
@@ -202,7 +207,7 @@ def _unseen(module: ModuleType) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """What was compiled, and what the compiler found out of a card or of there being none."""
+    """Clear compiled code and what the compiler cached about devices."""
     if "torch._inductor.compile_fx" in sys.modules:
         torch._dynamo.reset()
     for name, forget in CACHES.items():
@@ -212,8 +217,8 @@ def _forget() -> None:
 
 
 @contextmanager
-def planned(card: Card) -> Iterator[None]:
-    """While the card is active."""
+def compiling(card: Card) -> Iterator[None]:
+    """Make torch.compile run on the card for the length of the block."""
     changes: dict[str, Change] = {
         "torch._inductor.config": _forced(SETTINGS),
         "torch._functorch.config": _forced({"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}),

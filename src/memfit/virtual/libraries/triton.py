@@ -17,11 +17,11 @@ from typing import Any
 
 from memfit.virtual.patching import patched
 
-VERSION = "3.7.0"  # of the Triton that PyTorch 2.13 brings
+VERSION = "3.7.0"  # of Triton in PyTorch 2.13
 
 
 class _Anything(type):
-    """A name of Triton that nobody executes here: it can be called, subscripted and looked into."""
+    """A name of Triton that is never executed: it can be called, subscripted and has every attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -31,15 +31,15 @@ class _Anything(type):
     def __getitem__(cls, _: Any) -> Any:
         return cls
 
-    def __iter__(cls) -> Any:  # else Python would ask for one item after the other, without end
+    def __iter__(cls) -> Any:  # else iteration by __getitem__ would never end
         return iter(())
 
 
 class Anything(metaclass=_Anything):
-    """Stands for whatever is looked up."""
+    """Stands for any name of Triton."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Whatever it is made with."""
+        """Take any arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -77,7 +77,7 @@ class Kernel:
 
 
 class Config:
-    """Sizes of blocks to launch a kernel with; Inductor looks into those of its templates."""
+    """Block sizes of a kernel launch; Inductor reads those of its templates."""
 
     def __init__(
         self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, pre_hook: Any = None, **more: Any
@@ -90,7 +90,7 @@ class Config:
             raise AttributeError(name)
 
     def all_kwargs(self) -> dict[str, Any]:
-        """Everything a kernel is launched with."""
+        """Return everything a kernel is launched with."""
         return {**self.kwargs, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -99,17 +99,18 @@ def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 def _around(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """autotune and heuristics: the kernel as it is."""
+    """autotune and heuristics: return the kernel as it is."""
     return lambda kernel: kernel
 
 
 _REAL: dict[str, Any] = {
-    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION, "Config": Config,
+    "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION,
+    "Config": Config,
     "cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }  # fmt: skip
 
 
-_GONE = ("AttrsDescriptor",)  # since Triton 3.3: the compiler asks which Triton it has by what is not there
+_GONE = ("AttrsDescriptor",)  # removed in Triton 3.3; the compiler detects the version by its absence
 
 
 class _Module(ModuleType):
@@ -125,21 +126,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         package, _, module = name.partition(".")
         if package != "triton" or (module.startswith("_") and not module.startswith("_C")):
-            return None  # private modules are asked for by those who can do without
+            return None  # importers of private modules do without them
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to execute."""
+        """Do nothing: there is no code."""
 
 
-_USERS = ("trl", "liger_kernel")  # ask for Triton once, when they are imported
+_USERS = ("trl", "liger_kernel")  # look for Triton once, when they are imported
 
 
 def _look_again() -> None:
-    """Libraries that were imported before there was a Triton are to be imported again."""
+    """Drop libraries that were imported before Triton was there, so that they are imported again."""
     kernels = sys.modules.get("trl.kernels.chunked_logprob")
     if kernels is None or getattr(kernels, "_TRITON_AVAILABLE", True):
         return
@@ -152,7 +153,7 @@ def _look_again() -> None:
 
 @contextmanager
 def launches_nothing() -> Iterator[None]:
-    """While the card is active."""
+    """Make Triton importable and its kernels do nothing for the length of the block."""
     if importlib.util.find_spec("triton") is None:
         finder = _Finder()
         sys.meta_path.append(finder)

@@ -1,1 +1,1 @@
-"""The process around the card: its host memory, its files, its imports, what torch.load places."""
+"""The process around the card: its host memory and its files."""

@@ -1,4 +1,4 @@
-"""A traced script changes no file that was there before it, saves no weights, and leaves nothing behind."""
+"""Files of a traced process: torch.load to the card, saves that keep shapes only, and a guard of the user's files."""
 
 from __future__ import annotations
 
@@ -17,27 +17,101 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.serialization import default_restore_location
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
 from memfit.virtual.device.values import LARGEST
+from memfit.virtual.patching import patched
 from memfit.virtual.process.host import room
-from memfit.virtual.process.loading import bytes_of, device_of
+
+# --- torch.load on the card ---
+
+CPU = torch.device("cpu")
+_REAL = torch.load  # PyTorch's own, also where cards are nested
+_FEWER = (
+    "Attempting to deserialize object on CUDA device {} but torch.cuda.device_count() is {}. Please use torch.load "
+    "with map_location to map your storages to an existing device."
+)
+
+
+class StorageHandle:
+    """A storage as passed to a map_location function, which may move it to a card."""
+
+    def __init__(self, storage: Any, device: torch.device = CPU) -> None:
+        self._storage, self.device = storage, device
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> StorageHandle:
+        """Return it on a card: the numbered one, or the current one."""
+        number = torch.cuda.current_device() if device is None else device
+        return StorageHandle(
+            self._storage, torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
+        )
+
+    def cpu(self) -> StorageHandle:
+        """Return it on the host."""
+        return StorageHandle(self._storage)
+
+    def to(self, device: Any, non_blocking: bool = False) -> StorageHandle:
+        """Return it on any device."""
+        return StorageHandle(self._storage, torch.device(device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+
+def device_of(map_location: Any, storage: Any, location: str) -> torch.device:
+    """Return the device of a storage saved from `location` ("cuda:0"). Raises RuntimeError for a missing card."""
+    if callable(map_location):
+        placed_storage = map_location(StorageHandle(storage), location)
+        wanted = torch.device(location if placed_storage is None else placed_storage.device)
+    elif isinstance(map_location, dict):
+        wanted = torch.device(map_location.get(location, location))
+    else:
+        wanted = torch.device(location if map_location is None else map_location)
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise RuntimeError(_FEWER.format(wanted.index, torch.cuda.device_count()))
+    return wanted
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """Return a whole storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@contextmanager
+def load_to_card() -> Iterator[None]:
+    """Make torch.load allocate on the card what map_location puts there, which a build without CUDA cannot."""
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def locate(storage: Any, location: str) -> Any:
+            device = device_of(map_location, storage, location)
+            if device.type != "cuda":
+                return storage if device.type == "cpu" else default_restore_location(storage, str(device))
+            return bytes_of(storage).to(device).untyped_storage()
+
+        return _REAL(f, locate, *args, **kwargs)
+
+    with patched(torch, {"load": load}), patched(torch.serialization, {"load": load}):
+        yield
+
+
+# --- files that a script writes ---
 
 HINT = "a trace changes no file that was there: let the script write to another folder"
 
 
 def _exempt() -> tuple[str, ...]:
-    """Folders of caches and installed code, and of devices."""
+    """Return folders of caches, installed code and devices, where a script may write."""
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache"), os.environ.get("HF_HOME", "~/.cache/huggingface")
     places = (tempfile.gettempdir(), *caches, *sysconfig.get_paths().values(), "/dev", "/proc")
     return tuple(os.path.realpath(os.path.expanduser(p)) for p in places)  # noqa: PTH111
 
 
 class Guard:
-    """Refuses to overwrite or remove what was there, and removes what was made. `folder`: the script's own.
+    """Refuses to overwrite or remove existing files, and removes what the script made. `folder`: the script's own.
 
-    Caches and temporary folders are left to the script, unless it lies in one or runs there.
+    The script may write to caches and temporary folders, unless it lies in one or runs there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +120,7 @@ class Guard:
         self._made: list[str] = []
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Something happens (sys.addaudithook). Raises Refused where a file would be lost."""
+        """Check an event of sys.addaudithook. Raises Refused where a file would be lost."""
         if event == "open":
             path, mode, flags = args
             cuts = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
@@ -96,13 +170,14 @@ def _within(path: str, place: str) -> bool:
 def _real(path: Any) -> str | None:
     try:
         text = os.fsdecode(path)
-        return os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))  # noqa: PTH118, PTH119, PTH120
+        folder, name = os.path.split(text)
+        return os.path.join(os.path.realpath(folder), name)  # noqa: PTH118
     except TypeError:
         return None  # a file descriptor
 
 
 _HOOKED: list[bool] = []
-_GUARDS: list[Guard] = []  # of the traces under way
+_GUARDS: list[Guard] = []  # of the traces in progress
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
@@ -112,9 +187,9 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """While the block runs."""
+    """Guard files for the length of the block."""
     if not _HOOKED:
-        sys.addaudithook(_audit)  # stays until the process ends: Python removes none
+        sys.addaudithook(_audit)  # Python cannot remove an audit hook
         _HOOKED.append(True)
     guard = Guard(folder)
     _GUARDS.append(guard)
@@ -127,7 +202,7 @@ def guarded(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A tensor of a file: without its data, and where it lay. `part`: (offset, size, stride) of `hollow`, whose bytes others share."""
+    """A saved tensor without data, and its device. `part`: (offset, size, stride) in a shared `hollow`."""
 
     hollow: Tensor
     location: str
@@ -136,14 +211,14 @@ class _Saved:
 
 
 class Saves:
-    """Files of tensors that were saved are remembered by the shapes in them, and lie empty where they were written."""
+    """Files of tensors: their shapes are kept in memory, and an empty file is written."""
 
     def __init__(self, saving: Callable[[], None], loading: Callable[[], None]) -> None:
         self._saved: dict[str, Any] = {}
         self._saving, self._loading = saving, loading
 
     def save(self, what: Any, file: Any, *_: Any, **__: Any) -> None:
-        """torch.save, safetensors' save_file."""
+        """Replace torch.save and safetensors' save_file."""
         self._saving()
         if isinstance(file, str | os.PathLike):
             Path(file).touch()
@@ -151,7 +226,7 @@ class Saves:
             self._saved[os.path.realpath(file)] = tree_map(lambda x: _saved(x, storages), what)
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.load: what was saved before, else the file itself, whose data is only mapped."""
+        """Return a torch.load that knows what was saved before, and maps other files without reading their data."""
 
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._loading()
@@ -159,14 +234,16 @@ class Saves:
             if path in self._saved:
                 rooms: dict[int, Tensor] = {}
                 return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[path])
-            mapped = {"mmap": True} if path and zipfile.is_zipfile(path) else {}  # what torch saved before 1.6 is read
+            mapped = (
+                {"mmap": True} if path and zipfile.is_zipfile(path) else {}
+            )  # files of PyTorch before 1.6 cannot be mapped
             return real(file, map_location, *args, **{**mapped, **kwargs})
 
         return load
 
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
-    """A leaf of what is saved. `storages`: what stands for each, with the storage itself, which so stays what it is."""
+    """Return the record of a saved leaf. `storages`: per storage itself, kept so that its address is unique, a copy."""
     if not isinstance(x, Tensor):
         return x
     location = "cpu" if x.device.type == "cpu" else str(x.device)
@@ -179,7 +256,7 @@ def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
 
 
 def _hollow(x: Tensor) -> Tensor:
-    """A tensor made of others (quantised states, say), or that is no plain one."""
+    """Return a host stand-in of a tensor subclass, made of stand-ins of what it wraps (quantised states, say)."""
     if hasattr(x, "__tensor_flatten__") and not hasattr(x, "device_mesh"):
         names, context = x.__tensor_flatten__()
         held = {name: _hollow(getattr(x, name)) for name in names}
@@ -188,12 +265,12 @@ def _hollow(x: Tensor) -> Tensor:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """As large on the host; what is small has its values, the state of a random generator, say."""
+    """Return a host tensor of equal size; small ones from the host keep values (a random generator's state, say)."""
     return x.clone() if x.device.type == "cpu" and x.numel() <= LARGEST else room(x.shape, x.dtype)
 
 
 def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
-    """A leaf of what is loaded; `rooms` are the bytes, by those of the file, on the device they were mapped to."""
+    """Return a loaded leaf. `rooms`: the storages made so far on the target device, by those of the file."""
     if not isinstance(x, _Saved):
         return x
     if id(x.hollow) not in rooms:

@@ -1,4 +1,4 @@
-"""Large floating-point tensors on the host keep their pages untouched: memory that nobody writes is not there.
+"""Leave large floating-point tensors on the host unwritten: pages that nobody writes take no memory.
 
 A model is often built and initialised on the host and then moved. Its weights never matter to a trace, so writes to
 host tensors of a mebibyte and more are left out, at the dispatcher: a mode would change how gradients are accumulated.
@@ -21,12 +21,13 @@ from memfit.virtual.device.native_functions import operator
 from memfit.virtual.device.values import as_tensors
 from memfit.virtual.patching import patched
 
-HUGE = 1 << 30  # bytes of a tensor for which no memory is asked of the host
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name
+HUGE = 1 << 30  # bytes from which a tensor's memory is not reserved on the host
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap lacks
 _CAT = torch.library.get_kernel(operator("cat"), "CPU")
-LARGE = 1 << 20  # bytes of a floating-point tensor that are no longer written
+LARGE = 1 << 20  # bytes from which a floating-point tensor is not written
 _WRITERS = (
-    "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_", "clamp_",
+    "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_",
+    "clamp_",
     "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
 
@@ -36,12 +37,12 @@ _RANDOM = (
 
 
 def untouched(t: Tensor) -> bool:
-    """Whether writes to a tensor are left out."""
+    """Return whether writes to a tensor are left out."""
     return t.is_floating_point() and t.numel() * t.element_size() >= LARGE and t.device.type == "cpu"
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
-    """The operator's own kernel, left out where it would write to a large tensor."""
+    """Return the operator's own kernel, skipped where it would write to a large tensor."""
     real = torch.library.get_kernel(op, "CPU").call_boxed
     operands = [i for i, argument in enumerate(op._schema.arguments[:2]) if str(argument.type) == "Tensor"]
     into = "out" if op._schema.arguments[-1].is_out else ""
@@ -50,7 +51,9 @@ def _kernel(op: Any) -> Callable[..., Any]:
         written = kwargs[into] if into else args[0]
         if untouched(written):
             return written
-        if not all(isinstance(args[i], Tensor) for i in operands):  # numbers arrive as themselves
+        if not all(
+            isinstance(args[i], Tensor) for i in operands
+        ):  # kernels receive plain numbers in the place of tensors
             args = as_tensors(op, args)
         return real(keys, *args, **kwargs)
 
@@ -58,7 +61,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
 
 
 def _joined(keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """`cat` of large tensors, as DeepSpeed flattens all weights of a model."""
+    """Concatenate large tensors without data, as where DeepSpeed flattens all weights of a model."""
     tensors = list(args[0])
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) > 1 or sum(t.numel() * t.element_size() for t in tensors if t.is_floating_point()) < HUGE:
@@ -67,7 +70,7 @@ def _joined(keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the host that nobody reads; for a huge one nothing is set aside, however little the host has."""
+    """Return an uninitialised host tensor; a huge one reserves no memory, however little the host has."""
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -77,7 +80,7 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def no_random_weights() -> Iterator[None]:
-    """Parameters on the host are not initialised at random: nothing reads them, and drawing numbers takes its time."""
+    """Skip random initialisation of host parameters, which nothing reads and which takes time."""
 
     def left_out(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda tensor, *args, **kw: tensor if tensor.device.type == "cpu" else real(tensor, *args, **kw)
@@ -87,14 +90,14 @@ def no_random_weights() -> Iterator[None]:
 
 
 def _look_up_again(ops: Sequence[Any]) -> None:
-    """The compiler's dispatch keeps what it found; of a kernel that is gone it would call nothing, and crash."""
+    """Clear the Python dispatch cache of operators, which would call a kernel that is gone, and crash."""
     for op in ops:
         op._dispatch_cache.clear()
 
 
 @contextmanager
 def hollow_host() -> Iterator[None]:
-    """While the card is active."""
+    """Leave large host tensors unwritten for the length of the block."""
     library = torch.library.Library("aten", "IMPL")
     replaced = [operator(name) for name in (*_WRITERS, "cat")]
     with warnings.catch_warnings():
@@ -102,7 +105,7 @@ def hollow_host() -> Iterator[None]:
         for name, op in zip(_WRITERS, replaced, strict=False):
             library.impl(name, _kernel(op), "CPU", with_keyset=True)
         library.impl("cat", _joined, "CPU", with_keyset=True)
-    init = torch.nn.init._no_grad_trunc_normal_  # looks at what it has drawn
+    init = torch.nn.init._no_grad_trunc_normal_  # reads the numbers it has drawn
     words = {"_no_grad_trunc_normal_": lambda t, *args, **kwargs: t if untouched(t) else init(t, *args, **kwargs)}
     try:
         _look_up_again(replaced)

@@ -1,1 +1,1 @@
-"""torch.distributed on a virtual card: the ranks that do not exist, and what reductions allocate."""
+"""torch.distributed on a virtual card whose other ranks do not exist."""

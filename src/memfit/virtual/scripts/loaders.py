@@ -1,47 +1,164 @@
-"""When a traced script has trained enough: its data loaders run dry, so that it goes on to evaluate and save."""
+"""Data loaders of a traced script: each gives its longest batch, and ends once the script has trained enough."""
 
 from __future__ import annotations
 
+import random
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from memfit.nouns.tape import Phase
 from memfit.virtual.device.card import Card
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
-from memfit.virtual.scripts.longest import Longest, longest
 
-EVALUATED = 4  # forward passes over one loader that only evaluates; later ones find the memory as these left it
-AHEAD = 1  # steps beyond: accelerate reads a batch ahead, and steps once more with the last one
-WAITED = 30  # steps beyond enough in which seldom optimizers may make theirs: a critic's five to one of its generator
-SPENT = 100  # steps beyond enough, after which every loader is dry: stages have no end
-ALIKE = 2  # loaders of one kind that are trained from; those of later epochs, folds and clients are no other stage
-_DRY = 1000  # empty epochs, after which a script is taken to cycle through its loader for ever
+# --- the longest batch ---
+
+LOOKED = 20_000  # samples that are read to find the longest batch
+SECONDS = 5.0  # that are spent on it at most
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The samples of the longest batch. `size`: numbers in its longest sample; `typical`: in the median sample."""
+
+    samples: tuple[int, ...]
+    size: int
+    typical: int
+    seen: int  # samples that were read
+    known: int  # samples of the data set
+
+    def batch(self, loader: DataLoader[Any]) -> Any:
+        """Collate the samples again each time, as a script may change a batch."""
+        with _random_state_kept():
+            return _collated(loader, self.samples)
+
+    @property
+    def assumption(self) -> str:
+        """Return what is assumed, as a sentence for the user."""
+        of = f"{self.known:,}" if self.seen >= self.known else f"the first {self.seen:,} of {self.known:,}"
+        longest = f"every batch holds the longest samples of {of}: {self.size:,} numbers"
+        return f"{longest}, where the median has {self.typical:,}"
+
+
+def longest(loader: DataLoader[Any]) -> Longest | None:
+    """Find the longest batch; None where samples cannot be read twice, are not batched, or are all of one size."""
+    dataset, sampler = loader.dataset, loader.batch_sampler
+    if isinstance(dataset, IterableDataset) or sampler is None or loader.collate_fn is None:
+        return None
+    try:
+        with _random_state_kept():
+            sizes = _sizes(dataset)
+            batch = _padded(loader, _largest(sampler, sizes), sizes) if len(set(sizes)) > 1 else ()
+    except Exception:  # the script then meets the data set's own error
+        return None
+    if not batch:
+        return None
+    ordered = sorted(sizes)
+    typical, known = ordered[len(ordered) // 2], len(dataset)  # type: ignore[arg-type]
+    return Longest(batch, max(sizes[i] for i in batch), typical, len(sizes), known)
+
+
+def _collated(loader: DataLoader[Any], samples: tuple[int, ...]) -> Any:
+    assert loader.collate_fn is not None
+    return loader.collate_fn([loader.dataset[i] for i in samples])
+
+
+def _sizes(dataset: Any) -> list[int]:
+    """Return the sizes of the samples in their order, as far as time allows."""
+    until = time.monotonic() + SECONDS
+    found = []
+    for i in range(min(len(dataset), LOOKED)):
+        found.append(_size(dataset[i]))
+        if time.monotonic() > until:
+            break
+    return found
+
+
+def _size(sample: Any) -> int:
+    """Return the numbers in a sample, or the characters of a text that is not tokenized yet."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
+    if hasattr(sample, "dtype") and isinstance(getattr(sample, "size", None), int):  # a numpy array
+        return int(sample.size)
+    if isinstance(sample, Mapping):
+        return sum(map(_size, sample.values()))
+    if isinstance(sample, list | tuple):
+        return len(sample) if sample and isinstance(sample[0], int | float) else sum(map(_size, sample))
+    return len(sample) if isinstance(sample, str | bytes) else 1
+
+
+def _largest(sampler: Any, sizes: list[int]) -> tuple[int, ...]:
+    """Return the largest batch. A shuffled loader may combine any samples; other samplers list their batches."""
+    if type(sampler) is BatchSampler and isinstance(sampler.sampler, RandomSampler):
+        count = min(sampler.batch_size, len(sizes))
+        return tuple(sorted(range(len(sizes)), key=lambda i: -sizes[i])[:count])
+    drawn: list[list[int]] = [list(batch) for batch in islice(iter(sampler), LOOKED)]
+    known = [(len(some) * max(sizes[i] for i in some), some) for some in drawn if some and max(some) < len(sizes)]
+    return tuple(max(known, key=itemgetter(0))[1]) if known else ()
+
+
+def _padded(loader: DataLoader[Any], batch: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
+    """Swap in a short sample if the batch stays as large: padding needs a mask, and masks need other kernels."""
+    if len(batch) < 2:
+        return batch
+    mixed = (*sorted(batch, key=lambda i: -sizes[i])[:-1], min(range(len(sizes)), key=sizes.__getitem__))
+    whole, part = (_size(_collated(loader, some)) for some in (batch, mixed))
+    return mixed if part >= whole else batch
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the random generators after the block."""
+    numpy: Any = sys.modules.get("numpy")
+    before, state, drawn = random.getstate(), torch.get_rng_state(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        torch.set_rng_state(state)
+        if numpy:
+            numpy.random.set_state(drawn)
+
+
+# --- when a script has trained enough ---
+
+EVALUATED = 4  # forward passes over a loader that only evaluates; later ones begin with the same memory
+AHEAD = 1  # more steps: accelerate reads a batch ahead, and steps once more with the last one
+WAITED = 30  # more steps for optimizers that step rarely, such as a generator once per five steps of its critic
+SPENT = 100  # more steps, after which every loader ends: a script may have any number of stages
+ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
+_DRY = 1000  # empty epochs, after which the script is assumed to cycle for ever
 _ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
 
 class ScriptObserver(Observer):
-    """Stops a script after `enough` steps of every optimizer: where its loader would give the next batch, or training goes on."""
+    """Stops a script after `enough` steps of every optimizer, at its loader's next batch or its next training step."""
 
     def __init__(self, card: Card, enough: int) -> None:
         self.enough = enough
         self.backwards = self.evaluations = 0
         self.optimizers: WeakSet[Any] = WeakSet()
-        self.trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> its batches that led to a step
+        self.trained: WeakKeyDictionary[Any, int] = (
+            WeakKeyDictionary()
+        )  # loader -> how many of its batches led to a step
         self.read: Any = None  # weak reference to the iterator that gave the last batch
-        self.over = False  # every optimizer made the steps that were asked for, or had its time to
-        self.dry = 0  # how often a loader had no more to give
-        self.lacking: list[
-            str
-        ] = []  # optimizers without all their steps when the last was made; later they may be gone
+        self.over = False  # every optimizer made its steps, or had the time to
+        self.dry = 0  # how often a loader ended early
+        self.lacking: list[str] = []  # described while they exist
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
-        self._kinds: Counter[Any] = Counter()  # of loaders that were trained from enough
+        self._kinds: Counter[Any] = Counter()  # loaders that were trained from enough, by kind
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
         self.assumed = card.assumed
         super().__init__(card)
@@ -49,8 +166,8 @@ class ScriptObserver(Observer):
     def _enough(self) -> bool:
         return self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
 
-    def knows(self, optimizer: Any) -> None:
-        """One more was made, which gets its steps, unless a script makes one after the other."""
+    def made(self, optimizer: Any) -> None:
+        """Register a new optimizer, which is given its steps unless a script makes one after the other."""
         self.optimizers.add(optimizer)
         self.over = self.over and self._beyond(WAITED)
 
@@ -58,21 +175,21 @@ class ScriptObserver(Observer):
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps
 
     def _behind(self) -> Iterator[Any]:
-        """Optimizers that lack steps, of weights on the card that no other one steps."""
+        """Return optimizers that lack steps and have weights on the card that no other optimizer steps."""
         few = [o for o in self.optimizers if self.stepped.get(o, 0) < self.enough]
         shared = {id(p) for o in self.stepped if self.stepped[o] >= self.enough for p in _weights(o)} if few else set()
         return (o for o in few if any(p.is_cuda and id(p) not in shared for p in _weights(o)))
 
     def exhausted(self, loader: Any) -> bool:
-        """Enough was trained from it, or from others like it; a loader of a later stage trains its own steps."""
+        """Return whether enough was trained from a loader or its kind; a loader of a later stage has its own steps."""
         if not self.over:
             return False
         return self._beyond(SPENT) or self.trained.get(loader, 0) >= self.enough or self._kinds[_kind(loader)] >= ALIKE
 
     def mark(self, phase: Phase, instant: str) -> None:
-        """An instant begins. Raises EnoughSteps where training would go on."""
+        """Begin an instant. Raises EnoughSteps where training would go on."""
         marks = self.card.ledger.marks
-        if instant == "backward" and marks[-1][1:] == ("eval", "forward"):  # models read from files are in eval mode
+        if instant == "backward" and marks[-1][1:] == ("eval", "forward"):  # models loaded from files are in eval mode
             marks[-1] = (marks[-1][0], phase, "forward")
             self.evaluations -= 1
         self.backwards += instant == "backward"
@@ -82,21 +199,23 @@ class ScriptObserver(Observer):
             raise EnoughSteps
 
     def longest_of(self, loader: Any) -> Longest | None:
-        """Its longest batch, looked for once."""
+        """Return a loader's longest batch, found once."""
         if loader not in self._longest:
             self._longest[loader] = found = longest(loader)
             if found:
-                self.assumed.setdefault(found.said)
+                self.assumed.setdefault(found.assumption)
         return self._longest[loader]
 
     def ran_dry(self) -> None:
-        """A loader that has been trained from was asked for more. Raises EnoughSteps where that never ends."""
+        """Count that an exhausted loader was read again. Raises EnoughSteps where that never ends."""
         self.dry += 1
         if self.dry > _DRY:
             raise EnoughSteps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        again = self._stale >= (self.enough + AHEAD) * max(len(self.optimizers), 1)  # one batch may make a step of each
+        again = self._stale >= (self.enough + AHEAD) * max(
+            len(self.optimizers), 1
+        )  # one batch may lead to a step of each
         if (self._ended or again) and self.over:
             raise EnoughSteps
         super()._before_step(optimizer, args, kwargs)
@@ -104,10 +223,10 @@ class ScriptObserver(Observer):
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before = self.done
         super()._after_step(optimizer, args, kwargs)
-        if self.done == before:  # none of training's
+        if self.done == before:  # no training step
             return
         if isinstance(optimizer, torch.optim.LBFGS):
-            self._remembered(optimizer)
+            self._fill_history(optimizer)
         batches = self.read and self.read()
         if batches is not None and batches.fresh:
             batches.fresh, self._stale = False, 0
@@ -115,14 +234,14 @@ class ScriptObserver(Observer):
             self._kinds[_kind(batches.loader)] += count == self.enough
         else:
             self._stale += 1
-        if self.done % max(len(self.optimizers), 1) == 0:  # of one optimizer per weight there are thousands
+        if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
             self.over = self._enough()
         if self.over:
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and not self.dry)
 
-    def _remembered(self, optimizer: torch.optim.LBFGS) -> None:
-        """All of the history that it comes to hold; how fast depends on the values of losses."""
+    def _fill_history(self, optimizer: torch.optim.LBFGS) -> None:
+        """Allocate all of LBFGS's history; how fast it fills depends on the losses."""
         direction = optimizer.state[optimizer.param_groups[0]["params"][0]].get("d")
         if direction is None or not direction.is_cuda:
             return
@@ -138,7 +257,7 @@ def _weights(optimizer: Any) -> Iterator[Any]:
 
 
 def _kind(loader: Any) -> Any:
-    """What is alike of loaders that each epoch, fold or client makes anew: what is read, how much of it, in which batches."""
+    """Return what loaders have in common that are made per epoch, fold or client: data type, its length, batch size."""
     data = loader.dataset
     return type(data), len(data) if hasattr(data, "__len__") else id(data), loader.batch_size
 
@@ -153,7 +272,7 @@ class _Batches:
 
     def __init__(self, loader: Any, real: Any, observer: ScriptObserver) -> None:
         self.loader, self._real, self._observer = loader, real, observer
-        self.fresh = False  # no step was made with the last batch yet
+        self.fresh = False  # whether no step was made with the last batch yet
         self._before = observer.backwards, observer.evaluations
         self._longest = None if observer.exhausted(loader) else observer.longest_of(loader)
 
@@ -181,7 +300,7 @@ class _Batches:
 
 @contextmanager
 def enough_batches(observer: ScriptObserver) -> Iterator[None]:
-    """While the block runs, data loaders work in this process and stop when the observer has seen enough; it knows all optimizers."""
+    """Run data loaders in this process, end them when the observer has seen enough, and register all optimizers."""
     make, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +313,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
 
     def created(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
-        observer.knows(self)
+        observer.made(self)
 
     with (
         patched(DataLoader, {"__init__": made, "__iter__": iterated}),

@@ -1,4 +1,4 @@
-"""Models named by a traced script: folders of the right files, whose weights are holes and whose tokenizer may be a stand-in."""
+"""Models named by a traced script: folders with the right files, hollow weights, and maybe a stand-in tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memfit.virtual.jobs.models import HollowFile, checkpoint
 from memfit.virtual.patching import patched
 
 Note = Callable[[str], None]
-CHARACTERS = 4  # of text per token of the stand-in; English has 4 to 4.5 with the vocabularies of 2023 and later
+CHARACTERS = 4  # per token of the stand-in; English text has 4 to 4.5 with vocabularies since 2023
 _TOKENIZER = (
     "tokenizer",
     "special_tokens_map",
@@ -41,7 +41,7 @@ _CHAT = (
 
 
 class Repositories:
-    """Folders that stand for models by name, each made once. `note` is told what was assumed."""
+    """Folders that stand for models by name, each made once. `note` receives what is assumed."""
 
     def __init__(self, root: Path, note: Note) -> None:
         self._root, self._note = root, note
@@ -49,7 +49,7 @@ class Repositories:
         self.invented: set[str] = set()  # folders whose tokenizer is a stand-in
 
     def folder(self, name: Any) -> Any:
-        """Where to look for a model's files instead of `name`. Raises BadInput for a model that nobody here knows."""
+        """Return the folder to read in the place of `name`. Raises BadInput for a model that is not known offline."""
         text = os.fspath(name)
         if text not in self._folders:
             self._folders[text] = None if Path(text).is_relative_to(self._root) else self._made(text)
@@ -96,7 +96,7 @@ def _config_in(folder: Path) -> dict[str, Any] | None:
 
 
 def _found(name: str) -> tuple[dict[str, Any] | None, Path | None]:
-    """The config of a model from the Hub's local cache, else from the catalogue; and the folder of its other files."""
+    """Return a model's config from the Hub's local cache or the catalogue, and the folder of its other files."""
     from huggingface_hub import try_to_load_from_cache
 
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -107,7 +107,7 @@ def _found(name: str) -> tuple[dict[str, Any] | None, Path | None]:
     return (dict(catalogue.config(entry)), None) if entry else (None, None)
 
 
-_PADDED = ("qwen", "gemma")  # families whose tokenizers have a pad token that no config names
+_PADDED = ("qwen", "gemma")  # families whose tokenizers have a pad token that configs do not name
 
 
 def _check(name: str, config: dict[str, Any]) -> None:
@@ -119,12 +119,12 @@ def _check(name: str, config: dict[str, Any]) -> None:
 
 
 def tokenizer(config: dict[str, Any], folder: Path) -> None:
-    """Files of a tokenizer with the model's vocabulary size, for which every few characters are one token."""
+    """Write a tokenizer with the model's vocabulary size that makes one token of every CHARACTERS characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     size = config["vocab_size"]
     words = {i: f"<{i}>" for i in range(size)}
-    special = {"eos_token": words[size - 1]}  # where the config names none; every tokenizer has one
+    special = {"eos_token": words[size - 1]}  # unless the config names one; every tokenizer has one
     for role in ("bos", "eos", "pad"):
         number = config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) else number
@@ -148,7 +148,7 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
 
 
 def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]]:
-    """Module of transformers or PEFT -> what is done to it."""
+    """Return changes to modules of transformers and PEFT, by module."""
 
     @contextmanager
     def files(module: ModuleType) -> Iterator[None]:
@@ -167,7 +167,7 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         def from_pretrained(cls: Any, name: Any, *args: Any, **words: Any) -> Any:
             folder = repositories.folder(name)
-            if folder in repositories.invented:  # the model's own class would expect its own files
+            if folder in repositories.invented:  # the model's own tokenizer class would expect its own files
                 cls = import_module("transformers").PreTrainedTokenizerFast
             return real(cls, folder, *args, **words)
 
@@ -179,7 +179,7 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         return patched(module, {"safe_open": HollowFile})
 
     def adapters(module: ModuleType) -> Any:
-        """PEFT asks the Hub whether the vocabulary has grown since; nothing here has."""
+        """Keep PEFT from asking the Hub whether the vocabulary has grown."""
         return patched(module, {"check_file_exists_on_hf_hub": lambda *_, **__: False})
 
     return {

@@ -23,25 +23,25 @@ from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual.imports import when_imported
 from memfit.virtual.libraries import flash_attn
 from memfit.virtual.observer import EnoughSteps
-from memfit.virtual.patching import environment, patched
+from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.repositories import Repositories, changes
-from memfit.virtual.virtual_gpu import Answers, told_by_environment, virtual_gpu
+from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a script's run ended, and what was taken for granted on the way.
+class ScriptOutcome:
+    """How a script's run ended, and what was assumed.
 
     ending: after enough steps, by itself, or out of memory; then `where` is the script's line, `message` PyTorch's
-    words and `trace` what Python would have printed. survived: how often the script caught an out-of-memory and went on. answered: reads of data nobody has.
+    message and `trace` what Python would have printed. survived: how often the script caught an out-of-memory error and
+    went on. answered: how often each kind of unknown value was read.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -56,7 +56,7 @@ class Outcome:
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 _TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
-# Which error -> what to do about it; the first row that fits. Names are those of the exception's type and its bases.
+# Exception type or a base of it, part of its message -> hint; the first row that fits.
 _HINTS: tuple[tuple[str, str, str], ...] = (
     ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
     ("SyntaxError", "", "plain 'python' stops there too"),
@@ -83,11 +83,11 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("RuntimeError", "process group", _TORCHRUN),
     *(("KeyError", f"'{name}'", _TORCHRUN) for name in _LAUNCHED),
 )
-_APPROXIMATE = (  # the start of an operator's name, and what is not known of its CUDA kernel
+_APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
     ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
-_BESIDE: tuple[tuple[Phase, str, str], ...] = (  # a phase, and the code of a script that leads to it
+_BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that leads to it, its name
     ("eval", r"^[^#]*(?:\.eval\(\)|inference_mode\()", "evaluation"),
     (
         "save",
@@ -104,37 +104,37 @@ def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, launcher: Path | None = None,
     launched: bool = False,
-) -> tuple[Tape, Outcome]:  # fmt: skip
+) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: more than 1 runs it as torchrun would start rank 0 of so many processes, with a card each.
-    launched: as torchrun would start a single process.
-    launcher: a file of accelerate's, whose settings the script finds as `accelerate launch --config_file` sets them.
-    Raises BadInput for what cannot be run, naming the script's line.
+    launched: run it as torchrun would start a single process.
+    launcher: a config file of accelerate, whose settings are in the environment as `accelerate launch` puts them there.
+    Raises BadInput for a script that cannot be run, naming its line.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
-    told = variables(launcher) if launcher else {}
+    set_by_launcher = variables(launcher) if launcher else {}
     card_of = virtual_gpu(
         gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size, launched=launched
     )
-    import torch._dynamo  # by the first optimizer that is made, which its frame would keep alive
+    import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
-    before = told_by_environment()
-    with card_of as card, environment(told):
+    before = alloc_conf_of_environment()
+    with card_of as card, environment(set_by_launcher):
         observer = ScriptObserver(card, steps)
-        run = _Run(path, observer)
+        run = _ScriptRun(path, observer)
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
         if launcher:
             run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
         with run.prepared(list(args)):
             ending, error = run.attempt()
-            if (said := told_by_environment()) not in (alloc_conf, before):  # torch was there before the script
-                run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {said}")
+            if (after := alloc_conf_of_environment()) not in (alloc_conf, before):  # too late: torch is imported
+                run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {after}")
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
         if card.limit is not None:
             about["capacity"] = str(card.limit)
@@ -146,7 +146,7 @@ def trace_script(
             run.unreached(ending)
         where, message = run.place(error), str(error) if error is not None else ""
         survived = len(card.ledger.refused) - (ending == "oom")
-        return tape, Outcome(
+        return tape, ScriptOutcome(
             ending,
             observer.done,
             where,
@@ -154,24 +154,24 @@ def trace_script(
             _printed(error),
             survived,
             tuple(run.assumed),
-            dict(card.answers.asked),
+            dict(card.answers.reads),
         )
 
 
-class _Run:
-    """One run of a script: its surroundings, its end, and what was assumed."""
+class _ScriptRun:
+    """One run of a script: its environment, its end, and what was assumed."""
 
     def __init__(self, path: Path, observer: ScriptObserver) -> None:
         self.path, self.observer = path.resolve(), observer
         self.assumed = observer.assumed
 
     def note(self, text: str) -> None:
-        """Something taken for granted, said once."""
+        """Add an assumption, once."""
         self.assumed.setdefault(text)
 
     @contextmanager
     def prepared(self, args: list[str]) -> Iterator[None]:
-        """Everything that makes the process look as the script expects it."""
+        """Make the process look as the script expects it, for the length of the block."""
         observer = self.observer
         saves = Saves(lambda: observer.mark("save", "saving"), lambda: observer.mark("resume", "loading a checkpoint"))
         with ExitStack() as stack:
@@ -194,7 +194,7 @@ class _Run:
             yield
 
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
-        """Run it. Raises BadInput where it fails before the steps are done."""
+        """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
             runpy.run_path(str(self.path), run_name="__main__")
         except EnoughSteps:
@@ -203,7 +203,7 @@ class _Run:
             return "oom", error
         except SystemExit as error:
             if error.code not in (None, 0):
-                raise BadInput(self._left(error.code), hint="see what it printed") from error
+                raise BadInput(self._exited(error.code), hint="see what it printed") from error
         except (Exception, CheckpointException) as error:
             if self.observer.done < self.observer.enough:
                 raise self._failure(error) from error
@@ -214,10 +214,10 @@ class _Run:
         return "finished", None
 
     def unreached(self, ending: str) -> None:
-        """What the script has and no step was seen of: optimizers, evaluation, saving."""
+        """Note what the script has but did not reach: optimizers, evaluation, saving."""
         for optimizer in self.observer.lacking:
             self.note(optimizer)
-        if ending != "enough" and not self.observer.dry:  # there is nothing more to come
+        if ending != "enough" and not self.observer.dry:  # the script came to its end
             return
         seen = {phase for _, phase, _ in self.observer.card.ledger.marks}
         lines = self.path.read_text(errors="replace").splitlines()
@@ -227,7 +227,7 @@ class _Run:
                 self.note(f"no {what} was seen in these steps, as line {number} may bring; --steps goes further")
 
     def place(self, error: BaseException | None) -> str:
-        """`train.py:41`, the innermost line of the script or of a module beside it."""
+        """Return `train.py:41`, the innermost line of the script or of a module beside it."""
         if error is None:
             return ""
         if isinstance(error, SyntaxError) and error.filename:
@@ -239,10 +239,10 @@ class _Run:
         path = Path(filename)
         return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
 
-    def _left(self, code: object) -> str:
-        """`sys.exit("no data")` says why itself, `sys.exit(3)` does not."""
-        said = str(code).strip().splitlines()
-        why = f"with exit code {code}" if isinstance(code, int) or not said else f"by itself: {said[0][:300]}"
+    def _exited(self, code: object) -> str:
+        """Describe the end of a script by its exit code, or by the message of `sys.exit("no data")`."""
+        message = str(code).strip().splitlines()
+        why = f"with exit code {code}" if isinstance(code, int) or not message else f"by itself: {message[0][:300]}"
         steps = self.observer.done
         return f"{self.path.name} ended {why} (after {steps} optimizer step{'s' * (steps != 1)})"
 
@@ -257,7 +257,7 @@ class _Run:
     # --- what is run in another way than the script says ---
 
     def _fewer_steps(self, module: ModuleType) -> Any:
-        """transformers.trainer: a Trainer ends by itself after the steps, and goes on to evaluate and save."""
+        """Make a Trainer end by itself after the steps, so that the script goes on to evaluate and save."""
         real, enough = module.Trainer.train, self.observer.enough
 
         @functools.wraps(real)
@@ -274,7 +274,7 @@ def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
 
 
 def _printed(error: BaseException | None) -> str:
-    """As plain Python prints it, without the frames of this program."""
+    """Return the traceback as Python prints it, without frames of memfit."""
     if error is None:
         return ""
     frames = [
@@ -291,7 +291,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _as_main(path: Path, args: list[str]) -> Iterator[None]:
-    """sys.argv and sys.path as the interpreter would set them; modules beside the script are forgotten afterwards."""
+    """Set sys.argv and sys.path as for a script; afterwards restore global settings and drop its modules."""
     before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
@@ -317,5 +317,5 @@ def _as_main(path: Path, args: list[str]) -> Iterator[None]:
             ):
                 continue
             del sys.modules[name]
-            if name in before:  # __mp_main__, which multiprocess makes the script when it is imported
+            if name in before:  # __mp_main__, which multiprocess replaces by the script when it is imported
                 sys.modules[name] = before[name]

@@ -1,0 +1,179 @@
+"""bitsandbytes, DeepSpeed and Liger on the card: kernels that compute nothing, and global state that is reset."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memfit.virtual.patching import Change, ImportHook, finding, patched, when_imported
+
+# --- bitsandbytes ---
+
+
+class Kernels:
+    """A native library whose functions can be declared and called, and do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = lambda *_: 0  # noqa: E731
+        self.__dict__[name] = function
+        return function
+
+
+def _bitsandbytes(module: ModuleType) -> None:
+    """Load its CUDA backend above kernels that do nothing; paged optimizer states lie in host memory."""
+    with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
+        importlib.import_module("bitsandbytes.backends.cuda.ops")
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype)
+        out.is_paged, out.page_deviceid = True, 0  # type: ignore[attr-defined]
+        return out
+
+    functional = importlib.import_module("bitsandbytes.functional")
+    functional.lib = Kernels()  # type: ignore[attr-defined]
+    functional.get_paged = get_paged  # type: ignore[attr-defined]
+    functional.prefetch_tensor = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Silence warnings about a machine without a GPU, which are not true of the card."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+_DONE: set[str] = set()
+LIBRARIES: dict[str, Callable[[ModuleType], None]] = {"bitsandbytes": _bitsandbytes}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a library of the table as on a machine without a GPU, then makes it run on the card."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name not in LIBRARIES or name in _DONE:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        return None if found is None else importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        _DONE.add(name)
+        del sys.modules[name]
+        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), _no_warnings():
+            real = importlib.import_module(name)
+        LIBRARIES[name](real)
+        sys.modules[name] = real
+
+
+@contextmanager
+def bitsandbytes_on_card() -> Iterator[None]:
+    """Make libraries run on the card, those already imported and those imported later."""
+    for name, prepare in LIBRARIES.items():
+        if sys.modules.get(name) is not None and name not in _DONE:
+            _DONE.add(name)
+            prepare(sys.modules[name])
+    try:
+        with finding(_Finder()):
+            yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """Clear what bitsandbytes keeps for ever: parameters with 32-bit states, by id(), and maps on the card."""
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
+        sys.modules["bitsandbytes.functional"].name2qmap.clear()
+
+
+# --- DeepSpeed ---
+
+# Globals that DeepSpeed sets once per process, by module; they are reset for another card or world.
+_REMEMBERED = {
+    "deepspeed.accelerator.real_accelerator": ("ds_accelerator",),
+    "deepspeed.comm.comm": ("cdb",),
+    "deepspeed.utils.groups": ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device"),
+    "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
+}
+
+
+def _forgetting(names: tuple[str, ...]) -> Change:
+    return lambda module: patched(module, dict.fromkeys(names))
+
+
+def _computing_nothing(module: ModuleType) -> AbstractContextManager[Any]:
+    """Replace operators that are compiled at their first use, such as the AdamW step on the host."""
+    return patched(module.OpBuilder, {"load": lambda self, verbose=False: Kernels()})
+
+
+@contextmanager
+def deepspeed_on_card() -> Iterator[None]:
+    """Make DeepSpeed find the active card and no earlier one."""
+    changes = {name: _forgetting(names) for name, names in _REMEMBERED.items()}
+    with when_imported(changes | {"deepspeed.ops.op_builder.builder": _computing_nothing}):
+        yield
+
+
+# --- Liger ---
+
+LIBRARY = "liger_kernel"
+_MODELS = "transformers.models."
+_SHARED = ("torch.nn", "torch.nn.functional")  # Liger replaces LayerNorm and cross_entropy here
+Namespace = ModuleType | type
+
+
+@contextmanager
+def liger_undone() -> Iterator[None]:
+    """Undo, when the card closes, what Liger replaced in PyTorch and transformers."""
+    with when_imported({f"{LIBRARY}.transformers.monkey_patch": _all_restored}):
+        yield
+
+
+@contextmanager
+def _all_restored(_: ModuleType) -> Iterator[None]:
+    """Restore all modules that Liger changes, those already imported and those imported later."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name in _SHARED or name.startswith(_MODELS):
+                stack.enter_context(_restored(module))
+        with finding(ImportHook(lambda name: _restored if name.startswith(_MODELS) else None, stack)):
+            yield
+
+
+@contextmanager
+def _restored(module: ModuleType) -> Iterator[None]:
+    """Restore a module and its classes after the block, where Liger replaced something."""
+    spaces: list[Namespace] = [module, *_classes(module)]
+    before = [(space, dict(vars(space))) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, names in before:
+            _restore(space, names)
+
+
+def _classes(module: ModuleType) -> list[type]:
+    """Return the classes that a module defines."""
+    return [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module.__name__]
+
+
+def _restore(space: Namespace, before: dict[str, Any]) -> None:
+    for name, value in list(vars(space).items()):
+        if value is not before.get(name, value) and str(getattr(value, "__module__", "")).startswith(LIBRARY):
+            setattr(space, name, before[name])
