@@ -19,7 +19,7 @@ import memfit.train.attempt
 from memfit.catalogue.cards import custom_gpu
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan

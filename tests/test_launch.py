@@ -27,9 +27,9 @@ from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
 from memfit.frameworks import targets as export
-from memfit.frameworks.accelerate.environment import environment
-from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.accelerate import environment
 from memfit.frameworks.process_layout import ACCELERATE_FILE
+from memfit.frameworks.recipe_toml import plan_of
 from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
 from plans import make_plan

@@ -101,11 +101,9 @@ def test_an_empty_step_moves_nothing(optimizer: str) -> None:
 
     if "8bit" in optimizer or "lion" in optimizer:
         pytest.importorskip("bitsandbytes")
-    spelled = framework_names.optim(Recipe(optimizer=optimizer), "trl")
+    chosen = framework_names.optim(Recipe(optimizer=optimizer), "trl")
     model = torch.nn.Linear(96, 96)
-    arguments = TrainingArguments(
-        output_dir="unused", optim=spelled.optim, use_cpu=True, weight_decay=0.1, **spelled.extra
-    )
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, weight_decay=0.1, **chosen)
     kind, words = Trainer.get_optimizer_cls_and_kwargs(arguments)
     made = kind(model.parameters(), **words)
     before = {name: weight.clone() for name, weight in model.named_parameters()}

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.frameworks.process_layout import backend  # noqa: E402
-from memfit.frameworks.requirements import packages  # noqa: E402
+from memfit.frameworks.script import packages  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402

@@ -48,7 +48,7 @@ def run(file: str, **flags: Any) -> int:
     """
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
-    from memfit.frameworks.plan_of_recipe import plan_of_file
+    from memfit.frameworks.recipe_toml import plan_of_file
     from memfit.frameworks.targets import write
 
     if not (flags["out"] and flags["target"]):

@@ -314,7 +314,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
-    from memfit.frameworks.plan_of_recipe import plan_of
+    from memfit.frameworks.recipe_toml import plan_of
     from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)

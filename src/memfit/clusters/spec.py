@@ -11,7 +11,7 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.static import Static
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu

@@ -17,7 +17,7 @@ BLOCKS = {
     "qwen3_5": "Qwen3_5DecoderLayer", "qwen3_5_text": "Qwen3_5DecoderLayer",
     "qwen3_5_moe": "Qwen3_5MoeDecoderLayer", "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
 }  # fmt: skip
-_STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
+STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def backend(recipe: Recipe) -> Backend:
@@ -31,7 +31,7 @@ def backend(recipe: Recipe) -> Backend:
 
 def zero_stage(recipe: Recipe) -> int:
     """The ZeRO stage; offload needs a stage that owns what it moves."""
-    stage = _STAGES[recipe.shard]
+    stage = STAGES[recipe.shard]
     if recipe.offload == "parameters":
         return 3
     return 2 if recipe.offload == "optimizer" and stage == 0 else stage

@@ -1,8 +1,9 @@
-"""Parts shared by the Python scripts memfit writes: head, constants, arguments, data, and calls with comments."""
+"""Parts of the Python scripts memfit writes: head, constants, arguments, settings, main(), and their requirements.txt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 
 import memfit.frameworks.names as names
 import memfit.frameworks.process_layout as launch
@@ -30,7 +31,7 @@ def opening(
     return [
         *_head(plan, what, versions, how),
         *_imports(plan, others),
-        *_constants([*_batch(plan, saved), *unusual.values()]),
+        *_constants([*_sizes(plan, saved), *unusual.values()]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
         *_ARGUMENTS.format_map(_USUAL | {name: row[0] for name, row in unusual.items()}).splitlines(),
@@ -100,7 +101,7 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
     ]
 
 
-def _batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
+def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
     """The constants every script has: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
@@ -141,7 +142,7 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[s
     """The constants QUANTIZATION and LORA, where the recipe has them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
-        settings = names.four_bit(recipe)
+        settings = names.bitsandbytes(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
             settings["bnb_4bit_quant_storage"] = launch.numbers(recipe, kind).weights
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
@@ -180,25 +181,45 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 '''
 
 
-# settings of TrainingArguments that every script has
+# settings of TrainingArguments that every script has, at its beginning and at its end
 FIRST: tuple[Setting, ...] = (
     ("output_dir", "args.output", ""),
     ("max_steps", "args.max_steps", ""),
     ("num_train_epochs", "args.epochs", ""),
     ("learning_rate", "args.learning_rate", ""),
 )
-EVALUATION: tuple[Setting, ...] = (
+LAST: tuple[Setting, ...] = (
     ("per_device_eval_batch_size", "MICRO_BATCH", ""),
     ("eval_strategy", '"steps" if args.eval_data else "no"', ""),
     ("eval_steps", "args.save_steps", ""),
     ("prediction_loss_only", "True", "evaluation keeps no logits"),
     ("save_steps", "args.save_steps", ""),
+    ("save_total_limit", "2", ""),
+    ("use_cpu", "args.cpu", ""),
 )
 
 
+def batch(recipe: Recipe) -> list[Setting]:
+    """Return micro-batch and accumulation, by the constants of the script."""
+    reduction = launch.reduction(recipe).items()
+    return [
+        (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
+        (names.KEYS["accumulation"].name, "ACCUMULATION", ""),
+        *((key, literal(value), "no whole gradients between micro-batches") for key, value in reduction),
+    ]
+
+
+def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Setting]:
+    """Return what chooses the optimizer; the first setting carries what it saves."""
+    settings = names.optim(recipe, framework).items()
+    return [
+        (key, literal(value), saved.get("optimizer", "") if i == 0 else "") for i, (key, value) in enumerate(settings)
+    ]
+
+
 def compiled(recipe: Recipe) -> list[Setting]:
-    """torch.compile, where the recipe has it."""
-    return [("torch_compile", "True", "")] if recipe.compile else []
+    """Return torch.compile, where the recipe has it."""
+    return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
 
 
 def rejoins(plan: Plan, kind: launch.Backend) -> bool:
@@ -240,3 +261,55 @@ _REJOIN = """\
     # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
     args.model = checkpoint or args.model
 """
+
+
+# ---- requirements.txt
+
+# the versions whose memory is modelled
+PINS = {
+    "torch": "torch>=2.11",
+    "transformers": "transformers>=5.23,<6",  # activation_checkpointing_kwargs with offload
+    "trl": "trl>=1.15,<2",  # the fused LM head
+    "peft": "peft>=0.18,<1",
+    "accelerate": "accelerate>=1.12,<2",
+    "datasets": "datasets>=4.0",
+    "bitsandbytes": "bitsandbytes>=0.48",
+    "deepspeed": "deepspeed>=0.19",  # bf16_optimizer_states
+    "torchao": "torchao>=0.17",
+    "galore-torch": "galore-torch",
+    "apollo-torch": "apollo-torch",
+    "liger-kernel": "liger-kernel>=0.8",
+    "kernels": "kernels",  # flash attention without a compiler: transformers fetches the built kernel
+}
+
+
+def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
+    """Return the text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
+    return "".join(f"{PINS[name]}\n" for name in packages(recipe, framework, kind))
+
+
+def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:
+    """Return the distributions that a script of `framework` needs and that are not installed."""
+    return tuple(name for name in packages(recipe, framework, launch.backend(recipe)) if not installed(name))
+
+
+def installed(name: str) -> bool:
+    """Return whether a distribution of that name is installed; nothing is imported."""
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def packages(recipe: Recipe, framework: str, kind: launch.Backend) -> list[str]:
+    """Return the distributions that such a script needs."""
+    needed = ["torch", "transformers", "accelerate", "datasets"]
+    needed += ["trl"] if framework == "trl" else []
+    needed += ["peft"] if recipe.method != "full" else []
+    needed += ["bitsandbytes"] if recipe.quantization != "none" else []
+    needed += ["deepspeed"] if kind == "deepspeed" else []
+    needed += ["kernels"] if recipe.attention == "flash" else []
+    needed += ["liger-kernel"] if framework == "transformers" and recipe.loss == "fused" else []
+    package = names.row(recipe).package
+    return needed + ([package] if package in PINS and package not in needed else [])

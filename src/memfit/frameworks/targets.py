@@ -11,13 +11,9 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
+from memfit.frameworks import axolotl, llamafactory, transformers, trl
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.axolotl import write as axolotl
 from memfit.frameworks.dataset_layout import layout_of
-from memfit.frameworks.llamafactory import templates
-from memfit.frameworks.llamafactory import write as llamafactory
-from memfit.frameworks.transformers import write as transformers
-from memfit.frameworks.trl import write as trl
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
 
@@ -87,7 +83,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     """What the user should know about the files: a base model has no chat template of its own."""
     layout = layout_of(plan.job.dataset)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
-    if not chats or templates.template(plan.job.architecture.name) != "default":
+    if not chats or llamafactory.template(plan.job.architecture.name) != "default":
         return ()
     return ("chats on what looks like a base model: the files set a plain chat template, needed again to talk to it",)
 

@@ -18,7 +18,7 @@ from typing import IO
 
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.nouns.job import Recipe
 from memfit.train.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
 from memfit.train.outcome import EVENT, WARNING, Event, Outcome

@@ -20,7 +20,7 @@ from memfit.documents import recipe_file
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Refused
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.recipe_toml import plan_of
 from memfit.frameworks.targets import export
 from memfit.frameworks.targets import write as write_files
 from memfit.nouns.gpu import Gpu

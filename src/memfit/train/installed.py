@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from memfit.frameworks.process_layout import backend
-from memfit.frameworks.requirements import packages
+from memfit.frameworks.script import packages
 from memfit.nouns.job import Recipe
 
 

@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from memfit.errors import Unsupported
+from memfit.frameworks import deepspeed as deepspeed_file
 from memfit.frameworks import names as names
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import optimizer
@@ -108,7 +108,7 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
 
 def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
     """FSDP2 shards 4-bit weights that are stored in the dtype of the others."""
-    given = names.four_bit(recipe)
+    given = names.bitsandbytes(recipe)
     return given | {"bnb_4bit_quant_storage": numbers.weights} if given and launch.backend(recipe) == "fsdp" else given
 
 
@@ -130,7 +130,7 @@ def _optimizer(recipe: Recipe, name: str) -> str:
         if key not in _LOOP:
             raise Unsupported(f"trace's own loop has no {key}", hint=f"choose one of {', '.join(_LOOP)}")
         return _LOOP[key]
-    return names.optim(recipe, name).optim
+    return str(names.optim(recipe, name)["optim"])
 
 
 def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -138,4 +138,5 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
     if name == "torch":
         return {}
     liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
-    return {**names.optim(recipe, name).extra, **launch.reduction(recipe), **liger}
+    beside = {key: value for key, value in names.optim(recipe, name).items() if key != "optim"}
+    return {**beside, **launch.reduction(recipe), **liger}
