@@ -11,7 +11,7 @@ from memfit.frameworks import names as names
 from memfit.frameworks import process_layout as launch
 from memfit.models import families
 from memfit.nouns.job import Recipe
-from memfit.tables.optimizers import optimizer
+from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
 from memfit.virtual.jobs.setup import Setup
 
@@ -21,13 +21,6 @@ _DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"
 }  # fmt: skip
 MICRO_STEPS = 2  # of an accumulation; from the second on every one finds the memory as the one before left it
-# a hand-written loop makes these itself
-_LOOP = {
-    "adamw": "adamw_torch_fused", "adamw-foreach": "adamw_torch", "adamw-forloop": "adamw_forloop", "sgd": "sgd",
-    "sgd-momentum": "sgd_momentum", "adafactor": "adafactor", "muon": "muon", "adamw-8bit": "adamw_bnb_8bit",
-    "adamw-32bit": "adamw_32bit", "paged-adamw-8bit": "paged_adamw_8bit", "paged-adamw-32bit": "paged_adamw_32bit",
-    "lion": "lion_32bit", "lion-8bit": "lion_8bit",
-}  # fmt: skip
 
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
@@ -125,11 +118,12 @@ def _scales_bf16(recipe: Recipe) -> bool:
 
 
 def _optimizer(recipe: Recipe, name: str) -> str:
-    key = optimizer(recipe.optimizer).key
+    row = optimizer(recipe.optimizer)
     if name == "torch":
-        if key not in _LOOP:
-            raise Unsupported(f"trace's own loop has no {key}", hint=f"choose one of {', '.join(_LOOP)}")
-        return _LOOP[key]
+        if not row.loop:
+            known = ", ".join(row.key for row in OPTIMIZERS.values() if row.loop)
+            raise Unsupported(f"trace's own loop has no {row.key}", hint=f"choose one of {known}")
+        return row.key
     return str(names.optim(recipe, name)["optim"])
 
 

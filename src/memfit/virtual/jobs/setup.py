@@ -22,7 +22,7 @@ class Setup:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
     widen: bool = False  # adapters become fp32 after the trainer has made them 16-bit
-    optimizer: str = "adamw_torch_fused"  # transformers' name; adamw_forloop and sgd_momentum besides
+    optimizer: str = "adamw_torch_fused"  # a row of optimizers.py, by its key or by transformers' name
     checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
     attention: str = "sdpa"
     compile: bool = False  # torch.compile of the whole model
