@@ -17,7 +17,7 @@ from memfit.errors import BadInput, Refused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memfit.clusters import Target
+    from memfit.clusters import ClusterTarget
     from memfit.clusters.spec import Spec
 
 EXAMPLES = (
@@ -84,7 +84,7 @@ def run(file: str, **flags: Any) -> int:
     return subprocess.run(row.submit, cwd=folder, check=False, stdout=STDERR if flags["json"] else None).returncode
 
 
-def _check_tool(row: Target) -> None:
+def _check_tool(row: ClusterTarget) -> None:
     """Refuse before anything is written."""
     if shutil.which(row.submit[0]) is None:
         raise BadInput(
@@ -104,7 +104,7 @@ def _absent(spec: Spec) -> Iterator[str]:
             yield f"{path} is not on this machine: train.py looks for it where it runs"
 
 
-def _show(json: bool, row: Target, paths: tuple[Path, ...], spec: Spec) -> None:
+def _show(json: bool, row: ClusterTarget, paths: tuple[Path, ...], spec: Spec) -> None:
     if json:
         files = [str(path) for path in paths]
         document = {
