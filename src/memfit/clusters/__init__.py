@@ -42,15 +42,16 @@ TARGETS: dict[str, ClusterTarget] = {
                       ("sbatch", shell.SBATCH), shell.sbatch_notes, "hours"),
         ClusterTarget("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write,
                       ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
-        ClusterTarget("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes", kubernetes.FILE,
-                      kubernetes.write, ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE),
+        ClusterTarget("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes",
+                      kubernetes.FILE, kubernetes.write,
+                      ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE),
                       kubernetes.notes, "image"),
     )
 }  # fmt: skip
 
 
 def files(spec: Spec, row: ClusterTarget) -> dict[str, str]:
-    """Return {path: text} of a job: train.py, its requirements, and what starts it. accelerate.yaml is for one machine."""
+    """Return {path: text} of a job: train.py, requirements.txt, what starts it. accelerate.yaml is for one machine."""
     how = launch_of(spec.plan.recipe)
     if spec.nodes > 1:
         how = replace(how, by_accelerate=False, started_by=row.line)

@@ -1,4 +1,4 @@
-"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (v1alpha1), its Dockerfile, and the volume it writes to."""
+"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (v1alpha1), its Dockerfile, and its output volume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AGAIN = ("--output", f"{OUTPUT}/$({IDENTITY['name']})", "--resume")  # Kubernete
 
 
 def write(spec: Spec) -> dict[str, str]:
-    """Return the TrainJob, its Dockerfile and its volume. Raises Unsupported for cards Kubernetes has no resource for."""
+    """Return the TrainJob, its Dockerfile and its volume. Raises Unsupported for cards without a device plugin."""
     if spec.gpu.platform not in RESOURCES:
         raise Unsupported(
             f"Kubernetes has no device plugin memfit knows for the {spec.gpu.name}", hint="--target torchrun"
@@ -66,7 +66,8 @@ def notes(spec: Spec) -> tuple[str, ...]:
     lines.append("what train.py shall be told more (--epochs 3) goes to the end of args")
     lines.append(
         "restarted, the job goes on from its last checkpoint; "
-        f"another TrainJob begins a folder of its own in {VOLUME}'s volume, which has room for one, or continues one by --output {OUTPUT}/FOLDER"
+        f"another TrainJob begins a folder of its own in {VOLUME}'s volume, which has room for one, "
+        f"or continues one by --output {OUTPUT}/FOLDER"
     )
     if spec.nodes > 1:
         lines.append(
@@ -87,11 +88,11 @@ def _copy(source: str, there: str) -> str:
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """Return the environment of the containers. The token is in no file: it comes from a secret, which may be absent."""
-    told: list[dict[str, Any]] = [IDENTITY]
-    told += [{"name": name, "value": value} for name, value in spec.environment.items()]
+    """Return the environment of the containers. The token is in no file: it comes from an optional secret."""
+    variables: list[dict[str, Any]] = [IDENTITY]
+    variables += [{"name": name, "value": value} for name, value in spec.environment.items()]
     secret = {"name": SECRET, "key": TOKEN, "optional": True}
-    return [*told, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else told
+    return [*variables, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else variables
 
 
 def _image(spec: Spec) -> str:

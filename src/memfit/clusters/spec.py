@@ -73,7 +73,7 @@ class Spec:
 
     @property
     def output_gib(self) -> int:
-        """Return what train.py writes in whole GiB, with a tenth for other files and the file system, and 1 GiB besides."""
+        """Return what train.py writes in whole GiB, a tenth more for other files and the file system, and 1 GiB."""
         return -(-self.output_bytes * 11 // (10 * GIB)) + 1
 
     @property
@@ -169,7 +169,7 @@ def name_of(plan: Plan) -> str:
 
 
 def host_bytes(plan: Plan, nodes: int) -> int:
-    """Return the host memory of one node: torchrun, its processes, what they read or gather at once, and what is offloaded."""
+    """Return the host memory of one node: torchrun, processes, what they read or gather at once, what is offloaded."""
     recipe, job = plan.recipe, plan.job
     processes, whole = recipe.num_gpus // nodes, _whole(plan)
     passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
@@ -197,7 +197,7 @@ def _suffix(path: str) -> str:
 
 
 def _read(recipe: Recipe, whole: Static, processes: int) -> int:
-    """Return the bytes read on the way to the cards: with FSDP2 by one process unless quantised (cpu_ram_efficient_loading)."""
+    """Return the bytes in host memory while loading: FSDP2's once (cpu_ram_efficient_loading) unless quantised."""
     once = launch.backend(recipe) == "fsdp" and recipe.quantization == "none"
     return (1 if once else processes) * (whole.base + whole.adapter)
 
@@ -225,8 +225,8 @@ _ROCM = ("pip install torch --index-url https://download.pytorch.org/whl/rocm7.2
 # (platform, DeepSpeed) -> image. Triton compiles its launchers with gcc as it runs. DeepSpeed builds operators by
 # torch.utils.cpp_extension at run time (deepspeed.ai/tutorials/advanced-install). Its CPU Adam is C++ alone in 0.19.8
 # (op_builder/cpu/cpu_adam.py); CUDA operators, and in older versions the import (fp_quantizer.py's is_compatible), need
-# nvcc of the same CUDA as PyTorch's: builder.py accepts other minor versions up to CUDA 12 only. PyTorch's image has both,
-# and its torch satisfies requirements.txt. Python's slim image brings Python.h, the others do not.
+# nvcc of the same CUDA as PyTorch's: builder.py accepts other minor versions up to CUDA 12 only. PyTorch's image has
+# both, and its torch satisfies requirements.txt. Python's slim image brings Python.h, the others do not.
 IMAGES: dict[tuple[str, bool], Image] = {
     ("cuda", False): Image("python:3.12-slim", "build-essential"),
     ("cuda", True): Image("pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel", "build-essential python3-dev"),

@@ -1,4 +1,4 @@
-"""accelerate's launcher file, accelerate.yaml: read, written, and as the environment of a process; FSDP's block in any file."""
+"""accelerate.yaml, read, written and as the environment of a process; and the FSDP block of any framework's file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MIXED = {
 }  # fmt: skip
 # FSDP's `reshard_after_forward`, or its older `sharding_strategy` -> the recipe's `shard`
 _RESHARD = {
-    "TRUE": "parameters", "FALSE": "gradients", "FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients", "NO_SHARD": "none",
-    "1": "parameters", "2": "gradients",
+    "TRUE": "parameters", "FALSE": "gradients", "FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients",
+    "NO_SHARD": "none", "1": "parameters", "2": "gradients",
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF from 2.10 on, older versions PYTORCH_CUDA_ALLOC_CONF: both are set, to the same
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -205,7 +205,8 @@ def _launched(recipe: Recipe, model_type: str, folder: Path | None) -> dict[str,
     if kind == "deepspeed":
         block = settings[DEEPSPEED]
         return {
-            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str((folder or Path()) / block[ZERO_FILE]),
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str((folder or Path()) / block[ZERO_FILE]),
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(block["zero3_init_flag"]).lower(),
         }  # fmt: skip
     found = {"ACCELERATE_MIXED_PRECISION": str(settings[MIXED])}

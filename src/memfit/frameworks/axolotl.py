@@ -1,4 +1,4 @@
-"""axolotl's YAML, read and written; with ds_config.json where the recipe needs DeepSpeed. Keys and defaults of axolotl 0.19."""
+"""axolotl's YAML (keys and defaults of 0.19), read and written, with ds_config.json where DeepSpeed is needed."""
 
 from __future__ import annotations
 

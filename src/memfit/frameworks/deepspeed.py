@@ -1,4 +1,4 @@
-"""DeepSpeed's ds_config.json, read and written: ZeRO stage, buckets, offload, precision and batch. Keys of DeepSpeed 0.19."""
+"""DeepSpeed's ds_config.json (0.19), read and written: ZeRO stage, buckets, offload, precision and batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ NAME = "deepspeed"
 STAGES = tuple(launch.STAGES)  # the recipe's `shard` by ZeRO stage
 MICRO_BATCH, ACCUMULATION, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 KEYS = KeyTable(Key("micro_batch", MICRO_BATCH, 1), Key("accumulation", ACCUMULATION, 1))
-OFFLOAD = {
-    "parameters": "offload_param",
-    "optimizer": "offload_optimizer",
-}  # the recipe's `offload` -> a block of zero_optimization
+OFFLOAD = {"optimizer": "offload_optimizer", "parameters": "offload_param"}  # `offload` -> a block of zero_optimization
 PURE = "bf16_master_weights_and_grads"  # of the bf16 block: no fp32 master copy
 # keys that change no memory
 HARMLESS = words("""
@@ -89,8 +86,9 @@ def read(keys: Keys) -> Sharding:
     if not 0 <= stage <= 3:
         raise BadInput(f"`stage` in {block.where} must be 0 to 3, not {stage}", hint="check the file")
     found = Sharding({"shard": STAGES[stage]}, NAME)
-    devices = {ours: block.table(name).take("device", default="none") for ours, name in OFFLOAD.items()}
-    found.changes |= next(({"offload": ours} for ours, device in devices.items() if device != "none"), {})
+    for ours, name in OFFLOAD.items():  # the last one includes the first
+        if block.table(name).take("device", default="none") != "none":
+            found.changes["offload"] = ours
     found.changes |= _read_precision(keys, found)
     for ours, row in KEYS.items():
         if keys.take(row.name, default="auto") != "auto":
@@ -122,7 +120,7 @@ def text(recipe: Recipe) -> str:
 
 
 def config(recipe: Recipe) -> dict[str, Any]:
-    """Return DeepSpeed's settings; batch sizes and clipping are "auto": the Trainer fills them in and refuses others."""
+    """Return DeepSpeed's settings; batch sizes and clipping are "auto": the Trainer sets them and refuses others."""
     auto = (BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping")
     return dict.fromkeys(auto, "auto") | _precision(recipe) | {"zero_optimization": _zero(recipe)}
 

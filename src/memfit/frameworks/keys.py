@@ -1,4 +1,4 @@
-"""Reading another tool's file: `Keys` holds its settings, `Key` is one of them both ways, `Adopted` is what the file says."""
+"""Reading another tool's file: `Keys` are its settings, `Key` is one of them both ways, `Adopted` is what it says."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ def word(value: object) -> str:
 def build(where: str, changes: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a file describes; values out of range are refused with the file's name.
 
-    FSDP with offload, or with weights that stay gathered, is accounted as DeepSpeed, whose word for mixed precision differs.
+    FSDP with offload, or with weights that stay gathered, is accounted as DeepSpeed, where mixed precision has
+    another name.
     """
     try:
         recipe = check_values(Recipe(**changes))

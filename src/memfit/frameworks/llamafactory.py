@@ -44,7 +44,8 @@ _SWITCHES = {name: optimizer for optimizer, name, value in _SWITCHED if value is
 _SWITCH_ARGUMENTS = [name for _, name, value in _SWITCHED if value is not True and name not in ("optim", "optim_args")]
 # keys that tell a file of LLaMA-Factory's from others
 _OWN = {
-    TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER, NO_CHECKPOINTING, NEAT,
+    TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
+    NO_CHECKPOINTING, NEAT,
 }  # fmt: skip
 # (recipe field, the key that a comment says its saving at)
 _SAVING_AT = (
@@ -167,7 +168,7 @@ def command(plan: Plan) -> str:
 
 
 def export(plan: Plan) -> dict[str, str]:
-    """Return llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what it has no setting for."""
+    """Return llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what has no setting."""
     recipe = plan.recipe
     check(recipe)
     layout = layout_for(plan.job.dataset, "LLaMA-Factory")
@@ -326,7 +327,7 @@ _TEMPLATES: tuple[tuple[str, str], ...] = (
 
 
 def template(model: str) -> str | None:
-    """Return the name of the template a model was trained with; "default" for a base model, None for the tokenizer's own."""
+    """Return the template a model was trained with; "default" for a base model, None for the tokenizer's own."""
     name = model.rsplit("/", 1)[-1]
     if not _CHATS.search(name):
         return "default"

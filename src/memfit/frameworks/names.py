@@ -1,4 +1,4 @@
-"""Hugging Face's words for a recipe, written and read: optimizer, dtypes, quantisation, attention, torch.compile, LoRA modules."""
+"""Hugging Face's words for a recipe, both ways: optimizer, dtypes, quantisation, attention, torch.compile, LoRA."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 _KERNELS = {name: kernel for kernel, name in ATTENTION.items()} | dict.fromkeys(
     ("flash", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3"), "flash"
 )
-# GaLore and APOLLO with the rank and modules of their rows, in each framework's form; other optimizers ignore these keys
+# rank and modules of GaLore and APOLLO as their rows have them, in each framework's form; other optimizers ignore these
 _LOW_RANK = [
     pair for row in OPTIMIZERS.values() if row.rank_of for one in row.settings.values() for pair in one.items()
 ]
@@ -60,7 +60,7 @@ def row(recipe: Recipe) -> Optimizer:
 
 
 def optim(recipe: Recipe, framework: str) -> dict[str, Any]:
-    """Return the settings that choose the optimizer. Raises UnknownName, or Unsupported where the framework has no such one."""
+    """Return the settings that choose the optimizer. Raises UnknownName, Unsupported where there are none."""
     found = row(recipe)
     settings = found.settings_in("transformers" if framework == "trl" else framework)
     if not settings:

@@ -41,7 +41,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
 
 
 def plan_of_file(path: Path, gpu: str) -> Plan:
-    """Return the plan of a file on the card it names or on another, without a ladder. Raises BadInput where it names none."""
+    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either."""
     file = recipe_file.read(path)
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:

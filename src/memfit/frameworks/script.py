@@ -1,4 +1,4 @@
-"""Parts of the Python scripts memfit writes: head, constants, arguments, settings, main(), and their requirements.txt."""
+"""Parts of the scripts memfit writes: head, constants, arguments, settings, main(), and their requirements.txt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Setting = tuple[str, str, str]  # name, value as source text, comment
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
 ROWS = (
-    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,",
+    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows "
+    "hold messages,",
     "text, a prompt and its completion, an instruction and its output, or input_ids.",
 )
 
@@ -26,7 +27,7 @@ ROWS = (
 def opening(
     plan: Plan, how: launch.Launch, what: str, versions: str, others: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
-    """Everything above the functions of a framework: docstring, imports, constants, the command line."""
+    """Return everything above the functions of a framework: docstring, imports, constants, the command line."""
     unusual = _unusual(plan.job.training)
     return [
         *_head(plan, what, versions, how),
@@ -39,12 +40,12 @@ def opening(
 
 
 def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]:
-    """The docstring of the script, with the prediction and the two commands to type."""
-    told = summary(plan)
+    """Return the docstring of the script, with the prediction and the two commands to type."""
+    line = summary(plan)
     return [
         f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}.',
         "",
-        f"{told[:1].upper()}{told[1:]}; the recipe is in recipe.toml.",
+        f"{line[:1].upper()}{line[1:]}; the recipe is in recipe.toml.",
         f"Written by memfit {__version__} for {versions}.",
         "",
         "    pip install -r requirements.txt",
@@ -57,7 +58,7 @@ def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]
 
 
 def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
-    """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
+    """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
     lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
     lines += ["from pathlib import Path", ""]
     if not plan.recipe.alloc_conf:
@@ -68,7 +69,7 @@ def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
 
 
 def with_comment(code: str, note: str, indent: str = "") -> list[str]:
-    """One line of code with its comment behind it, or above it when the line would be too long."""
+    """Return a line of code with its comment behind it, or above it when the line would be too long."""
     line = indent + code
     if not note:
         return [line]
@@ -77,19 +78,19 @@ def with_comment(code: str, note: str, indent: str = "") -> list[str]:
 
 
 def _constants(settings: Iterable[Setting]) -> list[str]:
-    """NAME = value  # comment."""
+    """Return lines of NAME = value  # comment."""
     return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)]
 
 
 def call(opening: str, settings: Iterable[Setting], closing: str = ")", indent: str = "    ") -> list[str]:
-    """A call with one keyword argument per line."""
+    """Return a call with one keyword argument per line."""
     inner = indent + "    "
     body = [line for name, value, note in settings for line in with_comment(f"{name}={value},", note, inner)]
     return [indent + opening, *body, indent + closing]
 
 
 def assign(name: str, function: str, settings: dict[str, object], note: str = "") -> list[str]:
-    """NAME = Function(...), on one line where it fits."""
+    """Return NAME = Function(...), on one line where it fits."""
     line = f"{name} = {function}({', '.join(f'{k}={literal(v)}' for k, v in settings.items())})"
     if len(line) <= WIDTH:
         return with_comment(line, note)
@@ -102,7 +103,7 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
 
 
 def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
-    """The constants every script has: model, data, sizes."""
+    """Return the constants every script has: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
     step = f"{product} = {r.effective_batch} sequences per optimizer step"
@@ -118,28 +119,28 @@ def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
 
 
 def _unusual(training: Training) -> dict[str, Setting]:
-    """Field -> the constant that is its default on the command line, where that is not what scripts usually have."""
+    """Return field -> the constant that is its default on the command line, where the job sets it."""
     notes = {
         "max_steps": "optimizer steps, whatever EPOCHS says",
         "save_steps": "between checkpoints; below 1 a share of all steps",
         "eval_data": "evaluated at every checkpoint",
     }
-    told = {name: getattr(training, name) for name in notes if getattr(training, name) != getattr(AS_USUAL, name)}
-    return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in told.items()}
+    changed = {name: getattr(training, name) for name in notes if getattr(training, name) != getattr(AS_USUAL, name)}
+    return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in changed.items()}
 
 
 def whole(value: object) -> object:
-    """A float that is a whole number as an int: 1 for 1.0, as people write it."""
+    """Return a float that is a whole number as an int: 1 for 1.0, as people write it."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def also(note: str, saved: dict[str, str], field: str) -> str:
-    """A comment with what the field saved behind it."""
+def with_saving(note: str, saved: dict[str, str], field: str) -> str:
+    """Return a comment, followed by what the field saves."""
     return f"{note}; {saved[field]}" if field in saved else note
 
 
 def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[str]:
-    """The constants QUANTIZATION and LORA, where the recipe has them."""
+    """Return the constants QUANTIZATION and LORA, where the recipe has them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
         settings = names.bitsandbytes(recipe)
@@ -155,7 +156,7 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[s
 
 
 def learning_rate(plan: Plan) -> str:
-    """The job's own as source text; without one TRL's advice: 2e-5 for full fine-tuning, ten times that for adapters."""
+    """Return the learning rate as source text: the job's, else TRL's advice, 2e-5 and for adapters ten times that."""
     usual = "2e-5" if plan.recipe.method == "full" else "2e-4"
     return repr(plan.job.training.learning_rate) if plan.job.training.learning_rate else usual
 
@@ -223,13 +224,13 @@ def compiled(recipe: Recipe) -> list[Setting]:
 
 
 def rejoins(plan: Plan, kind: launch.Backend) -> bool:
-    """Saving takes trained experts apart, and resuming does not join them again (transformers 5.23, its issue 48805)."""
+    """Return whether the script must join experts itself on resuming (transformers 5.23, its issue 48805)."""
     experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
 
 
 def ending(rejoin: bool = False) -> list[str]:
-    """main(), the functions that read the data, and the start. `rejoin`: see `rejoins`."""
+    """Return main(), the functions that read the data, and the call of main(). `rejoin`: see `rejoins`."""
     main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
     return ["", "", *main.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
 

@@ -1,4 +1,4 @@
-"""What exported files say: literals, comments, YAML with comments, the line that sums up a plan, and what each choice saves."""
+"""Text of exported files: literals, comments, YAML, the line that sums up a plan, and what each choice saves."""
 
 from __future__ import annotations
 
@@ -114,17 +114,19 @@ _WITHOUT: dict[str, tuple[Change, str]] = {
     "optimizer": (lambda r: r.but(optimizer="adamw"), optimizer("adamw").title),
     "loss": (lambda r: r.but(loss="full"), "whole logits"),
     "attention": (lambda r: r.but(attention="eager"), "eager attention"),
-    "micro_batch": (lambda r: r.but(micro_batch=r.micro_batch * r.accumulation, accumulation=1), "the whole batch at once"),
+    "micro_batch": (
+        lambda r: r.but(micro_batch=r.micro_batch * r.accumulation, accumulation=1), "the whole batch at once"
+    ),
     "offload": (lambda r: r.but(offload="none"), "no offloading"),
     "shard": (lambda r: r.but(shard="none"), "no sharding"),
 }  # fmt: skip
 
 
 def savings(plan: Plan) -> dict[str, str]:
-    """Return recipe field -> "saves 13.4 GiB against keeping all activations", for every choice that saves at least 1 MiB.
+    """Return recipe field -> "saves 13.4 GiB against keeping all activations", for choices that save at least 1 MiB.
 
-    A saving is the peak of tensor bytes without the choice, everything else kept, minus the peak with it. A choice whose
-    opposite is impossible has none.
+    A saving is the peak of tensor bytes without the choice, everything else kept, minus the peak with it. A choice that
+    cannot be undone alone has none.
     """
     chosen = _peak(plan, plan.recipe)
     found = {}
@@ -139,7 +141,7 @@ def savings(plan: Plan) -> dict[str, str]:
 
 
 def savings_at(plan: Plan, places: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return key of a file -> what the choice there saves. `places`: (recipe field, key); of two fields the first has the key."""
+    """Return key of a file -> what its choice saves. `places`: (recipe field, key); the first field at a key has it."""
     saved, found = savings(plan), dict[str, str]()
     for field, key in places:
         if field in saved:

@@ -33,7 +33,8 @@ CHECKPOINTINGS = ("activation_checkpointing", "gradient_checkpointing")  # the n
 OLDER_LENGTH = "max_seq_length"
 # keys that tell SFTConfig from TrainingArguments
 _SFT = {
-    KEYS["sequence_length"].name, KEYS["padding"].name, KEYS["lora_rank"].name, MODEL, "dataset_text_field", "use_peft", "padding_free",
+    KEYS["sequence_length"].name, KEYS["padding"].name, KEYS["lora_rank"].name, MODEL, "use_peft",
+    "padding_free", "dataset_text_field",
     "loss_type", "completion_only_loss", "assistant_only_loss",
 }  # fmt: skip
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

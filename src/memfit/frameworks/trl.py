@@ -1,4 +1,4 @@
-"""Export target trl: train.py for TRL's SFTTrainer, requirements.txt, and the launcher's files for several cards."""
+"""A train.py for TRL's SFTTrainer, its requirements.txt, and the launcher's files for several cards."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> l
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
     if numbers.mixed == "fp16":
         autocast.append(("fp16", ON["fp16"], ""))
-    loads = script.also("TRL loads float32 unless told", saved, "precision")
+    loads = script.with_saving("TRL loads float32 unless told", saved, "precision")
     return [*autocast, ("model_init_kwargs", literal(model), loads)]
 
 

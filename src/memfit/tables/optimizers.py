@@ -141,8 +141,8 @@ _ROWS = (
     Optimizer(
         key="adamw-8bit-torchao", title="AdamW 8-bit (torchao)", moments=2, width=1, block=256, smallest=4096,
         step_tensors=(3, 3), step_width=4, hf_name="adamw_torch_8bit", aliases=("ao_adamw_8bit",), package="torchao",
-        note="its compiled step makes fp32 copies of one weight: Inductor of PyTorch 2.13 plans 2; 3 are counted, as a run "
-        "of 2024 needed more",
+        note="its compiled step makes fp32 copies of one weight: Inductor of PyTorch 2.13 plans 2; 3 are counted, as "
+        "a run of 2024 needed more",
     ),
     Optimizer(
         key="adamw-4bit", title="AdamW 4-bit (torchao)", moments=2, width=0.5, block=128, smallest=4096,

@@ -1,4 +1,4 @@
-"""The quantisation table: payload, block scales and extra tensors of a weight in exact bytes, and its name in bitsandbytes.
+"""The quantisation table: payload, block scales and extra tensors of a weight in exact bytes, and bitsandbytes' names.
 
 Source: bitsandbytes 0.49 (functional.py, nn/modules.py), measured on its CUDA build.
 """
@@ -31,11 +31,11 @@ class Quantization:
         return bool(self.second_block)
 
     def payload(self, numel: int) -> int:
-        """Bytes of the packed elements alone, the number articles quote."""
+        """Return the bytes of the packed elements alone, the number articles quote."""
         return -(-numel * self.bits // 8)
 
     def scales(self, numel: int, rows: int) -> int:
-        """Bytes of everything that makes the payload readable: block scales, tables, row scales."""
+        """Return the bytes of what decodes the payload: block scales, tables, row scales."""
         total = self.per_tensor + self.per_row * rows
         if self.block:
             blocks = -(-numel // self.block)
@@ -45,7 +45,7 @@ class Quantization:
         return total
 
     def tensors(self, numel: int, rows: int) -> tuple[int, ...]:
-        """Bytes of each tensor a quantised weight is stored in."""
+        """Return the bytes of each tensor a quantised weight is stored in."""
         blocks = -(-numel // self.block) if self.block else 0
         parts = [self.payload(numel), blocks * self.scale_bytes, self.per_tensor, self.per_row * rows]
         parts.append(blocks * self.zero_bits // 8)
@@ -54,7 +54,7 @@ class Quantization:
         return tuple(p for p in parts if p)
 
     def bytes(self, numel: int, rows: int) -> int:
-        """Bytes on the card."""
+        """Return the bytes on the card."""
         return self.payload(numel) + self.scales(numel, rows)
 
 
@@ -62,14 +62,14 @@ QUANTIZATIONS: dict[str, Quantization] = {
     row.key: row
     for row in (
         Quantization(key="nf4", title="4-bit NormalFloat", kind="nf4", bits=4, block=64, per_tensor=64),
-        Quantization(key="nf4-double", title="4-bit NormalFloat, scales quantised too", kind="nf4", bits=4, block=64, scale_bytes=1,
-                     second_block=256, per_tensor=64 + 1024 + 4),
+        Quantization(key="nf4-double", title="4-bit NormalFloat, scales quantised too", kind="nf4", bits=4, block=64,
+                     scale_bytes=1, second_block=256, per_tensor=64 + 1024 + 4),
         Quantization(key="fp4", title="4-bit float", kind="fp4", bits=4, block=64, per_tensor=64),
         Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
     )
 }  # fmt: skip
 
-# What a checkpoint can arrive in: frozen bases that are not chosen but downloaded. Source: auto-gptq 0.5.1, group 128
+# formats of downloaded checkpoints, which no flag chooses. Source: auto-gptq 0.5.1, group 128
 CHECKPOINTS: dict[str, Quantization] = {
     row.key: row
     for row in (
