@@ -108,15 +108,14 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """The folder is this process's own; one that stays empty is not left behind."""
-    from memfit.train import lock
-    from memfit.train.folder import ASIDE, RUN_FILE
+    from memfit.train.folder import ASIDE, RUN_FILE, held
 
     if resume and not folder.is_dir():  # `opened` says so
         yield
         return
     new = not folder.exists()
     try:
-        with lock.held(folder, (RUN_FILE, ASIDE)):
+        with held(folder, (RUN_FILE, ASIDE)):
             yield
     finally:
         if new and folder.is_dir() and not any(folder.iterdir()):

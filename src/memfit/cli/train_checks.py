@@ -87,8 +87,8 @@ def check(plan: Plan, force: bool) -> None:
 
 def check_packages(plan: Plan) -> None:
     """Raises BadInput where train.py could not import what its recipe needs."""
+    from memfit.frameworks.script import missing
     from memfit.train.folder import target_of
-    from memfit.train.installed import missing
 
     names = missing(plan.recipe, target_of(plan))
     if names:

@@ -131,7 +131,7 @@ def _off(value: object) -> bool:
 class Key:
     """A setting of a framework that is one field of the recipe. The type of `default` says how it is read."""
 
-    of: str  # the field of the recipe
+    recipe_field: str
     name: str  # the framework's
     default: bool | int | float = 0  # the framework's own
     values: Mapping[Any, Any] = field(default_factory=dict)  # the recipe's value -> the framework's, where they differ
@@ -149,7 +149,7 @@ class Key:
 
     def write(self, recipe: Recipe) -> dict[str, Any]:
         """Return the setting as the framework has it."""
-        value = getattr(recipe, self.of)
+        value = getattr(recipe, self.recipe_field)
         return {self.name: self.values.get(value, value)}
 
 
@@ -157,7 +157,7 @@ class KeyTable(dict[str, Key]):
     """The keys of a framework by recipe field: each is named once, for reading and for writing."""
 
     def __init__(self, *rows: Key) -> None:
-        super().__init__({row.of: row for row in rows})
+        super().__init__({row.recipe_field: row for row in rows})
 
     def read(self, keys: Keys, *fields: str) -> dict[str, Any]:
         """Return these fields of the recipe."""

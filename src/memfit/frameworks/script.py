@@ -25,13 +25,13 @@ ROWS = (
 
 
 def opening(
-    plan: Plan, how: launch.Launch, what: str, versions: str, others: Sequence[str], saved: dict[str, str]
+    plan: Plan, how: launch.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
     """Return everything above the functions of a framework: docstring, imports, constants, the command line."""
     unusual = _unusual(plan.job.training)
     return [
         *_head(plan, what, versions, how),
-        *_imports(plan, others),
+        *_imports(plan, imports),
         *_constants([*_sizes(plan, saved), *unusual.values()]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
@@ -57,15 +57,15 @@ def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]
     ]
 
 
-def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
+def _imports(plan: Plan, imports: Sequence[str]) -> list[str]:
     """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
     lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
     lines += ["from pathlib import Path", ""]
     if not plan.recipe.alloc_conf:
-        return [*lines, *others, ""]
+        return [*lines, *imports, ""]
     why = "before torch is imported, which reads it once"
     setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
-    return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *others, ""]
+    return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *imports, ""]
 
 
 def with_comment(code: str, note: str, indent: str = "") -> list[str]:
