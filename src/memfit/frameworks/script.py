@@ -218,6 +218,14 @@ def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Set
     ]
 
 
+def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
+    """Return what switches checkpointing on under `name`, where the recipe has it."""
+    if recipe.checkpointing == "none":
+        return []
+    how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
+    return [(name, "True", note), *([(f"{name}_kwargs", literal(how), "")] if how else [])]
+
+
 def compiled(recipe: Recipe) -> list[Setting]:
     """Return torch.compile, where the recipe has it."""
     return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]

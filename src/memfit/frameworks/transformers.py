@@ -28,7 +28,7 @@ KEYS = KeyTable(
     Key("lora_alpha", "lora_alpha", 32),
     Key("lora_dropout", "lora_dropout", 0.05),
 )
-LIGER, ATTENTION, MODEL = "use_liger_kernel", "attn_implementation", "model_init_kwargs"
+LIGER, ATTENTION, MODEL, LOSS = "use_liger_kernel", "attn_implementation", "model_init_kwargs", "loss_type"
 CHECKPOINTINGS = ("activation_checkpointing", "gradient_checkpointing")  # the newer name first
 OLDER_LENGTH = "max_seq_length"
 # keys that tell SFTConfig from TrainingArguments
@@ -123,9 +123,9 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
 
 
 def _read_loss(keys: Keys, trl: bool) -> str:
-    kind, liger = word(keys.take("loss_type", default="nll")), keys.flag(LIGER)
+    kind, liger = word(keys.take(LOSS, default="nll")), keys.flag(LIGER)
     if kind not in ("nll", "chunked_nll"):
-        keys.odds("loss_type")
+        keys.odds(LOSS)
     return "fused" if liger or trl else "full"
 
 
@@ -327,7 +327,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
     return [
         *script.FIRST,
         *script.batch(recipe),
-        *_checkpointing(recipe, saved.get("checkpointing", "")),
+        *script.checkpointing(recipe, CHECKPOINTINGS[0], saved.get("checkpointing", "")),
         *script.optimizer(recipe, NAME, saved),
         (mixed if mixed != "no" else "bf16", ON[mixed], ""),
         *script.compiled(recipe),
@@ -335,11 +335,3 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
         ("logging_steps", "10", ""),
         *script.LAST,
     ]
-
-
-def _checkpointing(recipe: Recipe, note: str) -> list[script.Setting]:
-    if recipe.checkpointing == "none":
-        return []
-    newer = CHECKPOINTINGS[0]
-    how = {"offload": True} if recipe.checkpointing == "offload" else {}
-    return [(newer, "True", note), *([(f"{newer}_kwargs", literal(how), "")] if how else [])]

@@ -8,7 +8,7 @@ import memfit.frameworks.process_layout as launch
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
 from memfit.frameworks.text import literal, savings
-from memfit.frameworks.transformers import CHECKPOINTINGS, KEYS, ON
+from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LOSS, MODEL, ON
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.combinations import NOT_BY_TRL
@@ -84,7 +84,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list
         *script.optimizer(recipe, "trl", saved),
         *script.compiled(recipe),
         *_precision(recipe, saved, kind),
-        ("loss_type", literal("nll"), "through TRL's fused LM head, which never holds the logits"),
+        (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
         *script.LAST,
     ]
 
@@ -93,18 +93,17 @@ def _checkpointing(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting
     note = saved.get("checkpointing", "")
     if recipe.checkpointing == "none":
         return [(CHECKPOINTING, "False", note or "TRL's default is True")]
-    how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
-    return [(CHECKPOINTING, "True", note), *([(f"{CHECKPOINTING}_kwargs", literal(how), "")] if how else [])]
+    return script.checkpointing(recipe, CHECKPOINTING, note)
 
 
 def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
     numbers = launch.numbers(recipe, kind)
-    model = {"dtype": numbers.weights, "attn_implementation": names.ATTENTION[recipe.attention]}
+    model = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
     if numbers.mixed == "fp16":
         autocast.append(("fp16", ON["fp16"], ""))
     loads = script.with_saving("TRL loads float32 unless told", saved, "precision")
-    return [*autocast, ("model_init_kwargs", literal(model), loads)]
+    return [*autocast, (MODEL, literal(model), loads)]
 
 
 def _trainer(recipe: Recipe) -> list[script.Setting]:
