@@ -2,12 +2,12 @@
 
 Each is a real training run on the CPU (a model of two layers), in this process, under one of four injected limits:
   small    the whole run has less memory than its recipe needs
-  shrunk   from a random allocation on, in a random stage and step, somebody else holds part of the memory, to the end
+  shrunk   from a random allocation in a random stage and step on, less memory is left, to the end
   spike    the same for one attempt
   save     memory runs out while a checkpoint is written, between two of its files
-The first three fail true allocations of PyTorch's operators (see memfit.train.memory_limit); `save`, which allocates nothing on a CPU,
-raises the same error from torch.save. A run passes when it is done, or stopped and then done when resumed with all memory, and
-every optimizer step trained exactly the samples that it trains in a run nobody disturbs.
+The first three fail allocations of PyTorch's operators (see memfit.train.memory_limit); saving allocates nothing on a CPU,
+so `save` raises the same error from torch.save. A run passes when it is done, or stopped and then done when resumed with all
+memory, and every optimizer step trained exactly the samples of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -81,34 +81,34 @@ class Injected:
         """One attempt."""
         from memfit.train.attempt import attempt
 
-        keepers: list[Any] = []
+        callbacks: list[Any] = []
         over = self.fault.kind == "spike" and self.struck
 
         def before(meter: Any, size: int) -> None:
             if over or self.fault.kind == "save":
                 return
-            if self.fault.kind == "small" or self.struck or self._here(keepers[0]):
+            if self.fault.kind == "small" or self.struck or self._here(callbacks[0]):
                 self.struck = True
                 meter.limit = max(self.limit, 1)
 
-        with self._saving(keepers):
-            return attempt(run, tell, keep=keepers.append, before=before)
+        with self._saving(callbacks):
+            return attempt(run, tell, keep=callbacks.append, before=before)
 
-    def _here(self, keeper: Any) -> bool:
-        step = keeper.trainer.state.global_step if keeper.trainer else 0
-        if (keeper.stage, step) != (self.fault.stage, self.fault.step):
+    def _here(self, callback: Any) -> bool:
+        step = callback.trainer.state.global_step if callback.trainer else 0
+        if (callback.stage, step) != (self.fault.stage, self.fault.step):
             return False
         self.seen += 1
         return self.seen > self.fault.skip
 
     @contextlib.contextmanager
-    def _saving(self, keepers: list[Any]) -> Iterator[None]:
+    def _saving(self, callbacks: list[Any]) -> Iterator[None]:
         import torch
 
         real = torch.save
 
         def save(*args: Any, **named: Any) -> None:
-            if self.fault.kind == "save" and not self.struck and self._here(keepers[0]):
+            if self.fault.kind == "save" and not self.struck and self._here(callbacks[0]):
                 self.struck = True
                 Path(args[1]).write_bytes(b"half")  # as far as it came
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
@@ -178,9 +178,9 @@ class Bench:
 
 def lines(run: Any) -> list[Any]:
     """What each step trained."""
-    from memfit.train.sample_counts import Ledger
+    from memfit.train.sample_counts import SampleLedger
 
-    return Ledger(run.path / "samples.jsonl").lines()
+    return SampleLedger(run.path / "samples.jsonl").lines()
 
 
 def whole_until(run: Any, truth: list[Any]) -> bool:

@@ -19,15 +19,15 @@ import memfit.train.attempt
 from memfit.catalogue.cards import custom_gpu
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training
 from memfit.nouns.plan import Plan, judge
 from memfit.train import embedded, folder, worker
 from memfit.train.memory_limit import CountingMeter
 from memfit.train.outcome import Event, Outcome, Settings
-from memfit.train.run_callback import Keeper
-from memfit.train.sample_counts import Ledger
+from memfit.train.run_callback import RunCallback
+from memfit.train.sample_counts import SampleLedger
 from memfit.units import GIB
 
 SMALL = {
@@ -87,7 +87,7 @@ def weights(run: folder.Run, name: str = "model.safetensors") -> dict[str, Any]:
 
 def lines(run: folder.Run, name: str = folder.SAMPLES_FILE) -> list[dict[str, Any]]:
     """What every step trained."""
-    return Ledger(run.path / name).lines()
+    return SampleLedger(run.path / name).lines()
 
 
 def history(run: folder.Run) -> list[dict[str, Any]]:
@@ -99,22 +99,22 @@ def history(run: folder.Run) -> list[dict[str, Any]]:
 # ---- starts for `supervise` that disturb
 
 Start = Callable[[folder.Run, Callable[[Event], None]], Outcome]
-Spoil = Callable[[Keeper], None]  # done to a run in the middle of a step
+Spoil = Callable[[RunCallback], None]  # done to a run in the middle of a step
 Before = Callable[[CountingMeter, int], None]
-Spoiler = Callable[[int, list[Keeper]], Before | None]
+Spoiler = Callable[[int, list[RunCallback]], Before | None]
 
 
 def stopping_at(step: int) -> Start:
     """Is told to stop in the middle of a step."""
 
     def start(run: folder.Run, tell: Any) -> Outcome:
-        keepers: list[Keeper] = []
+        callbacks: list[RunCallback] = []
 
         def watch(event: Event) -> None:
             if event["event"] == "step" and event["step"] == step - 1:
-                keepers[0].stop = True
+                callbacks[0].stop = True
 
-        return memfit.train.attempt.attempt(run, watch, keep=keepers.append)
+        return memfit.train.attempt.attempt(run, watch, keep=callbacks.append)
 
     return start
 
@@ -124,22 +124,22 @@ def failing(stage: str, step: int, times: int = 1, after: int = 0) -> Start:
     left = [times]
 
     def start(run: folder.Run, tell: Any) -> Outcome:
-        keepers: list[Keeper] = []
+        callbacks: list[RunCallback] = []
         left[0] -= 1
-        before = exhausting(keepers, stage, step, after) if left[0] >= 0 else None
-        return memfit.train.attempt.attempt(run, tell, keep=keepers.append, before=before)
+        before = exhausting(callbacks, stage, step, after) if left[0] >= 0 else None
+        return memfit.train.attempt.attempt(run, tell, keep=callbacks.append, before=before)
 
     return start
 
 
-def exhausting(keepers: list[Keeper], stage: str, step: int, after: int = 0) -> Before:
+def exhausting(callbacks: list[RunCallback], stage: str, step: int, after: int = 0) -> Before:
     """Leaves no memory in one stage of one step, once."""
     struck: list[int] = []
     passed = [0]
 
     def before(meter: CountingMeter, size: int) -> None:
-        state = keepers[0].trainer.state.global_step if keepers[0].trainer else 0
-        there = not struck and keepers[0].stage == stage and state == step
+        state = callbacks[0].trainer.state.global_step if callbacks[0].trainer else 0
+        there = not struck and callbacks[0].stage == stage and state == step
         passed[0] += there
         here = there and passed[0] > after
         meter.limit = max(meter.live, 1) if here else 0
@@ -154,11 +154,11 @@ def exhausting(keepers: list[Keeper], stage: str, step: int, after: int = 0) -> 
 WAIT = 120  # seconds: longer than any attempt of these runs takes on a loaded machine
 
 
-def forked(spoil: Spoiler = lambda rank, keepers: None, processes: int = 2) -> Start:
+def forked(spoil: Spoiler = lambda rank, callbacks: None, processes: int = 2) -> Start:
     """What torchrun starts, without its imports: forks of a process that has made them, and used no virtual card.
 
-    `spoil` says what befalls each. It is called in the process, once, with its rank and the list that its Keeper will be in; what it returns is asked before
-    every allocation. Their output goes to log.txt.
+    `spoil` is called once in each process, with its rank and the list that its RunCallback will be in; what it returns is
+    called before every allocation. The output of the processes goes to log.txt.
     """
 
     def start(run: folder.Run, tell: Any) -> Outcome:
@@ -211,11 +211,11 @@ def _rank(run: folder.Run, rank: int, processes: int, port: int, spoil: Callable
     with (run.path / folder.LOG_FILE).open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    keepers: list[Keeper] = []
-    real, before = memfit.train.attempt.attempt, spoil(rank, keepers)
+    callbacks: list[RunCallback] = []
+    real, before = memfit.train.attempt.attempt, spoil(rank, callbacks)
 
     def attempt(run: folder.Run, tell: Any, keep: Spoil) -> Outcome:
-        return real(run, tell, keep=lambda keeper: (keepers.append(keeper), keep(keeper))[1], before=before)
+        return real(run, tell, keep=lambda callback: (callbacks.append(callback), keep(callback))[1], before=before)
 
     with mock.patch.object(memfit.train.attempt, "attempt", attempt):
         code = worker.main(str(run.path))

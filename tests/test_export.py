@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
 from memfit.documents.recipe_file import loads
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
+from memfit.frameworks import llamafactory
 from memfit.frameworks import names as names
 from memfit.frameworks import process_layout as launch
 from memfit.frameworks import targets as export
 from memfit.frameworks import text as export_text
 from memfit.frameworks.dataset_layout import layout_of
-from memfit.frameworks.llamafactory import templates
+from memfit.frameworks.reading import adopt
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe, Training
 from memfit.nouns.plan import Judgement, Plan
+from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB, human
 from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan
 
@@ -415,14 +418,24 @@ def test_yaml_and_json_use_keys_the_frameworks_have() -> None:
         assert set(zero.get("offload_param", {})) <= known["deepspeed.offload"]
 
 
-def test_optimizer_names_go_both_ways() -> None:
-    for recipe in (r for r in SINGLES if names.row(r).hf_name):
+FILES_OF = {
+    "transformers": {"output_dir": "out"}, "axolotl": {"base_model": "m"},
+    "llamafactory": {"model_name_or_path": "m", "finetuning_type": "full"},
+}  # fmt: skip
+
+
+def test_optimizer_names_go_both_ways(tmp_path: Path) -> None:
+    """By all its settings, in every framework; what one has no switch for is refused."""
+    for row, (framework, named) in product(OPTIMIZERS.values(), FILES_OF.items()):
         try:
-            spelled = names.optim(recipe, "trl")
-        except Unsupported:
+            settings = names.optim(Recipe(optimizer=row.key), framework)
+        except Unsupported as error:
+            assert error.hint
             continue
-        back = names.our_optimizer(spelled.optim)
-        assert back == recipe.optimizer or (back, recipe.optimizer) == ("sgd", "sgd-momentum")
+        path = tmp_path / "given.yaml"
+        path.write_text(yaml.safe_dump(named | settings))
+        found = adopt(path)
+        assert (found.recipe.optimizer, found.unknown) == (row.key, ())
 
 
 # ---- the data, as each framework is told about it
@@ -519,7 +532,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("model", "expected"), TEMPLATES)
 def test_llamafactory_gets_the_template_a_model_was_trained_with(model: str, expected: str | None) -> None:
-    assert templates.template(model) == expected
+    assert llamafactory.template(model) == expected
     config = yaml.safe_load(export.export(make_plan(Recipe(), model=model), "llamafactory")["llamafactory.yaml"])
     assert config.get("template") == expected
 

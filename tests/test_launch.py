@@ -27,9 +27,9 @@ from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
 from memfit.frameworks import targets as export
-from memfit.frameworks.accelerate.environment import environment
-from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.accelerate import environment
 from memfit.frameworks.process_layout import ACCELERATE_FILE
+from memfit.frameworks.recipe_toml import plan_of
 from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
 from plans import make_plan
@@ -456,7 +456,8 @@ def test_output_has_room_for_every_checkpoint_that_is_kept() -> None:
     assert spec_of(planned(plain)).output_bytes == pytest.approx(parameters * (3 * (2 + 4) + 2), rel=0.001)
     master = spec_of(planned(BACKENDS["deepspeed"]))  # 16-bit weights twice, fp32 master and states
     assert master.output_bytes == pytest.approx(parameters * (3 * (4 + 12) + 2), rel=0.001)
-    assert '("save_total_limit", "2", "")' in Path(export.trl.__file__).read_text()
+    for key in export.SCRIPTS:
+        assert "save_total_limit=2," in export.SCRIPTS[key](planned(plain))["train.py"]
     lora = spec_of(planned(plain.but(method="lora")))
     assert lora.output_bytes < parameters and lora.output_gib >= 1
     disk = yaml.safe_load(TARGETS["skypilot"].write(master)["sky.yaml"])["resources"]["disk_size"]

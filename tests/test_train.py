@@ -27,7 +27,7 @@ from memfit.train.attempt import _module, attempt  # noqa: E402
 from memfit.train.children import in_child, with_earlier  # noqa: E402
 from memfit.train.folder import COMPLETE, Run, opened  # noqa: E402
 from memfit.train.outcome import Event, Outcome  # noqa: E402
-from memfit.train.sample_counts import Ledger, Marks  # noqa: E402
+from memfit.train.sample_counts import Marks, SampleLedger  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402
 from memfit.units import human  # noqa: E402
 from runs import failing, history, lines, silent, stopping_at, weights  # noqa: E402
@@ -101,11 +101,9 @@ def test_an_empty_step_moves_nothing(optimizer: str) -> None:
 
     if "8bit" in optimizer or "lion" in optimizer:
         pytest.importorskip("bitsandbytes")
-    spelled = framework_names.optim(Recipe(optimizer=optimizer), "trl")
+    chosen = framework_names.optim(Recipe(optimizer=optimizer), "trl")
     model = torch.nn.Linear(96, 96)
-    arguments = TrainingArguments(
-        output_dir="unused", optim=spelled.optim, use_cpu=True, weight_decay=0.1, **spelled.extra
-    )
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, weight_decay=0.1, **chosen)
     kind, words = Trainer.get_optimizer_cls_and_kwargs(arguments)
     made = kind(model.parameters(), **words)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
@@ -265,14 +263,14 @@ def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], t
 
 
 def test_a_ledger_survives_a_line_that_was_cut_off(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "samples.jsonl")
+    ledger = SampleLedger(tmp_path / "samples.jsonl")
     ledger.begin(0)
     for step in (1, 2, 3):
         ledger.saw(Marks([step, 10]))
         ledger.step(step)
     with ledger.path.open("a") as stream:
         stream.write('{"step": 4, "sam')
-    again = Ledger(ledger.path)
+    again = SampleLedger(ledger.path)
     again.begin(2)
     assert again.total == 4 and [line["step"] for line in again.lines()] == [1, 2]
 
@@ -327,7 +325,7 @@ def test_half_a_character_is_refused_before_anything_is_written(tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_a_full_disk_is_called_so(error: Exception, hint: bool) -> None:
-    assert ("(hint: the disk" in worker._words(error)) is hint and str(error) in worker._words(error)
+    assert ("(hint: the disk" in worker._error_line(error)) is hint and str(error) in worker._error_line(error)
 
 
 def test_an_outcome_keeps_the_peaks_of_the_attempts_it_continues() -> None:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.train import folder, lock  # noqa: E402
+from memfit.train import folder  # noqa: E402
 from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Outcome, Settings  # noqa: E402
 from runs import lines  # noqa: E402
@@ -220,7 +220,7 @@ def test_half_a_checkpoint_makes_room_on_a_full_disk(
 
 def test_one_folder_is_trained_in_by_one_run_at_a_time(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:
     run = runs.make_run(tmp_path / "run", made)
-    with lock.held(run.path):
+    with folder.held(run.path):
         for words in (("--resume",), ("--force",)):
             code, _, err = ran("train", "--out", run.path, "--cpu", *words)
             assert code == 2 and "a run is going on in" in err and "hint:" in err

@@ -19,7 +19,7 @@ from memfit.train.attempt import attempt  # noqa: E402
 from memfit.train.folder import Run  # noqa: E402
 from memfit.train.oom_recovery import lower  # noqa: E402
 from memfit.train.outcome import Event, Outcome, Shortage  # noqa: E402
-from memfit.train.run_callback import Keeper  # noqa: E402
+from memfit.train.run_callback import RunCallback  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402
 from memfit.train.worker import stop_on_signal  # noqa: E402
 from runs import failing, forked, history, lines, silent, weights  # noqa: E402
@@ -52,15 +52,15 @@ def broken_off(event: str, number: int) -> runs.Start:
     """Is told to stop at the `number`-th call of an event of the trainer's."""
 
     def start(run: Run, tell: Any) -> Outcome:
-        def keep(keeper: Keeper) -> None:
-            heard, calls = getattr(keeper, event), []
+        def keep(callback: RunCallback) -> None:
+            heard, calls = getattr(callback, event), []
 
             def hear(*args: Any, **named: Any) -> Any:
                 calls.append(event)
-                keeper.stop |= len(calls) == number
+                callback.stop |= len(calls) == number
                 return heard(*args, **named)
 
-            setattr(keeper, event, hear)
+            setattr(callback, event, hear)
 
         return attempt(run, tell, keep=keep)
 
@@ -142,15 +142,15 @@ def test_two_processes_leave_an_evaluation_together(made: tuple[Path, Path], tmp
     recipe = runs.RECIPE.but(num_gpus=2, micro_batch=2)
     run = runs.make_run(tmp_path / "run", made, recipe, eval_data=str(made[1]))
 
-    def spoil(rank: int, keepers: list[Keeper]) -> None:
+    def spoil(rank: int, callbacks: list[RunCallback]) -> None:
         if rank == 1:
-            real = Keeper.on_prediction_step
+            real = RunCallback.on_prediction_step
 
-            def hear(self: Keeper, *args: Any, **named: Any) -> None:
+            def hear(self: RunCallback, *args: Any, **named: Any) -> None:
                 self.stop = True
                 real(self, *args, **named)
 
-            Keeper.on_prediction_step = hear  # type: ignore[method-assign]
+            RunCallback.on_prediction_step = hear  # type: ignore[method-assign]
 
     stopped = supervise(run, forked(spoil), silent)
     last = run.last_good()

@@ -14,15 +14,14 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.frameworks.process_layout import backend  # noqa: E402
-from memfit.frameworks.requirements import packages  # noqa: E402
+from memfit.frameworks.script import packages  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402
-from memfit.train.cause import cause  # noqa: E402
 from memfit.train.folder import Run, fallen, target_of  # noqa: E402
 from memfit.train.oom_recovery import changes, lower  # noqa: E402
 from memfit.train.outcome import Event, Outcome, Shortage, Stage  # noqa: E402
-from memfit.train.supervise import fall_of, supervise  # noqa: E402
+from memfit.train.supervise import cause, fall_of, supervise  # noqa: E402
 from runs import failing, history, lines, silent, weights  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -120,7 +119,7 @@ def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
 ) -> None:
     """On a card, down to where nothing needs less: LoRA stays LoRA, and what is stored stays once there is a checkpoint."""
     monkeypatch.setattr(Run, "last_good", lambda run: object() if trained else None)
-    monkeypatch.setattr("memfit.train.installed.installed", lambda name: True)  # DeepSpeed, bitsandbytes and torchao
+    monkeypatch.setattr("memfit.frameworks.script.installed", lambda name: True)  # DeepSpeed, bitsandbytes and torchao
     run = runs.make_run(tmp_path / "run", made, recipe, cpu=False)
     fixed = (*LEARNED, *(STORED if trained else ()), *(("optimizer",) if trained and recipe.zero else ()))
     for falls in range(20):
@@ -147,7 +146,7 @@ def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
 def test_no_fall_needs_what_is_not_installed(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, package: str, there: bool
 ) -> None:
-    monkeypatch.setattr("memfit.train.installed.installed", lambda name: there or name != package)
+    monkeypatch.setattr("memfit.frameworks.script.installed", lambda name: there or name != package)
     run, needed = runs.make_run(tmp_path / "run", made, recipe, cpu=False), set[str]()
     for step in range(20):
         below = lower(run, Shortage(stage="forward and backward", step=step, text="", asked=1 << 20))
@@ -162,7 +161,7 @@ def test_no_fall_needs_what_is_not_installed(
 def test_a_cpu_gets_no_kernels_of_a_card(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.train.installed.installed", lambda name: True)
+    monkeypatch.setattr("memfit.frameworks.script.installed", lambda name: True)
     run = runs.make_run(tmp_path / "run", made, runs.RECIPE.but(trainer="transformers", loss="full"))
     for step in range(20):
         below = lower(run, Shortage(stage="forward and backward", step=step, text="", asked=1 << 10))

@@ -14,10 +14,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.train import folder, inputs  # noqa: E402
+from memfit.errors import BadInput  # noqa: E402
+from memfit.train import folder  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402
 from memfit.train.outcome import Event  # noqa: E402
-from memfit.train.supervise import supervise  # noqa: E402
+from memfit.train.supervise import _digest_of_model, supervise  # noqa: E402
 from runs import failing, lines, silent, stopping_at  # noqa: E402
 
 
@@ -79,7 +80,7 @@ def test_data_that_change_between_two_rungs_are_seen(own: tuple[Path, Path], tmp
         if event["event"] == "fall":
             own[1].write_text("other\n" * runs.SAMPLES)
 
-    with pytest.raises(inputs.BadInput, match="has changed since the run began"):
+    with pytest.raises(BadInput, match="has changed since the run began"):
         supervise(run, failing("forward and backward", 3), spoil)
     assert len(run.falls) == 1 and (last := run.last_good()) is not None and last.step == 3
 
@@ -96,14 +97,14 @@ def test_other_evaluation_data_are_told_of(own: tuple[Path, Path], tmp_path: Pat
 
 def test_large_weights_are_known_by_samples(own: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = own
-    monkeypatch.setattr(inputs, "LARGE", 1 << 12)
-    monkeypatch.setattr(inputs, "SAMPLE", 1 << 9)
+    monkeypatch.setattr("memfit.train.supervise.LARGE", 1 << 12)
+    monkeypatch.setattr("memfit.train.supervise.SAMPLE", 1 << 9)
     path = model / "model.safetensors"
     whole, found = path.read_bytes(), set()
     assert len(whole) > 1 << 13
     for data in (whole, whole[:-1] + b"\x7f", b"\x7f" + whole[1:], whole + b"\0"):
         path.write_bytes(data)
-        found.add(inputs._of_model(model))
+        found.add(_digest_of_model(model))
     assert len(found) == 4
 
 

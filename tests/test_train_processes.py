@@ -22,7 +22,7 @@ from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.train.children import command  # noqa: E402
 from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Outcome  # noqa: E402
-from memfit.train.run_callback import Keeper  # noqa: E402
+from memfit.train.run_callback import RunCallback  # noqa: E402
 from memfit.train.sample_counts import MODULUS  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402
 from runs import exhausting, forked, history, lines, silent, weights  # noqa: E402
@@ -65,10 +65,10 @@ def test_all_stop_after_the_same_step_and_resume_to_the_bit(sharded: Whole, made
     """Only the second process is asked to stop; nothing is rehearsed, which changes no bit either."""
     run = runs.make_run(tmp_path / "run", made, SHARDED, rehearse=False)
 
-    def spoil(rank: int, keepers: list[Keeper]) -> Any:
+    def spoil(rank: int, callbacks: list[RunCallback]) -> Any:
         def before(meter: Any, size: int) -> None:
-            if keepers[0].trainer and keepers[0].trainer.state.global_step == 2:
-                keepers[0].stop = True
+            if callbacks[0].trainer and callbacks[0].trainer.state.global_step == 2:
+                callbacks[0].stop = True
 
         return before if rank else None
 
@@ -94,7 +94,7 @@ def test_memory_that_runs_out_in_one_process_makes_all_fall(
 ) -> None:
     recipe = recipe.but(optimizer="adamw-foreach")  # the fused step makes nothing but its states
     run = runs.make_run(tmp_path / "run", made, recipe, falls=1)
-    done = supervise(run, first(lambda rank, keepers: exhausting(keepers, stage, step) if rank else None), silent)
+    done = supervise(run, first(lambda rank, callbacks: exhausting(callbacks, stage, step) if rank else None), silent)
     assert (done.status, done.samples) == ("done", 24), done.error
     (fall,) = run.falls
     assert (fall.shortage.stage, fall.shortage.step, fall.resumed_at) == (stage, step, good)
@@ -111,9 +111,9 @@ def test_the_process_that_failed_says_why(made: Made, tmp_path: Path) -> None:
     """The others fail because it is gone, and the first of them must not speak for it."""
     run = runs.make_run(tmp_path / "run", made, SHARDED)
 
-    def spoil(rank: int, keepers: list[Keeper]) -> Any:
+    def spoil(rank: int, callbacks: list[RunCallback]) -> Any:
         def before(meter: Any, size: int) -> None:
-            if keepers[0].trainer and keepers[0].trainer.state.global_step == 2:
+            if callbacks[0].trainer and callbacks[0].trainer.state.global_step == 2:
                 raise OSError("No space left on device")
 
         return before if rank else None
@@ -131,7 +131,7 @@ def test_deepspeed_stops_resumes_and_saves_whole(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     recipe = SHARDED.but(shard=shard, precision="bf16-master" if shard == "parameters" else "fp32")
     run = runs.make_run(tmp_path / "run", made, recipe)
-    done = supervise(run, first(lambda rank, keepers: exhausting(keepers, "forward and backward", 3)), silent)
+    done = supervise(run, first(lambda rank, callbacks: exhausting(callbacks, "forward and backward", 3)), silent)
     assert (done.status, [fall.resumed_at for fall in run.falls]) == ("done", [2]), done.error
     assert dealt(run)[:EPOCH] == dealt(whole[0])[:EPOCH]
     assert losses(run)[:EPOCH] == pytest.approx(losses(whole[0])[:EPOCH], rel=1e-3)
@@ -214,11 +214,11 @@ def sharded(one_thread: None, made: Made, tmp_path_factory: pytest.TempPathFacto
     """A run under FSDP2 that nothing disturbed; each process leaves what it held in shards.N.json."""
     run = runs.make_run(tmp_path_factory.mktemp("sharded") / "run", made, SHARDED)
 
-    def spoil(rank: int, keepers: list[Keeper]) -> Any:
+    def spoil(rank: int, callbacks: list[RunCallback]) -> Any:
         def before(meter: Any, size: int) -> None:
             path = run.path / f"shards.{rank}.json"
-            if keepers[0].stage == "optimizer step" and not path.exists():
-                held = list(keepers[0].trainer.model.parameters())
+            if callbacks[0].stage == "optimizer step" and not path.exists():
+                held = list(callbacks[0].trainer.model.parameters())
                 here = sum(getattr(p, "_local_tensor", p).numel() for p in held)
                 kinds = sorted({type(p).__name__ for p in held})
                 path.write_text(json.dumps({"kinds": kinds, "here": here, "of": sum(p.numel() for p in held)}))

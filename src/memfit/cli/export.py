@@ -16,7 +16,7 @@ GPU = Flag("gpu", str, "A card instead of the one the recipe was planned for.", 
 @takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as another framework's files."""
-    from memfit.frameworks.plan_of_recipe import plan_of_file
+    from memfit.frameworks.recipe_toml import plan_of_file
     from memfit.frameworks.targets import export, notes, target, write
 
     row = target(flags.get("target") or "trl")

@@ -17,7 +17,7 @@ from memfit.errors import BadInput, Refused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memfit.clusters import Target
+    from memfit.clusters import ClusterTarget
     from memfit.clusters.spec import Spec
 
 EXAMPLES = (
@@ -48,7 +48,7 @@ def run(file: str, **flags: Any) -> int:
     """
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
-    from memfit.frameworks.plan_of_recipe import plan_of_file
+    from memfit.frameworks.recipe_toml import plan_of_file
     from memfit.frameworks.targets import write
 
     if not (flags["out"] and flags["target"]):
@@ -84,7 +84,7 @@ def run(file: str, **flags: Any) -> int:
     return subprocess.run(row.submit, cwd=folder, check=False, stdout=STDERR if flags["json"] else None).returncode
 
 
-def _check_tool(row: Target) -> None:
+def _check_tool(row: ClusterTarget) -> None:
     """Refuse --submit without the cluster's command, before anything is written."""
     if shutil.which(row.submit[0]) is None:
         raise BadInput(
@@ -104,7 +104,7 @@ def _absent(spec: Spec) -> Iterator[str]:
             yield f"{path} is not on this machine: train.py looks for it where the job runs"
 
 
-def _show(json: bool, row: Target, paths: tuple[Path, ...], spec: Spec) -> None:
+def _show(json: bool, row: ClusterTarget, paths: tuple[Path, ...], spec: Spec) -> None:
     if json:
         files = [str(path) for path in paths]
         document = {

@@ -118,15 +118,14 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
-    from memfit.train import lock
-    from memfit.train.folder import ASIDE, RUN_FILE
+    from memfit.train.folder import ASIDE, RUN_FILE, held
 
     if resume and not folder.is_dir():  # `opened` reports it
         yield
         return
     new = not folder.exists()
     try:
-        with lock.held(folder, (RUN_FILE, ASIDE)):
+        with held(folder, (RUN_FILE, ASIDE)):
             yield
     finally:
         if new and folder.is_dir() and not any(folder.iterdir()):
@@ -322,7 +321,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
-    from memfit.frameworks.plan_of_recipe import plan_of
+    from memfit.frameworks.recipe_toml import plan_of
     from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)
@@ -442,8 +441,8 @@ def check(plan: Plan, force: bool) -> None:
 
 def check_packages(plan: Plan) -> None:
     """Raise BadInput where train.py could not import what its recipe needs."""
+    from memfit.frameworks.script import missing
     from memfit.train.folder import target_of
-    from memfit.train.installed import missing
 
     names = missing(plan.recipe, target_of(plan))
     if names:

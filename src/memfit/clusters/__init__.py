@@ -1,4 +1,4 @@
-"""Jobs: a plan as the file a cluster runs, with what the plan knows: GPUs, host RAM, allocator settings. One module per target."""
+"""A plan as the file that a cluster runs: GPUs, host memory, allocator settings and image. One row per target."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from memfit.clusters import kubernetes, skypilot, slurm, torchrun
+from memfit.clusters import kubernetes, skypilot
+from memfit.clusters import shell_scripts as shell
 from memfit.clusters.spec import Spec
 from memfit.errors import BadInput, UnknownName
 from memfit.frameworks.process_layout import launch_of
@@ -15,7 +16,7 @@ from memfit.tables.trainers import script_of
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ClusterTarget:
     """One row: what --target takes, the file it writes, the line that submits it, and what the user must know."""
 
     key: str
@@ -24,44 +25,49 @@ class Target:
     write: Callable[[Spec], dict[str, str]]
     submit: tuple[str, ...]
     notes: Callable[[Spec], tuple[str, ...]]  # a line each; the file's head holds the same
-    takes: str = ""  # the flag that is for this target alone
+    takes: str = ""  # a flag that only this target has
 
     @property
     def line(self) -> str:
-        """The line that submits it, as it is typed in its folder."""
+        """Return the line that submits it, as it is typed in its folder."""
         return shlex.join(self.submit)
 
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, ClusterTarget] = {
     row.key: row
     for row in (
-        Target("torchrun", "a shell script, started on every node", torchrun.FILE, torchrun.write, ("bash", torchrun.FILE), torchrun.notes),
-        Target("slurm", "an sbatch script", slurm.FILE, slurm.write, ("sbatch", slurm.FILE), slurm.notes, "hours"),
-        Target("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write, ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
-        Target("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes", kubernetes.FILE, kubernetes.write,
-               ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE), kubernetes.notes, "image"),
+        ClusterTarget("torchrun", "a shell script, started on every node", shell.LAUNCH, shell.launch_script,
+                      ("bash", shell.LAUNCH), shell.launch_notes),
+        ClusterTarget("slurm", "an sbatch script", shell.SBATCH, shell.sbatch_script,
+                      ("sbatch", shell.SBATCH), shell.sbatch_notes, "hours"),
+        ClusterTarget("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write,
+                      ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
+        ClusterTarget("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes",
+                      kubernetes.FILE, kubernetes.write,
+                      ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE),
+                      kubernetes.notes, "image"),
     )
 }  # fmt: skip
 
 
-def files(spec: Spec, row: Target) -> dict[str, str]:
-    """{path: text} of a job: train.py with what belongs to it, and what starts it. accelerate.yaml is for one machine."""
+def files(spec: Spec, row: ClusterTarget) -> dict[str, str]:
+    """Return {path: text} of a job: train.py, requirements.txt, what starts it. accelerate.yaml is for one machine."""
     how = launch_of(spec.plan.recipe)
     if spec.nodes > 1:
         how = replace(how, by_accelerate=False, started_by=row.line)
     return export(spec.plan, script_of(spec.plan.recipe.trainer), how) | row.write(spec)
 
 
-def check_flags(row: Target, given: Iterable[str]) -> None:
-    """Raises BadInput for a flag that this target would not hear."""
+def check_flags(row: ClusterTarget, given: Iterable[str]) -> None:
+    """Raise BadInput for a flag that this target does not use."""
     for flag in given:
         whose = [other.key for other in TARGETS.values() if other.takes == flag]
         if whose and row.key not in whose:
             raise BadInput(f"--{flag} is for --target {whose[0]}, not {row.key}", hint="leave it out")
 
 
-def target(key: str) -> Target:
-    """The row of a target. Raises UnknownName."""
+def target(key: str) -> ClusterTarget:
+    """Return the row of a target. Raises UnknownName."""
     if key not in TARGETS:
         raise UnknownName("launch target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
     return TARGETS[key]

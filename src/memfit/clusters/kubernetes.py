@@ -1,4 +1,4 @@
-"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1), its Dockerfile, and the volume it writes to."""
+"""trainjob.yaml: a TrainJob of Kubeflow Trainer 2.2 or later (v1alpha1), its Dockerfile, and its output volume."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from memfit.clusters.images import dockerfile
-from memfit.clusters.spec import TOKEN, Spec
+from memfit.clusters.spec import TOKEN, Spec, dockerfile
 from memfit.errors import Unsupported
 from memfit.frameworks.text import one_line, yaml_text
 
 FILE, VOLUME, FETCH = "trainjob.yaml", "output.yaml", "fetch.yaml"
-RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it tells torchrun about its nodes
+RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it sets torchrun's variables
 NODE = "node"  # its job that trains, and the container in it
 SECRET = "huggingface"  # the cluster's, made by the user
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 INPUTS, OUTPUT = "inputs", "/workspace/output"  # beside the Dockerfile, whose WORKDIR is /workspace
-# JobSet restarts containers and replaces pods (restartPolicy OnFailure is its default), and labels them by what owns them all: its id is
-# the same for every attempt of one TrainJob, and no other's (jobset.sigs.k8s.io/docs/concepts, JobSet labels)
+# JobSet restarts containers and replaces pods (restartPolicy OnFailure is its default). It labels them with its own id,
+# which every attempt of one TrainJob shares and no other job has (jobset.sigs.k8s.io/docs/concepts, JobSet labels)
 IDENTITY = {
     "name": "JOBSET_UID",
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}},
 }
-AGAIN = ("--output", f"{OUTPUT}/$({IDENTITY['name']})", "--resume")  # Kubernetes puts $(NAME) in itself
+AGAIN = ("--output", f"{OUTPUT}/$({IDENTITY['name']})", "--resume")  # Kubernetes expands $(NAME)
 
 
 def write(spec: Spec) -> dict[str, str]:
-    """The TrainJob, its Dockerfile and its volume. Raises Unsupported for cards that Kubernetes has no resource for."""
+    """Return the TrainJob, its Dockerfile and its volume. Raises Unsupported for cards without a device plugin."""
     if spec.gpu.platform not in RESOURCES:
         raise Unsupported(
             f"Kubernetes has no device plugin memfit knows for the {spec.gpu.name}", hint="--target torchrun"
@@ -56,7 +55,7 @@ def write(spec: Spec) -> dict[str, str]:
 
 
 def notes(spec: Spec) -> tuple[str, ...]:
-    """What must be done, in order: inputs go into the image, output lies in a volume that outlives the job."""
+    """Return what must be done, in order: inputs go into the image, output to a volume that outlives the job."""
     image, pod = shlex.quote(_image(spec)), _output(spec)
     lines = [_copy(spec.inputs[name], there) for name, there in spec.moved(INPUTS).items()]
     lines.append(f"docker build -t {image} . && docker push {image} && kubectl apply -f {VOLUME} -f {FILE}")
@@ -66,8 +65,9 @@ def notes(spec: Spec) -> tuple[str, ...]:
     lines += [] if spec.image else ["--image REGISTRY/NAME:TAG names one that the cluster can pull"]
     lines.append("what train.py shall be told more (--epochs 3) goes to the end of args")
     lines.append(
-        f"restarted, the job goes on from its last checkpoint; another TrainJob begins a folder of its own in {VOLUME}'s volume,"
-        f" which has room for one, or continues one by --output {OUTPUT}/FOLDER"
+        "restarted, the job goes on from its last checkpoint; "
+        f"another TrainJob begins a folder of its own in {VOLUME}'s volume, which has room for one, "
+        f"or continues one by --output {OUTPUT}/FOLDER"
     )
     if spec.nodes > 1:
         lines.append(
@@ -81,18 +81,18 @@ def notes(spec: Spec) -> tuple[str, ...]:
 
 
 def _copy(source: str, there: str) -> str:
-    """The command that puts an input beside the Dockerfile. Links are followed: Docker would not, and the Hub's cache is full of them."""
+    """Return the command that puts an input beside the Dockerfile, following links, which Docker does not."""
     if Path(source).is_dir():
         return f"mkdir -p {there} && cp -RL {shlex.quote(source)}/. {there}"
     return f"mkdir -p {INPUTS} && cp -L {shlex.quote(source)} {there}"
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """What the containers are told; the token is no part of a file, and a job without it starts."""
-    told: list[dict[str, Any]] = [IDENTITY]
-    told += [{"name": name, "value": value} for name, value in spec.environment.items()]
+    """Return the environment of the containers. The token is in no file: it comes from an optional secret."""
+    variables: list[dict[str, Any]] = [IDENTITY]
+    variables += [{"name": name, "value": value} for name, value in spec.environment.items()]
     secret = {"name": SECRET, "key": TOKEN, "optional": True}
-    return [*told, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else told
+    return [*variables, {"name": TOKEN, "valueFrom": {"secretKeyRef": secret}}] if spec.hub else variables
 
 
 def _image(spec: Spec) -> str:
@@ -104,7 +104,7 @@ def _output(spec: Spec) -> str:
 
 
 def _claim(spec: Spec) -> str:
-    """The volume of output: several nodes all write their parts of a checkpoint."""
+    """Return the volume of output. With several nodes each writes its part of a checkpoint."""
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -120,7 +120,7 @@ def _claim(spec: Spec) -> str:
 
 
 def _fetch(spec: Spec) -> str:
-    """A pod that does nothing but hold the volume: `kubectl cp` reads from running containers alone, and busybox has its tar."""
+    """Return a pod that only mounts the volume: `kubectl cp` needs a running container with tar, which busybox has."""
     files = {"name": "files", "image": "busybox", "command": ["sleep", "86400"], "volumeMounts": [_mount()]}
     pod = {
         "apiVersion": "v1",
@@ -140,9 +140,9 @@ def _mount() -> dict[str, str]:
 
 
 def _patch(spec: Spec) -> dict[str, Any]:
-    """The pod's volumes: a /dev/shm for NCCL and the data loader's workers, as a container's own has 64 MiB; and that of output.
+    """Return the pod's volumes: the output's, and a /dev/shm for NCCL and the data loader's workers.
 
-    /dev/shm counts as memory of the container.
+    A container's own /dev/shm has 64 MiB. It counts as memory of the container.
     """
     size = f"{spec.shared_gib}Gi"
     pod = {

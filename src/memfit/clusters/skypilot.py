@@ -1,12 +1,11 @@
-"""sky.yaml: a SkyPilot task, which finds a cloud that has the card."""
+"""sky.yaml: a SkyPilot task. SkyPilot finds a cloud that has the card."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from memfit.clusters.images import image_of
-from memfit.clusters.spec import OWN_PORT, TOKEN, Spec
+from memfit.clusters.spec import OWN_PORT, TOKEN, Spec, image_of
 from memfit.errors import UnknownName
 from memfit.frameworks.text import one_line, yaml_text
 from memfit.units import GIB
@@ -16,7 +15,8 @@ INPUTS = "/inputs"
 COMPILER = (
     "command -v g++ > /dev/null || { sudo apt-get update && sudo apt-get install -y build-essential; }  # for Triton"
 )
-# SkyPilot's docs, environment-variables: "all recoveries of that job will have the same ID value", sky-managed-..., and no other job
+# SkyPilot's docs, environment-variables: "all recoveries of that job will have the same ID value", sky-managed-...,
+# and no other job
 RECOVERED = (
     "output=${OUTPUT:-output} resume=",
     "# a managed job keeps its id when it is recovered: it goes on from what it saved under it",
@@ -24,20 +24,22 @@ RECOVERED = (
 )
 DISK = 256  # SkyPilot's own disk_size, in GB
 SYSTEM = 64 * GIB  # the machine's image, drivers and packages. Assumed
-# rows of gpus.toml -> SkyPilot's name; every name is in its catalog v8 (common/accelerators.csv, d4d53f0), which has no others of them
+# rows of gpus.toml -> SkyPilot's name, from its catalog v8 (common/accelerators.csv, d4d53f0), which has no other of
+# these cards
 ACCELERATORS = {
-    "t4": "T4", "p100": "P100", "v100-16gb": "V100", "v100-32gb": "V100-32GB", "a10": "A10", "a10g": "A10G", "a30": "A30", "a40": "A40",
-    "l4": "L4", "l40": "L40", "l40s": "L40S", "a100-40gb": "A100", "a100-pcie-40gb": "A100", "a100-80gb": "A100-80GB",
-    "a100-pcie-80gb": "A100-80GB", "h100": "H100", "h100-pcie": "H100", "h100-nvl": "H100-NVL", "gh200-96gb": "GH200", "h200": "H200",
-    "h200-nvl": "NVIDIA-H200-NVL", "b200": "B200", "b300": "B300", "mi300x": "MI300X", "rtx-3060": "RTX3060", "rtx-3090": "RTX3090",
+    "t4": "T4", "p100": "P100", "v100-16gb": "V100", "v100-32gb": "V100-32GB", "a10": "A10", "a10g": "A10G",
+    "a30": "A30", "a40": "A40", "l4": "L4", "l40": "L40", "l40s": "L40S", "a100-40gb": "A100",
+    "a100-pcie-40gb": "A100", "a100-80gb": "A100-80GB", "a100-pcie-80gb": "A100-80GB", "h100": "H100",
+    "h100-pcie": "H100", "h100-nvl": "H100-NVL", "gh200-96gb": "GH200", "h200": "H200", "h200-nvl": "NVIDIA-H200-NVL",
+    "b200": "B200", "b300": "B300", "mi300x": "MI300X", "rtx-3060": "RTX3060", "rtx-3090": "RTX3090",
     "rtx-4060": "RTX4060", "rtx-4070": "RTX4070", "rtx-4090": "RTX4090", "rtx-5070": "RTX5070", "rtx-5090": "RTX5090",
-    "rtx-a4000": "RTXA4000", "rtx-a4500": "RTXA4500", "rtx-a5000": "RTXA5000", "rtx-a6000": "RTXA6000", "rtx-4000-ada": "RTX4000-Ada",
-    "rtx-6000-ada": "RTX6000-Ada", "rtx-pro-6000": "RTXPRO6000",
+    "rtx-a4000": "RTXA4000", "rtx-a4500": "RTXA4500", "rtx-a5000": "RTXA5000", "rtx-a6000": "RTXA6000",
+    "rtx-4000-ada": "RTX4000-Ada", "rtx-6000-ada": "RTX6000-Ada", "rtx-pro-6000": "RTXPRO6000",
 }  # fmt: skip
 
 
 def write(spec: Spec) -> dict[str, str]:
-    """The task. Raises UnknownName for a card that SkyPilot's catalog does not have."""
+    """Return the task. Raises UnknownName for a card that SkyPilot's catalog does not have."""
     if spec.gpu.short not in ACCELERATORS:
         raise UnknownName(
             "SkyPilot accelerator", spec.gpu.short, ACCELERATORS, hint="--gpu a card that clouds rent out"
@@ -61,7 +63,7 @@ def write(spec: Spec) -> dict[str, str]:
 
 
 def notes(spec: Spec) -> tuple[str, ...]:
-    """What goes to the cluster, and how what comes of it is fetched: nothing of a cluster outlives `sky down`."""
+    """Return what is copied to the cluster, and how to fetch the output: nothing on a cluster outlives `sky down`."""
     lines = [
         f"{path} is copied to {there}"
         for path, there in zip(spec.inputs.values(), spec.moved(INPUTS).values(), strict=True)
@@ -75,10 +77,12 @@ def notes(spec: Spec) -> tuple[str, ...]:
     lines += [
         f"sky launch --env ARGS='--epochs 3' {FILE} tells train.py more",
         *([f"{spec.hub}: sky launch --secret {TOKEN} {FILE} passes on this shell's"] if spec.hub else []),
-        f"before sky down, from ~/sky_workdir/output of {whose}: rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
+        f"before sky down, from ~/sky_workdir/output of {whose}: "
+        "rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
         "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}',"
         f" and sky launch --env OUTPUT=/output {FILE}",
-        f"sky jobs launch {FILE}: recovered, it goes on from its last checkpoint in such a bucket; without one it starts at the beginning",
+        f"sky jobs launch {FILE}: recovered, it goes on from its last checkpoint in such a bucket; "
+        "without one it starts at the beginning",
     ]
     if spec.nodes > 1:
         lines.append("nodes share no disk: to resume from a checkpoint its output must be in a bucket")
@@ -86,7 +90,7 @@ def notes(spec: Spec) -> tuple[str, ...]:
 
 
 def _run(spec: Spec) -> list[str]:
-    """What every node runs. The id of a task is the same on all of them, and no other's."""
+    """Return what every node runs. A task has one id, the same on all of its nodes."""
     rendezvous = [
         'head_node=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
         'number=$(echo "$SKYPILOT_TASK_ID" | cksum | cut -d " " -f 1)',
@@ -109,5 +113,5 @@ def _resources(spec: Spec) -> dict[str, Any]:
 
 
 def _linked(path: str) -> bool:
-    """The folder holds links, as snapshots of the Hub's cache do."""
+    """Return whether the folder holds links, as snapshots of the Hub's cache do."""
     return Path(path).is_dir() and any(inner.is_symlink() for inner in Path(path).iterdir())

@@ -1,4 +1,4 @@
-"""The noun Spec: what every cluster must be told of a plan, in its own words."""
+"""The noun Spec: what a cluster needs of a plan: nodes, host memory, disk, environment, inputs and container image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.static import Static
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
@@ -21,14 +21,14 @@ from memfit.planner.search import Estimator
 from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default
-# a port of its own for every number that a cluster gives a job: below those that systems hand out to connections (32768, ip(7))
+# a port for every number that a cluster gives a job, below the ports that systems give to connections (32768, ip(7))
 OWN_PORT = "$((10000 + {number} % 20000))"
-# bytes that are resident in a process once torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets are imported. Measured
+# resident bytes of a process that has imported torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets. Measured
 IMPORTED = 834 * MIB
 # bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
 DRIVER = 3 * GIB
 PROCESS = IMPORTED + DRIVER
-# what torch.utils.cpp_extension looks for, by the card's platform
+# platform of the card -> the compiler torch.utils.cpp_extension looks for
 COMPILERS = {
     "cuda": ", and nvcc of PyTorch's own CUDA where CUDA_HOME says",
     "rocm": ", and hipcc of PyTorch's own ROCm where ROCM_HOME says",
@@ -58,63 +58,63 @@ class Spec:
 
     @property
     def gpu(self) -> Gpu:
-        """The card the plan was made for."""
+        """Return the card the plan was made for."""
         return self.plan.job.gpu
 
     @property
     def host_gib(self) -> int:
-        """Host memory per node in whole GiB, rounded up."""
+        """Return the host memory per node in whole GiB, rounded up."""
         return -(-self.host_bytes // GIB)
 
     @property
     def shared_gib(self) -> int:
-        """Of it, the most that NCCL and the data loader's workers may share (/dev/shm), in whole GiB."""
+        """Return the part of it that NCCL and the data loader's workers may share (/dev/shm), in whole GiB."""
         return self.gpus * DRIVER // GIB
 
     @property
     def output_gib(self) -> int:
-        """What train.py writes, in whole GiB: a tenth more for what is no tensor and for the file system's own, and 1 GiB for small ones."""
+        """Return what train.py writes in whole GiB, a tenth more for other files and the file system, and 1 GiB."""
         return -(-self.output_bytes * 11 // (10 * GIB)) + 1
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, as a number."""
+        """Return the number of weights of the model."""
         return _whole(self.plan).parameters
 
     @property
     def hub(self) -> str:
-        """What it takes to read weights that come from the Hub, in words; "" where they are an input."""
+        """Return a sentence on how weights are read from the Hub; "" where they are an input."""
         name = self.plan.job.architecture.name
         return "" if "model" in self.inputs else f"{name} is read from the Hub, with a token if it is gated"
 
     @property
     def deepspeed(self) -> bool:
-        """DeepSpeed runs it, and compiles what it needs where it runs."""
+        """Return whether DeepSpeed runs the job; it compiles operators on the node."""
         return launch.backend(self.plan.recipe) == "deepspeed"
 
     @property
     def head(self) -> str:
-        """One line of comment: what the plan promises."""
+        """Return the plan's prediction as one line for a comment."""
         return comment(summary(self.plan))
 
     def moved(self, root: str) -> dict[str, str]:
-        """Argument -> where a machine without this one's files has that input: root/data.jsonl, root/model."""
+        """Return argument -> where inputs lie once they are copied to another machine: root/data.jsonl, root/model."""
         return {name: f"{root}/{name}{_suffix(path)}" for name, path in self.inputs.items()}
 
     def arguments(self, root: str = "") -> list[str]:
-        """What train.py is told beside what it was written with; `root` is where the inputs were moved to."""
+        """Return the arguments of train.py; `root` is where the inputs were copied to, "" where they stay."""
         moved = self.moved(root) if root else {}
         return [word for name, path in moved.items() for word in (f"--{name}", path)]
 
     def exports(self) -> list[str]:
-        """Lines of shell that set the environment."""
+        """Return the shell lines that set the environment."""
         return [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
 
     def torchrun(self, nodes: str, rendezvous: str, identity: str, more: str, root: str = "") -> str:
-        """The line every node runs. The arguments are shell text; `more` stands for what the user tells train.py.
+        """Return the line every node runs. The arguments are shell text; `more` stands for the user's own to train.py.
 
-        On one machine the processes meet at a port that is free (0): a second job there would join the first one's at any
-        that is fixed, and end with it. `rendezvous` is where those of several machines meet.
+        Several machines meet at `rendezvous`. On one machine the processes meet at a free port (0): at a fixed one a
+        second job would join the first one's processes, and end with them.
         """
         where = "localhost:0" if self.nodes == 1 else rendezvous
         return (
@@ -123,8 +123,10 @@ class Spec:
         )
 
     def needs(self, apart: bool, output: str = "output/") -> tuple[str, ...]:
-        """What must be so on machines that are the user's own, in lines; `apart`: none of them is this one. `output`: where
-        train.py writes there."""
+        """Return what the user's own machines need, a line each.
+
+        `apart`: the job runs on other machines than this one. `output`: where train.py writes.
+        """
         lines = ["pip install -r requirements.txt where it runs"]
         if self.inputs:
             lines.append(f"every node reads {', '.join(self.inputs.values())} under the same path")
@@ -140,7 +142,7 @@ class Spec:
 
 
 def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", folder: str = "") -> Spec:
-    """The job of a plan on so many machines. Raises BadInput where its GPUs cannot be dealt out evenly."""
+    """Return the job of a plan on `nodes` machines. Raises BadInput where they cannot have equally many of its GPUs."""
     plan = placed(plan)
     total = plan.recipe.num_gpus
     if nodes < 1 or total % nodes:
@@ -161,13 +163,13 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", folder:
 
 
 def name_of(plan: Plan) -> str:
-    """A name that Kubernetes and DNS take: lower case, digits and dashes, at most 50 characters."""
+    """Return a name valid in Kubernetes and DNS: lower case, digits and dashes, at most 50 characters."""
     words = re.sub(r"[^a-z0-9]+", "-", Path(plan.job.architecture.name).name.lower()).strip("-")
     return f"memfit-{words}"[:50].strip("-") or "memfit"
 
 
 def host_bytes(plan: Plan, nodes: int) -> int:
-    """Host memory of one node: torchrun and its processes, what they read or gather at one time, and what is offloaded."""
+    """Return the host memory of one node: torchrun, processes, what they read or gather at once, what is offloaded."""
     recipe, job = plan.recipe, plan.job
     processes, whole = recipe.num_gpus // nodes, _whole(plan)
     passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
@@ -175,7 +177,7 @@ def host_bytes(plan: Plan, nodes: int) -> int:
 
 
 def output_bytes(plan: Plan) -> int:
-    """The most that train.py has written at one time: checkpoints of weights and all states, and the model."""
+    """Return the most that train.py has on disk at one time: checkpoints of weights and all states, and the model."""
     whole = _whole(plan)
     weights = whole.base if plan.recipe.method == "full" else whole.adapter
     copies = 2 if launch.backend(plan.recipe) == "deepspeed" else 1  # its own beside the trainer's
@@ -183,24 +185,75 @@ def output_bytes(plan: Plan) -> int:
 
 
 def _whole(plan: Plan) -> Static:
-    """The recipe's weights and states, as if one card held them all."""
+    """Return the recipe's weights and states as if one card held them all."""
     recipe = plan.recipe.but(shard="none", offload="none", num_gpus=1)
     return Account(plan.job.architecture, recipe, plan.job.gpu).static
 
 
 def _suffix(path: str) -> str:
-    """What train.py knows the format of a file by."""
+    """Return the suffix of a file, by which train.py finds its format."""
     suffix = Path(path).suffix
     return suffix if re.fullmatch(r"\.[A-Za-z0-9]+", suffix) and Path(path).is_file() else ""
 
 
 def _read(recipe: Recipe, whole: Static, processes: int) -> int:
-    """Weights on their way to the cards: FSDP2's are read by one process (cpu_ram_efficient_loading) unless quantised."""
+    """Return the bytes in host memory while loading: FSDP2's once (cpu_ram_efficient_loading) unless quantised."""
     once = launch.backend(recipe) == "fsdp" and recipe.quantization == "none"
     return (1 if once else processes) * (whole.base + whole.adapter)
 
 
 def _gathered(recipe: Recipe, whole: Static) -> int:
-    """What the first process holds to save: the weights that are written; under FSDP2 then all states (FULL_STATE_DICT)."""
+    """Return what the first process holds to save: the weights; under FSDP2 then all states (FULL_STATE_DICT)."""
     weights = whole.base if recipe.method == "full" else whole.adapter
     return max(weights, whole.states + whole.master) if launch.backend(recipe) == "fsdp" else weights
+
+
+# ---- the container image
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A base image, the packages apt adds, and the commands before requirements.txt is installed."""
+
+    base: str
+    packages: str
+    before: tuple[str, ...] = ()
+
+
+# PyPI's torch is built for CUDA: ROCm's is installed first, so that requirements.txt is satisfied by it
+_ROCM = ("pip install torch --index-url https://download.pytorch.org/whl/rocm7.2",)
+# (platform, DeepSpeed) -> image. Triton compiles its launchers with gcc as it runs. DeepSpeed builds operators by
+# torch.utils.cpp_extension at run time (deepspeed.ai/tutorials/advanced-install). Its CPU Adam is C++ alone in 0.19.8
+# (op_builder/cpu/cpu_adam.py); CUDA operators, and in older versions the import (fp_quantizer.py's is_compatible), need
+# nvcc of the same CUDA as PyTorch's: builder.py accepts other minor versions up to CUDA 12 only. PyTorch's image has
+# both, and its torch satisfies requirements.txt. Python's slim image brings Python.h, the others do not.
+IMAGES: dict[tuple[str, bool], Image] = {
+    ("cuda", False): Image("python:3.12-slim", "build-essential"),
+    ("cuda", True): Image("pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel", "build-essential python3-dev"),
+    ("rocm", False): Image("python:3.12-slim", "build-essential", _ROCM),
+    ("rocm", True): Image("rocm/dev-ubuntu-24.04:7.2-complete", "build-essential python3-dev python3-pip", _ROCM),
+}
+
+
+def image_of(spec: Spec) -> Image:
+    """Return the image of a job on an NVIDIA or AMD card."""
+    return IMAGES[spec.gpu.platform, spec.deepspeed]
+
+
+def dockerfile(spec: Spec) -> str:
+    """Return the Dockerfile, with what changes most often last."""
+    image = image_of(spec)
+    lines = [
+        f"FROM {image.base}",
+        "# a container is no shared system: pip may install beside the distribution's packages",
+        "ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1",
+        "# compilers: Triton and DeepSpeed build as they run",
+        "RUN apt-get update && apt-get install -y --no-install-recommends "
+        f"{image.packages} && rm -rf /var/lib/apt/lists/*",
+        "WORKDIR /workspace",
+        "COPY requirements.txt .",
+        *(f"RUN {line}" for line in image.before),
+        "RUN pip install -r requirements.txt",
+        "COPY . .",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How the samples of a training file are laid out, for targets that must be told: read from its first usable record."""
+"""How the samples of a training file are laid out, read from its first usable record, for targets that need to know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.data.samples import KNOWN_FIELDS, UnusableError, sample_of
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks.script import NO_DATA
 
-LOOKED_AT = 100  # records; a file whose first hundred are broken is not looked at further
+LOOKED_AT = 100  # records; a file whose first hundred are all broken is not read further
 
 
 _KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -20,7 +20,7 @@ _KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The columns of a sample and, where they hold messages, what the keys of a message are called."""
+    """The columns of a sample and, where they hold messages, the names of a message's keys and roles."""
 
     path: str
     fields: tuple[str, ...]  # ("messages",), ("prompt", "completion"), ("instruction", "input", "output") ...
@@ -32,12 +32,12 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """The file's type in the words of Hugging Face datasets; "" for a dataset on the Hub."""
+        """Return the file's type as Hugging Face datasets calls it; "" for a dataset on the Hub."""
         return _KINDS.get(Path(self.path).suffix.lower(), "")
 
 
 def layout_for(path: str, framework: str) -> Layout:
-    """`layout_of`; raises Unsupported, naming the framework, for a file type that only memfit's own scripts can read."""
+    """Return `layout_of` a file. Raises Unsupported for a file type that the framework does not read."""
     if Path(path).suffix.lower() in (".tsv", ".ndjson"):
         raise Unsupported(
             f"{framework} reads no {Path(path).suffix} files", hint="save it as .jsonl, or take --target trl"
@@ -46,7 +46,7 @@ def layout_for(path: str, framework: str) -> Layout:
 
 
 def layout_of(path: str) -> Layout:
-    """The layout of a file; that of chats where there is no file to look at."""
+    """Return the layout of a file; without a file, that of chats."""
     with suppress(MemfitError, OSError, ValueError):
         value = _first(Path(path))
         if value is not None:
@@ -55,7 +55,7 @@ def layout_of(path: str) -> Layout:
 
 
 def _first(path: Path) -> dict[str, Any] | None:
-    """The first record that memfit can use, as an object."""
+    """Return the first usable record as an object."""
     read = reader_for(path)
     with path.open("rb") as file, closing(read(file, KNOWN_FIELDS)) as records:
         for _, record in zip(range(LOOKED_AT), records, strict=False):

@@ -1,127 +1,145 @@
-"""What other frameworks call memfit's choices: optimizers, dtypes, attention kernels, and the packages they need."""
+"""Hugging Face's words for a recipe, both ways: optimizer, dtypes, quantisation, attention, torch.compile, LoRA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.closed_form.numerics import lora_modules
-from memfit.errors import Unsupported
+from memfit.errors import BadInput, Unsupported
+from memfit.frameworks.keys import Key, Keys, KeyTable, word
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables import precisions
-from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
+from memfit.tables.optimizers import OPTIM_KEYS, OPTIMIZERS, Optimizer, optimizer, optimizer_named
+from memfit.tables.quantization import four_bit, quantization
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """A precision in Hugging Face words: the dtype weights are loaded in, and the autocast dtype ("no": none)."""
+    """A precision in Hugging Face's words: the dtype weights are loaded in, and the autocast dtype ("no": none)."""
 
     weights: Dtype
     mixed: Literal["bf16", "fp16", "no"]
 
     @property
     def compute(self) -> Dtype:
-        """The dtype matrix products run in."""
+        """Return the dtype of matrix products."""
         return {"bf16": "bfloat16", "fp16": "float16", "no": self.weights}[self.mixed]  # type: ignore[return-value]
 
 
 DTYPES: dict[precisions.Dtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# TrainingArguments' keys, which LLaMA-Factory has as well
+KEYS = KeyTable(
+    Key("micro_batch", "per_device_train_batch_size", 8),
+    Key("accumulation", "gradient_accumulation_steps", 1),
+)
+COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
-
-
-@dataclass(frozen=True, slots=True)
-class Framework:
-    """How one framework is told about an optimizer: the value of its `optim` key and what goes beside it."""
-
-    optim: str
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-# optimizers whose name alone does not say it all; every other one is its `hf_name` in all three frameworks
-_HF: dict[str, Framework] = {
-    "sgd-momentum": Framework("sgd", {"optim_args": "momentum=0.9"}),
-    "galore": Framework("galore_adamw", {"optim_target_modules": "all-linear", "optim_args": "rank=128"}),
-    "apollo": Framework("apollo_adamw", {"optim_target_modules": "all-linear", "optim_args": "rank=128"}),
-}
-_AXOLOTL: dict[str, Framework] = {
-    "sgd-momentum": Framework("sgd", {"optim_args": {"momentum": 0.9}}),
-    "galore": Framework("galore_adamw", {"optim_target_modules": "all_linear", "optim_args": {"rank": 128}}),
-    "apollo": Framework("apollo_adamw", {"optim_target_modules": "all_linear", "optim_args": {"rank": 128}}),
-    "muon": Framework("muon"),
-}
-_LLAMAFACTORY: dict[str, Framework] = {
-    "sgd-momentum": _HF["sgd-momentum"],
-    "galore": Framework("adamw_torch", {"use_galore": True, "galore_target": "all", "galore_rank": 128}),
-    "apollo": Framework("adamw_torch", {"use_apollo": True, "apollo_target": "all", "apollo_rank": 128}),
-    "muon": Framework("adamw_torch", {"use_muon": True}),
-}
-_SPECIAL = {"trl": _HF, "transformers": _HF, "axolotl": _AXOLOTL, "llamafactory": _LLAMAFACTORY}
-# the Trainer family has no switch for torch's for-loop AdamW, and no optimizer of its own inside backward
-_NO_SWITCH = {
-    "adamw-forloop": "--optimizer adamw: the fused step needs no temporaries either",
-    "adamw-in-backward": "--optimizer adamw-8bit or adafactor, or write the training loop yourself",
-    "muon": "--optimizer adamw-8bit, or --target axolotl",
-}
-
-
-def optim(recipe: Recipe, framework: str) -> Framework:
-    """The optimizer as `framework` spells it. Raises UnknownName, or Unsupported where it has no such optimizer."""
-    row = optimizer(recipe.optimizer)
-    special = _SPECIAL[framework].get(row.key)
-    if special is not None:
-        return special
-    if row.key in _NO_SWITCH or not row.hf_name:
-        raise Unsupported(
-            f"{framework} has no switch for {row.title}", hint="choose " + _NO_SWITCH.get(row.key, "--optimizer adamw")
-        )
-    return Framework(row.hf_name)
-
-
-def our_optimizer(name: str) -> str | None:
-    """A framework's optimizer name -> memfit's key; None when memfit has no such row."""
-    key = _ALIASES.get(name, name).replace("_", "-")
-    by_name = {row.hf_name.replace("_", "-"): row.key for row in reversed(OPTIMIZERS.values()) if row.hf_name}
-    return by_name.get(key) or (key if key in OPTIMIZERS else None)
-
-
-_ALIASES = {
-    "adamw_8bit": "adamw_bnb_8bit", "adamw_hf": "adamw_torch", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit",
-    "ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit",
-}  # fmt: skip
+# what files say besides -> the kernel
+_KERNELS = {name: kernel for kernel, name in ATTENTION.items()} | dict.fromkeys(
+    ("flash", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3"), "flash"
+)
+# rank and modules of GaLore and APOLLO as their rows have them, in each framework's form; other optimizers ignore these
+_LOW_RANK = [
+    pair for row in OPTIMIZERS.values() if row.rank_of for one in row.settings.values() for pair in one.items()
+]
 
 
 def row(recipe: Recipe) -> Optimizer:
-    """The optimizer's row in memfit's own table."""
+    """Return the optimizer's row of memfit's table."""
     return optimizer(recipe.optimizer)
 
 
+def optim(recipe: Recipe, framework: str) -> dict[str, Any]:
+    """Return the settings that choose the optimizer. Raises UnknownName, Unsupported where there are none."""
+    found = row(recipe)
+    settings = found.settings_in("transformers" if framework == "trl" else framework)
+    if not settings:
+        raise Unsupported(f"{framework} has no switch for {found.title}", hint=f"choose {found.instead}")
+    return dict(settings)
+
+
+def read_optim(keys: Keys, framework: str, default: str) -> dict[str, str]:
+    """Return the optimizer of a file; one that memfit has no row for is listed as unknown."""
+    name = OPTIM_KEYS.get(framework, "optim")
+    found = optimizer_named(keys.text(name) or default)
+    if found is None:
+        keys.odds(name)
+        return {}
+    arguments = keys.data.get("optim_args")
+    if found.key == "sgd" and isinstance(arguments, str | Mapping) and "momentum" in arguments:
+        found = optimizer("sgd-momentum")
+        keys.take("optim_args")
+    keys.take(*(key for key, value in _LOW_RANK if keys.data.get(key) == value))
+    return {"optimizer": found.key}
+
+
+def read_attention(keys: Keys, value: object, key: str) -> dict[str, str]:
+    """Return the attention kernel; SDPA, the default of transformers, when the file does not say."""
+    if value is not None and value != "auto" and word(value) not in _KERNELS:
+        keys.odds(key)
+    return {"attention": _KERNELS.get(word(value), "sdpa")}
+
+
+def read_compile(keys: Keys) -> dict[str, bool]:
+    """Return whether the model is compiled; naming a backend or a mode switches it on."""
+    on = keys.flag(COMPILE) or keys.data.get(COMPILE) == "auto"  # axolotl's: wherever PyTorch can
+    names = f"{COMPILE}_backend", f"{COMPILE}_mode"
+    backend, mode = keys.text(names[0]), keys.text(names[1])
+    return inductor(keys, on or bool(backend or mode), backend, mode, names)
+
+
+def compiled(recipe: Recipe) -> dict[str, bool]:
+    """Return the setting of torch.compile, where the recipe has it."""
+    return {COMPILE: True} if recipe.compile else {}
+
+
+def inductor(keys: Keys, on: bool, backend: str | None, mode: str | None, names: tuple[str, str]) -> dict[str, bool]:
+    """Inductor in its default mode is modelled; the keys of other backends and modes are not understood."""
+    by_inductor = word(backend or "inductor").lower() == "inductor"
+    if not by_inductor:
+        keys.odds(names[0])
+    if mode not in (None, "", "default"):
+        keys.odds(names[1])
+    return {"compile": on and by_inductor}
+
+
+def bitsandbytes(recipe: Recipe) -> dict[str, Any]:
+    """Return the keywords of BitsAndBytesConfig; {} when the base is not quantised."""
+    if recipe.quantization == "none":
+        return {}
+    found = quantization(recipe.quantization)
+    if found.bits == 8:
+        return {"load_in_8bit": True}
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": found.kind,
+        **({"bnb_4bit_use_double_quant": True} if found.double else {}),
+        "bnb_4bit_compute_dtype": DTYPES[precisions.meaning(recipe).computed],
+    }
+
+
+def read_four_bit(kind: str, double: bool, where: str) -> str:
+    """Return memfit's name of a bitsandbytes 4-bit type."""
+    found = four_bit(kind, double)
+    if found is None:
+        raise BadInput(f"the 4-bit type {kind!r} in {where} is neither nf4 nor fp4", hint="bitsandbytes has these two")
+    return found.key
+
+
 def targets(recipe: Recipe, architecture: Architecture) -> str | list[str]:
-    """PEFT's `target_modules`: "all-linear" or module names; "attention" becomes the model's own names."""
+    """Return PEFT's `target_modules`: "all-linear" or module names; "attention" becomes the model's own names."""
     if recipe.lora_targets == ("all-linear",):
         return "all-linear"
     return sorted(lora_modules(architecture, recipe.lora_targets))
 
 
-def four_bit(recipe: Recipe) -> dict[str, Any]:
-    """BitsAndBytesConfig keywords of the recipe's quantisation; {} when the base is not quantised."""
-    if recipe.quantization == "none":
-        return {}
-    if recipe.quantization == "int8":
-        return {"load_in_8bit": True}
-    settings: dict[str, Any] = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": recipe.quantization.removesuffix("-double"),
-    }
-    if recipe.quantization.endswith("-double"):
-        settings["bnb_4bit_use_double_quant"] = True
-    return settings | {"bnb_4bit_compute_dtype": DTYPES[precisions.meaning(recipe).computed]}
-
-
 def check_method(recipe: Recipe) -> None:
-    """Refuse what no framework can be told: a quantised base without adapters, QLoRA without quantisation."""
+    """Raise Unsupported for what no framework does: a quantised base without adapters, QLoRA without quantisation."""
     if recipe.method == "full" and recipe.quantization != "none":
         raise Unsupported("a quantised base cannot be fully fine-tuned", hint="--method qlora, or --quantization none")
     if recipe.method == "qlora" and recipe.quantization == "none":

@@ -12,18 +12,18 @@ from memfit.tables.precisions import backend as backend
 from memfit.tables.precisions import meaning
 
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
-# Model types whose `_no_split_modules` name classes that the text model has none of, on which accelerate gives up: what
-# FSDP2 wraps is told by name (transformers 5.23).
+# model types whose `_no_split_modules` name classes that the text model lacks, which accelerate refuses: the blocks
+# that FSDP2 wraps are named instead (transformers 5.23)
 BLOCKS = {
     "qwen3_5": "Qwen3_5DecoderLayer", "qwen3_5_text": "Qwen3_5DecoderLayer",
     "qwen3_5_moe": "Qwen3_5MoeDecoderLayer", "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
 }  # fmt: skip
-_STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
+STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def zero_stage(recipe: Recipe) -> int:
-    """The ZeRO stage; offload needs a stage that owns what it moves."""
-    stage = _STAGES[recipe.shard]
+    """Return the ZeRO stage. Offload needs a stage that shards what it moves."""
+    stage = STAGES[recipe.shard]
     if recipe.offload == "parameters":
         return 3
     return 2 if recipe.offload == "optimizer" and stage == 0 else stage
@@ -31,7 +31,7 @@ def zero_stage(recipe: Recipe) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How train.py is started: the backend, and whether accelerate.yaml says so, or a job's own line (`started_by`)."""
+    """How train.py is started: the backend, and accelerate.yaml, a cluster's own line (`started_by`) or python."""
 
     backend: Backend
     by_accelerate: bool
@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def command(self) -> str:
-        """The line that starts training."""
+        """Return the line that starts training."""
         if self.started_by:
             return self.started_by
         by = f"accelerate launch --config_file {ACCELERATE_FILE}" if self.by_accelerate else "python"
@@ -47,20 +47,23 @@ class Launch:
 
 
 def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
-    """Under FSDP2 accelerate skips the reduction between micro-batches, which would keep whole gradients on every card."""
+    """Return the setting that reduces gradients after every micro-batch under FSDP2.
+
+    By default accelerate skips that reduction, which keeps whole gradients on every card.
+    """
     if backend(recipe) != "fsdp" or recipe.method != "full" or recipe.accumulation == 1:
         return {}
     return {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 
 
 def launch_of(recipe: Recipe, target: str = "") -> Launch:
-    """The launch of a recipe. The targets "accelerate" and "deepspeed" always get the launcher's file."""
+    """Return the launch of a recipe. The targets "accelerate" and "deepspeed" always have the launcher's file."""
     kind = "deepspeed" if target == "deepspeed" else backend(recipe)
     return Launch(kind, kind != "plain" or target == "accelerate")
 
 
 def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
-    """Weights and autocast dtype under a backend."""
+    """Return the dtypes of weights and autocast under a backend."""
     meant = meaning(recipe, kind)
     mixed = meant.computed
     # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
@@ -70,7 +73,7 @@ def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
 
 
 def check(recipe: Recipe, kind: Backend) -> None:
-    """Refuse combinations that a backend cannot run."""
+    """Raise Unsupported for combinations that a backend cannot run."""
     if kind == "fsdp":
         _check_fsdp(recipe)
     if kind == "deepspeed":
@@ -87,7 +90,7 @@ def _check_fsdp(recipe: Recipe) -> None:
 
 
 def check_deepspeed(recipe: Recipe) -> None:
-    """Refuse what DeepSpeed 0.19 cannot do: a pure bf16 run without ZeRO, bf16 states on the CPU, and more."""
+    """Raise Unsupported for what DeepSpeed 0.19 cannot do: pure bf16 without ZeRO, bf16 states on the CPU, and more."""
     row = names.row(recipe)
     pure = recipe.precision == "bf16" and recipe.method == "full"
     if recipe.precision == "bf16-mixed":

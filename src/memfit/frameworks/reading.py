@@ -1,4 +1,4 @@
-"""The way back: another tool's configuration file as a memfit recipe. A new format is one module and one row here."""
+"""Another tool's configuration file as a memfit recipe: the formats, one row each, and how a file's format is found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput, Unsupported
-from memfit.frameworks import recipe_toml as recipe
-from memfit.frameworks.accelerate import read as accelerate
-from memfit.frameworks.adopted import Adopted
-from memfit.frameworks.axolotl import read as axolotl
-from memfit.frameworks.deepspeed import read as deepspeed
-from memfit.frameworks.llamafactory import read as llamafactory
-from memfit.frameworks.parsing import parse
-from memfit.frameworks.transformers import read as transformers
+from memfit.frameworks import accelerate, axolotl, deepspeed, llamafactory, recipe_toml, transformers
+from memfit.frameworks.keys import Adopted, parse
 
 __all__ = ["FORMATS", "Adopted", "adopt"]
 
@@ -30,26 +24,28 @@ class Format:
     adopt: Callable[[dict[str, Any], Path], Adopted]
 
 
-# in the order they are tried: the ones with telling keys first
+# in the order they are tried: formats with keys of their own first
 FORMATS: tuple[Format, ...] = tuple(
     Format(module.NAME, module.matches, module.adopt)
-    for module in (recipe, axolotl, llamafactory, accelerate, deepspeed, transformers)
+    for module in (recipe_toml, axolotl, llamafactory, accelerate, deepspeed, transformers)
 )
 
-# keys by which a format is told
-TELLING = ("base_model", "model_name_or_path", "per_device_train_batch_size", "zero_optimization", "distributed_type")
+# the keys by which a format is recognised, for the hint at a misspelled one
+RECOGNISED_BY = (
+    axolotl.MODEL, llamafactory.MODEL, llamafactory.KEYS["micro_batch"].name, "zero_optimization", accelerate.TYPE,
+)  # fmt: skip
 
 
 def adopt(path: Path) -> Adopted:
-    """What the file at `path` says, its format told by content. Raises BadInput, or Unsupported for other formats."""
+    """Return what the file at `path` says. Raises BadInput, or Unsupported for a format memfit does not read."""
     data = parse(path)
     if isinstance(data, dict):
         named = {str(key): value for key, value in data.items()}
         for row in FORMATS:
             if row.matches(named):
                 return row.adopt(named, path)
-        for key in named.keys() - set(TELLING):
-            if meant := get_close_matches(key, TELLING, n=1, cutoff=0.8):
+        for key in named.keys() - set(RECOGNISED_BY):
+            if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} says {key}, which nothing reads", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
     raise Unsupported(f"{path} is no training configuration memfit knows", hint=f"known: {known}")

@@ -1,8 +1,9 @@
-"""Parts shared by the Python scripts memfit writes: head, constants, arguments, data, and calls with comments."""
+"""Parts of the scripts memfit writes: head, constants, arguments, settings, main(), and their requirements.txt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 
 import memfit.frameworks.names as names
 import memfit.frameworks.process_layout as launch
@@ -17,20 +18,21 @@ Setting = tuple[str, str, str]  # name, value as source text, comment
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
 ROWS = (
-    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,",
+    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows "
+    "hold messages,",
     "text, a prompt and its completion, an instruction and its output, or input_ids.",
 )
 
 
 def opening(
-    plan: Plan, how: launch.Launch, what: str, versions: str, others: Sequence[str], saved: dict[str, str]
+    plan: Plan, how: launch.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
-    """Everything above the functions of a framework: docstring, imports, constants, the command line."""
+    """Return everything above the functions of a framework: docstring, imports, constants, the command line."""
     unusual = _unusual(plan.job.training)
     return [
         *_head(plan, what, versions, how),
-        *_imports(plan, others),
-        *_constants([*_batch(plan, saved), *unusual.values()]),
+        *_imports(plan, imports),
+        *_constants([*_sizes(plan, saved), *unusual.values()]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
         *_ARGUMENTS.format_map(_USUAL | {name: row[0] for name, row in unusual.items()}).splitlines(),
@@ -38,12 +40,12 @@ def opening(
 
 
 def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]:
-    """The docstring of the script, with the prediction and the two commands to type."""
-    told = summary(plan)
+    """Return the docstring of the script, with the prediction and the two commands to type."""
+    line = summary(plan)
     return [
         f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}.',
         "",
-        f"{told[:1].upper()}{told[1:]}; the recipe is in recipe.toml.",
+        f"{line[:1].upper()}{line[1:]}; the recipe is in recipe.toml.",
         f"Written by memfit {__version__} for {versions}.",
         "",
         "    pip install -r requirements.txt",
@@ -55,19 +57,19 @@ def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]
     ]
 
 
-def _imports(plan: Plan, others: Sequence[str]) -> list[str]:
-    """The imports; PYTORCH_ALLOC_CONF goes before torch, which reads it once."""
+def _imports(plan: Plan, imports: Sequence[str]) -> list[str]:
+    """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
     lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
     lines += ["from pathlib import Path", ""]
     if not plan.recipe.alloc_conf:
-        return [*lines, *others, ""]
+        return [*lines, *imports, ""]
     why = "before torch is imported, which reads it once"
     setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
-    return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *others, ""]
+    return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *imports, ""]
 
 
 def with_comment(code: str, note: str, indent: str = "") -> list[str]:
-    """One line of code with its comment behind it, or above it when the line would be too long."""
+    """Return a line of code with its comment behind it, or above it when the line would be too long."""
     line = indent + code
     if not note:
         return [line]
@@ -76,19 +78,19 @@ def with_comment(code: str, note: str, indent: str = "") -> list[str]:
 
 
 def _constants(settings: Iterable[Setting]) -> list[str]:
-    """NAME = value  # comment."""
+    """Return lines of NAME = value  # comment."""
     return [line for name, value, note in settings for line in with_comment(f"{name} = {value}", note)]
 
 
 def call(opening: str, settings: Iterable[Setting], closing: str = ")", indent: str = "    ") -> list[str]:
-    """A call with one keyword argument per line."""
+    """Return a call with one keyword argument per line."""
     inner = indent + "    "
     body = [line for name, value, note in settings for line in with_comment(f"{name}={value},", note, inner)]
     return [indent + opening, *body, indent + closing]
 
 
 def assign(name: str, function: str, settings: dict[str, object], note: str = "") -> list[str]:
-    """NAME = Function(...), on one line where it fits."""
+    """Return NAME = Function(...), on one line where it fits."""
     line = f"{name} = {function}({', '.join(f'{k}={literal(v)}' for k, v in settings.items())})"
     if len(line) <= WIDTH:
         return with_comment(line, note)
@@ -100,8 +102,8 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
     ]
 
 
-def _batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
-    """The constants every script has: model, data, sizes."""
+def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
+    """Return the constants every script has: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
     step = f"{product} = {r.effective_batch} sequences per optimizer step"
@@ -117,31 +119,31 @@ def _batch(plan: Plan, saved: dict[str, str]) -> list[Setting]:
 
 
 def _unusual(training: Training) -> dict[str, Setting]:
-    """Field -> the constant that is its default on the command line, where that is not what scripts usually have."""
+    """Return field -> the constant that is its default on the command line, where the job sets it."""
     notes = {
         "max_steps": "optimizer steps, whatever EPOCHS says",
         "save_steps": "between checkpoints; below 1 a share of all steps",
         "eval_data": "evaluated at every checkpoint",
     }
-    told = {name: getattr(training, name) for name in notes if getattr(training, name) != getattr(AS_USUAL, name)}
-    return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in told.items()}
+    changed = {name: getattr(training, name) for name in notes if getattr(training, name) != getattr(AS_USUAL, name)}
+    return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in changed.items()}
 
 
 def whole(value: object) -> object:
-    """A float that is a whole number as an int: 1 for 1.0, as people write it."""
+    """Return a float that is a whole number as an int: 1 for 1.0, as people write it."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def also(note: str, saved: dict[str, str], field: str) -> str:
-    """A comment with what the field saved behind it."""
+def with_saving(note: str, saved: dict[str, str], field: str) -> str:
+    """Return a comment, followed by what the field saves."""
     return f"{note}; {saved[field]}" if field in saved else note
 
 
 def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[str]:
-    """The constants QUANTIZATION and LORA, where the recipe has them."""
+    """Return the constants QUANTIZATION and LORA, where the recipe has them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
-        settings = names.four_bit(recipe)
+        settings = names.bitsandbytes(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
             settings["bnb_4bit_quant_storage"] = launch.numbers(recipe, kind).weights
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
@@ -154,7 +156,7 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[s
 
 
 def learning_rate(plan: Plan) -> str:
-    """The job's own as source text; without one TRL's advice: 2e-5 for full fine-tuning, ten times that for adapters."""
+    """Return the learning rate as source text: the job's, else TRL's advice, 2e-5 and for adapters ten times that."""
     usual = "2e-5" if plan.recipe.method == "full" else "2e-4"
     return repr(plan.job.training.learning_rate) if plan.job.training.learning_rate else usual
 
@@ -180,35 +182,63 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 '''
 
 
-# settings of TrainingArguments that every script has
+# settings of TrainingArguments that every script has, at its beginning and at its end
 FIRST: tuple[Setting, ...] = (
     ("output_dir", "args.output", ""),
     ("max_steps", "args.max_steps", ""),
     ("num_train_epochs", "args.epochs", ""),
     ("learning_rate", "args.learning_rate", ""),
 )
-EVALUATION: tuple[Setting, ...] = (
+LAST: tuple[Setting, ...] = (
     ("per_device_eval_batch_size", "MICRO_BATCH", ""),
     ("eval_strategy", '"steps" if args.eval_data else "no"', ""),
     ("eval_steps", "args.save_steps", ""),
     ("prediction_loss_only", "True", "evaluation keeps no logits"),
     ("save_steps", "args.save_steps", ""),
+    ("save_total_limit", "2", ""),
+    ("use_cpu", "args.cpu", ""),
 )
 
 
+def batch(recipe: Recipe) -> list[Setting]:
+    """Return micro-batch and accumulation, by the constants of the script."""
+    reduction = launch.reduction(recipe).items()
+    return [
+        (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
+        (names.KEYS["accumulation"].name, "ACCUMULATION", ""),
+        *((key, literal(value), "no whole gradients between micro-batches") for key, value in reduction),
+    ]
+
+
+def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Setting]:
+    """Return what chooses the optimizer; the first setting carries what it saves."""
+    settings = names.optim(recipe, framework).items()
+    return [
+        (key, literal(value), saved.get("optimizer", "") if i == 0 else "") for i, (key, value) in enumerate(settings)
+    ]
+
+
+def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
+    """Return what switches checkpointing on under `name`, where the recipe has it."""
+    if recipe.checkpointing == "none":
+        return []
+    how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
+    return [(name, "True", note), *([(f"{name}_kwargs", literal(how), "")] if how else [])]
+
+
 def compiled(recipe: Recipe) -> list[Setting]:
-    """torch.compile, where the recipe has it."""
-    return [("torch_compile", "True", "")] if recipe.compile else []
+    """Return torch.compile, where the recipe has it."""
+    return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
 
 
 def rejoins(plan: Plan, kind: launch.Backend) -> bool:
-    """Saving takes trained experts apart, and resuming does not join them again (transformers 5.23, its issue 48805)."""
+    """Return whether the script must join experts itself on resuming (transformers 5.23, its issue 48805)."""
     experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
 
 
 def ending(rejoin: bool = False) -> list[str]:
-    """main(), the functions that read the data, and the start. `rejoin`: see `rejoins`."""
+    """Return main(), the functions that read the data, and the call of main(). `rejoin`: see `rejoins`."""
     main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
     return ["", "", *main.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
 
@@ -240,3 +270,55 @@ _REJOIN = """\
     # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
     args.model = checkpoint or args.model
 """
+
+
+# ---- requirements.txt
+
+# the versions whose memory is modelled
+PINS = {
+    "torch": "torch>=2.11",
+    "transformers": "transformers>=5.23,<6",  # activation_checkpointing_kwargs with offload
+    "trl": "trl>=1.15,<2",  # the fused LM head
+    "peft": "peft>=0.18,<1",
+    "accelerate": "accelerate>=1.12,<2",
+    "datasets": "datasets>=4.0",
+    "bitsandbytes": "bitsandbytes>=0.48",
+    "deepspeed": "deepspeed>=0.19",  # bf16_optimizer_states
+    "torchao": "torchao>=0.17",
+    "galore-torch": "galore-torch",
+    "apollo-torch": "apollo-torch",
+    "liger-kernel": "liger-kernel>=0.8",
+    "kernels": "kernels",  # flash attention without a compiler: transformers fetches the built kernel
+}
+
+
+def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
+    """Return the text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
+    return "".join(f"{PINS[name]}\n" for name in packages(recipe, framework, kind))
+
+
+def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:
+    """Return the distributions that a script of `framework` needs and that are not installed."""
+    return tuple(name for name in packages(recipe, framework, launch.backend(recipe)) if not installed(name))
+
+
+def installed(name: str) -> bool:
+    """Return whether a distribution of that name is installed; nothing is imported."""
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def packages(recipe: Recipe, framework: str, kind: launch.Backend) -> list[str]:
+    """Return the distributions that such a script needs."""
+    needed = ["torch", "transformers", "accelerate", "datasets"]
+    needed += ["trl"] if framework == "trl" else []
+    needed += ["peft"] if recipe.method != "full" else []
+    needed += ["bitsandbytes"] if recipe.quantization != "none" else []
+    needed += ["deepspeed"] if kind == "deepspeed" else []
+    needed += ["kernels"] if recipe.attention == "flash" else []
+    needed += ["liger-kernel"] if framework == "transformers" and recipe.loss == "fused" else []
+    package = names.row(recipe).package
+    return needed + ([package] if package in PINS and package not in needed else [])

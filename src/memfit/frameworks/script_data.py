@@ -1,4 +1,4 @@
-"""The part of a generated train.py that reads the data: every layout of `memfit data`, and a chat template where none is."""
+"""The part of a generated train.py that reads the data, in every layout of `memfit data`, and a chat template."""
 
 from __future__ import annotations
 

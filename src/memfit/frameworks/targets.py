@@ -1,4 +1,4 @@
-"""Exports: a plan as files that other tools run. A new target is one module with `export(plan) -> {path: text}`."""
+"""Exports: a plan as files that other tools run: the targets, one row each, and how their files are written to disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.errors import BadInput, Refused, UnknownName
+from memfit.frameworks import axolotl, llamafactory, transformers, trl
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.axolotl import write as axolotl
 from memfit.frameworks.dataset_layout import layout_of
-from memfit.frameworks.llamafactory import templates
-from memfit.frameworks.llamafactory import write as llamafactory
-from memfit.frameworks.transformers import write as transformers
-from memfit.frameworks.trl import write as trl
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
 
@@ -32,14 +28,14 @@ class Target:
     title: str
     export: Callable[[Plan], dict[str, str]]
     command: Callable[[Plan], str]
-    trainer: str = ""  # whose memory a run of it needs: a row of trainers.py; "": the plan's own
+    trainer: str = ""  # the row of trainers.py that a run is accounted as; "": the plan's own
 
 
-SCRIPTS = {"trl": trl.export, "transformers": transformers.export}  # the trainers that memfit writes a train.py for
+SCRIPTS = {"trl": trl.export, "transformers": transformers.export}  # trainers that memfit writes a train.py for
 
 
 def _with_launcher(key: str) -> Target:
-    """The training script of the plan's own trainer, started by accelerate, with ZeRO for "deepspeed"."""
+    """Return a target: the script of the plan's trainer, started by accelerate, with ZeRO for "deepspeed"."""
 
     def export(plan: Plan) -> dict[str, str]:
         return SCRIPTS[script_of(plan.recipe.trainer)](plan, launch.launch_of(plan.recipe, key))
@@ -66,7 +62,7 @@ TARGETS: dict[str, Target] = {
 
 
 def target(key: str) -> Target:
-    """The row of a target. Raises UnknownName."""
+    """Return the row of a target. Raises UnknownName."""
     name = key.strip().lower().replace("-", "")
     if name not in TARGETS:
         raise UnknownName("export target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
@@ -74,9 +70,9 @@ def target(key: str) -> Target:
 
 
 def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> dict[str, str]:
-    """{path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported.
+    """Return {path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported.
 
-    how: what starts a train.py, for the targets of SCRIPTS; None: what the recipe needs on one machine.
+    `how`: what starts a train.py, for the targets of SCRIPTS; None: what the recipe needs on one machine.
     """
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
@@ -84,32 +80,34 @@ def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> di
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """What the user should know about the files: a base model has no chat template of its own."""
+    """Return what the user should know about the files: a base model has no chat template of its own."""
     layout = layout_of(plan.job.dataset)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
-    if not chats or templates.template(plan.job.architecture.name) != "default":
+    if not chats or llamafactory.template(plan.job.architecture.name) != "default":
         return ()
     return ("chats on what looks like a base model: the files set a plain chat template, needed again to talk to it",)
 
 
 def placed(plan: Plan) -> Plan:
-    """The plan with model folder and files of data as absolute paths where they exist: its files are run from anywhere."""
+    """Return the plan with paths that exist made absolute, so that its files run from any folder."""
     model, data = plan.job.architecture.name, plan.job.dataset
     folder = model.removesuffix("config.json") or "."
     if absolute(f"{folder}/config.json"):
         model = absolute(folder) or model
     architecture = replace(plan.job.architecture, name=model)
-    training = replace(plan.job.training, eval_data=_whole(plan.job.training.eval_data))
-    return replace(plan, job=replace(plan.job, architecture=architecture, dataset=_whole(data), training=training))
+    training = replace(plan.job.training, eval_data=_absolute_data(plan.job.training.eval_data))
+    return replace(
+        plan, job=replace(plan.job, architecture=architecture, dataset=_absolute_data(data), training=training)
+    )
 
 
-def _whole(data: str) -> str:
-    """A file by its absolute path; what is no file here may be a dataset on the Hub."""
+def _absolute_data(data: str) -> str:
+    """Return the absolute path of a file; another name may be a dataset on the Hub and stays as it is."""
     return (data and absolute(data)) or data
 
 
 def absolute(path: str) -> str | None:
-    """The absolute path of something that exists."""
+    """Return the absolute path of something that exists, None for anything else."""
     try:
         found = Path(path).expanduser()
         return str(found.resolve()) if found.exists() else None
@@ -118,17 +116,17 @@ def absolute(path: str) -> str | None:
 
 
 def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
-    """The plan's chosen recipe with what is needed to trace or train it again."""
+    """Return the plan's recipe with what is needed to trace or train it again."""
     job = plan.job
     return recipe_file.RecipeFile(
-        model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu), data=job.dataset,
-        effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
+        model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
+        data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
         training=job.training,
     )  # fmt: skip
 
 
 def check_free(folder: Path, files: Iterable[str], force: bool) -> None:
-    """Raises Refused where one of the files exists and `force` is not set."""
+    """Raise Refused where one of the files exists and `force` is not set."""
     taken = [name for name in files if os.path.lexists(folder / name)]
     if taken and not force:
         raise Refused(
@@ -168,7 +166,7 @@ def _replace(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; others may want to read a recipe
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; other users may read a recipe
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

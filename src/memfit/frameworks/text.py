@@ -1,24 +1,29 @@
-"""Text shared by the exports: literals, comments, YAML with comments, and the line that sums up a plan."""
+"""Text of exported files: literals, comments, YAML, the line that sums up a plan, and what each choice saves."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from memfit._package import __version__
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import closed_form
+from memfit.errors import MemfitError
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.units import human
+from memfit.tables import combinations
+from memfit.tables.optimizers import optimizer
+from memfit.units import MIB, human
 
 WIDTH = 120
 
 
 def literal(value: object) -> str:
-    """A Python literal with double quotes; safe for any text."""
+    """Return a Python literal with double quotes; safe for any text."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
@@ -29,25 +34,25 @@ def literal(value: object) -> str:
 
 
 def comment(value: str) -> str:
-    """Text that may stand in a comment or docstring: one line, no quotes or backslashes that could end it."""
+    """Return text for a comment or docstring: one line, no quotes or backslashes that could end it."""
     return one_line(value).replace("\\", "/").replace('"', "'").strip()
 
 
 def one_line(value: str) -> str:
-    """Text that may stand behind a # and be typed as it is: quotes are kept."""
+    """Return one line of text that can be copied from a # comment and typed as it is: quotes are kept."""
     return "".join(c if c.isprintable() else " " for c in value)
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML as people write it: nothing refers to something above, and text of several lines is a block of them."""
+    """YAML as people write it: no anchors and aliases, and text of several lines as a block."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Say everything where it belongs."""
+        """Write a value again wherever it occurs."""
         return True
 
 
 def _style(text: str) -> str | None:
-    """A block where it says the same text at any place of a file; else quotes with escapes."""
+    """Return the style of a text of several lines: a block where that keeps it as it is, else quotes with escapes."""
     if "\n" not in text:
         return None
     return '"' if text[0].isspace() or text.endswith("\n\n") else "|"
@@ -59,7 +64,7 @@ _Plain.add_representer(
 
 
 def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = None, head: Sequence[str] = ()) -> str:
-    """YAML of a flat or nested mapping in its own order; `notes` puts a comment behind a top-level key."""
+    """Return a mapping as YAML in its own order; `notes` puts a comment behind a top-level key."""
     lines = list(head)
     for key, value in settings.items():
         plain = repr(value).isprintable() and "\\" not in repr(value)  # else escapes, which survive every reader
@@ -71,7 +76,7 @@ def yaml_text(settings: Mapping[str, Any], notes: Mapping[str, str] | None = Non
 
 
 def summary(plan: Plan) -> str:
-    """'qlora, 14.1 GiB of the 23.2 GiB usable on RTX 4090', for the first line of a file."""
+    """Return 'QLoRA r16, 14.1 GiB of the 23.2 GiB usable on RTX 4090', for the first line of a file."""
     card = (
         comment(plan.job.gpu.name)
         if plan.recipe.num_gpus == 1
@@ -83,16 +88,74 @@ def summary(plan: Plan) -> str:
 
 
 def title(recipe: Recipe) -> str:
-    """'QLoRA r16', 'LoRA r8' or 'full fine-tuning'."""
+    """Return 'QLoRA r16', 'LoRA r8' or 'full fine-tuning'."""
     words = {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}
     return words[recipe.method]
 
 
 def with_environment(recipe: Recipe, line: str) -> str:
-    """The command with PYTORCH_ALLOC_CONF in front where the recipe sets it."""
+    """Return the command with PYTORCH_ALLOC_CONF in front where the recipe sets it."""
     return f"PYTORCH_ALLOC_CONF={shlex.quote(comment(recipe.alloc_conf))} {line}" if recipe.alloc_conf else line
 
 
 def stamp(target: str) -> str:
-    """Who wrote the file, and for which versions of the framework."""
+    """Return a line that names memfit's version and the framework's."""
     return f"written by memfit {__version__} for {target}"
+
+
+Change = Callable[[Recipe], Recipe]
+
+# recipe field -> (the recipe without that choice, what it is compared with)
+_WITHOUT: dict[str, tuple[Change, str]] = {
+    "method": (lambda r: r.but(method="full", quantization="none"), "training every weight"),
+    "quantization": (lambda r: r.but(method="lora", quantization="none"), "a 16-bit base"),
+    "precision": (lambda r: r.but(precision="fp32"), "fp32"),
+    "checkpointing": (lambda r: r.but(checkpointing="none"), "keeping all activations"),
+    "optimizer": (lambda r: r.but(optimizer="adamw"), optimizer("adamw").title),
+    "loss": (lambda r: r.but(loss="full"), "whole logits"),
+    "attention": (lambda r: r.but(attention="eager"), "eager attention"),
+    "micro_batch": (
+        lambda r: r.but(micro_batch=r.micro_batch * r.accumulation, accumulation=1), "the whole batch at once"
+    ),
+    "offload": (lambda r: r.but(offload="none"), "no offloading"),
+    "shard": (lambda r: r.but(shard="none"), "no sharding"),
+}  # fmt: skip
+
+
+def savings(plan: Plan) -> dict[str, str]:
+    """Return recipe field -> "saves 13.4 GiB against keeping all activations", for choices that save at least 1 MiB.
+
+    A saving is the peak of tensor bytes without the choice, everything else kept, minus the peak with it. A choice that
+    cannot be undone alone has none.
+    """
+    chosen = _peak(plan, plan.recipe)
+    found = {}
+    for field, (change, against) in _WITHOUT.items():
+        without = change(plan.recipe)
+        if chosen is None or without == plan.recipe or _impossible(plan, without):
+            continue
+        peak = _peak(plan, without)
+        if peak is not None and peak - chosen >= MIB:
+            found[field] = f"saves {human(peak - chosen)} against {against}"
+    return found
+
+
+def savings_at(plan: Plan, places: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return key of a file -> what its choice saves. `places`: (recipe field, key); the first field at a key has it."""
+    saved, found = savings(plan), dict[str, str]()
+    for field, key in places:
+        if field in saved:
+            found.setdefault(key, saved[field])
+    return found
+
+
+def _impossible(plan: Plan, recipe: Recipe) -> bool:
+    return combinations.refusal(recipe, plan.job.architecture, plan.job.gpu) is not None
+
+
+def _peak(plan: Plan, recipe: Recipe) -> int | None:
+    """Return the peak in bytes of tensors; None for a model whose training memory is not modelled."""
+    try:
+        return closed_form(Account(plan.job.architecture, recipe, plan.job.gpu)).requested
+    except MemfitError:
+        return None

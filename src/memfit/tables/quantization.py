@@ -1,4 +1,4 @@
-"""The quantisation table: payload, block scales and extra tensors of a quantised weight, in exact bytes.
+"""The quantisation table: payload, block scales and extra tensors of a weight in exact bytes, and bitsandbytes' names.
 
 Source: bitsandbytes 0.49 (functional.py, nn/modules.py), measured on its CUDA build.
 """
@@ -23,13 +23,19 @@ class Quantization:
     per_tensor: int = 0  # bytes of tables kept with every tensor
     per_row: int = 0  # bytes per output row
     zero_bits: int = 0  # bits of a zero point per block
+    kind: str = ""  # `bnb_4bit_quant_type`
+
+    @property
+    def double(self) -> bool:
+        """The scales are quantised too (`bnb_4bit_use_double_quant`)."""
+        return bool(self.second_block)
 
     def payload(self, numel: int) -> int:
-        """Bytes of the packed elements alone, the number articles quote."""
+        """Return the bytes of the packed elements alone, the number articles quote."""
         return -(-numel * self.bits // 8)
 
     def scales(self, numel: int, rows: int) -> int:
-        """Bytes of everything that makes the payload readable: block scales, tables, row scales."""
+        """Return the bytes of what decodes the payload: block scales, tables, row scales."""
         total = self.per_tensor + self.per_row * rows
         if self.block:
             blocks = -(-numel // self.block)
@@ -39,7 +45,7 @@ class Quantization:
         return total
 
     def tensors(self, numel: int, rows: int) -> tuple[int, ...]:
-        """Bytes of each tensor a quantised weight is stored in."""
+        """Return the bytes of each tensor a quantised weight is stored in."""
         blocks = -(-numel // self.block) if self.block else 0
         parts = [self.payload(numel), blocks * self.scale_bytes, self.per_tensor, self.per_row * rows]
         parts.append(blocks * self.zero_bits // 8)
@@ -48,22 +54,22 @@ class Quantization:
         return tuple(p for p in parts if p)
 
     def bytes(self, numel: int, rows: int) -> int:
-        """Bytes on the card."""
+        """Return the bytes on the card."""
         return self.payload(numel) + self.scales(numel, rows)
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
     row.key: row
     for row in (
-        Quantization(key="nf4", title="4-bit NormalFloat", bits=4, block=64, per_tensor=64),
-        Quantization(key="nf4-double", title="4-bit NormalFloat, scales quantised too", bits=4, block=64, scale_bytes=1,
-                     second_block=256, per_tensor=64 + 1024 + 4),
-        Quantization(key="fp4", title="4-bit float", bits=4, block=64, per_tensor=64),
+        Quantization(key="nf4", title="4-bit NormalFloat", kind="nf4", bits=4, block=64, per_tensor=64),
+        Quantization(key="nf4-double", title="4-bit NormalFloat, scales quantised too", kind="nf4", bits=4, block=64,
+                     scale_bytes=1, second_block=256, per_tensor=64 + 1024 + 4),
+        Quantization(key="fp4", title="4-bit float", kind="fp4", bits=4, block=64, per_tensor=64),
         Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
     )
 }  # fmt: skip
 
-# What a checkpoint can arrive in: frozen bases that are not chosen but downloaded. Source: auto-gptq 0.5.1, group 128
+# formats of downloaded checkpoints, which no flag chooses. Source: auto-gptq 0.5.1, group 128
 CHECKPOINTS: dict[str, Quantization] = {
     row.key: row
     for row in (
@@ -73,8 +79,14 @@ CHECKPOINTS: dict[str, Quantization] = {
 }
 
 
+def four_bit(kind: str, double: bool) -> Quantization | None:
+    """Return the row of a 4-bit type by its name in bitsandbytes, with quantised scales where there is such a row."""
+    rows = [row for row in QUANTIZATIONS.values() if row.kind == kind]
+    return next((row for row in rows if row.double == double), rows[0] if rows else None)
+
+
 def quantization(key: str) -> Quantization:
-    """Return the row of a quantisation."""
+    """Return the row of a quantisation. Raises UnknownName."""
     if key not in QUANTIZATIONS:
         raise UnknownName("quantization", key, QUANTIZATIONS)
     return QUANTIZATIONS[key]

@@ -1,1 +1,1 @@
-"""Runs: a plan trained for real, in steps that survive running out of memory. Nothing is imported before it is needed."""
+"""Runs: a plan is trained for real, and a run survives running out of memory. Heavy libraries are imported late."""

@@ -1,4 +1,4 @@
-"""One attempt: the exported train.py is loaded and its trainer run, until it is done, is stopped, or memory runs out."""
+"""One attempt: load the exported train.py and run its trainer until it is done, is stopped, or runs out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,45 +24,42 @@ import torch
 from memfit.errors import BadInput
 from memfit.frameworks.process_layout import backend
 from memfit.train.folder import SAMPLES_FILE, Checkpoint, Run
-from memfit.train.gloo import sharding
-from memfit.train.memory_limit import CountingMeter, Meter, metered
+from memfit.train.memory_limit import CountingMeter, MemoryMeter, metered
 from memfit.train.oom_recovery import eval_batch
 from memfit.train.outcome import Outcome, Settings, Shortage
-from memfit.train.run_callback import Ended, Keeper, Stopped, Tell
-from memfit.train.sample_counts import Ledger, counted
-from memfit.train.saved_weights import mend_loading
-from memfit.train.watching import closed, watcher
+from memfit.train.run_callback import Ended, RunCallback, Stopped, Tell, closed, watcher
+from memfit.train.sample_counts import SampleLedger, counted
 from memfit.units import parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
 WARNED = 600  # characters of a library's warning that are shown
 LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
-BETWEEN_STEPS = ("forward and backward", "eval")  # stages in which weights and states are those of a whole step
-STATES = ("optimizer.pt", "optimizer.bin")  # a checkpoint's files of nothing else; the second is FSDP's
+BETWEEN_STEPS = ("forward and backward", "eval")  # stages that change neither weights nor states
+STATES = ("optimizer.pt", "optimizer.bin")  # files of a checkpoint with optimizer states only; the second is FSDP's
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes))")
 _HELD = re.compile(r"Of the allocated memory ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes)) is allocated")
 
 
 def attempt(
-    run: Run, tell: Tell, keep: Callable[[Keeper], None] = lambda keeper: None,
+    run: Run, tell: Tell, keep: Callable[[RunCallback], None] = lambda callback: None,
     before: Callable[[CountingMeter, int], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train from the last good checkpoint on. `keep` is handed the Keeper (to stop it), `before` sees every allocation.
+    """Train from the last whole checkpoint on. Out of memory is an Outcome; other errors of the trainer are raised.
 
-    Out of memory is an Outcome; other errors of the trainer are raised as they are.
+    `keep` receives the RunCallback, by which the attempt can be stopped. `before` is called before every allocation.
     """
     settings, started = run.settings, time.monotonic()
-    with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run), Heard(tell):
-        ledger = Ledger(rank_file(run.path / SAMPLES_FILE))
-        keeper = Keeper(meter, ledger, tell, run.plan.recipe.optimizer, settings)
-        keeper.watcher = watcher(run, tell)
-        keep(keeper)
+    with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run), TrlWarnings(tell):
+        ledger = SampleLedger(rank_file(run.path / SAMPLES_FILE))
+        callback = RunCallback(meter, ledger, tell, run.plan.recipe.optimizer, settings)
+        callback.watcher = watcher(run, tell)
+        keep(callback)
         try:
-            outcome = _attempt(run, settings, keeper, meter)
+            outcome = _attempt(run, settings, callback, meter)
         finally:
-            peaks = closed(keeper.watcher)
+            peaks = closed(callback.watcher)
         outcome = replace(
             outcome, peaks={k: v.allocated for k, v in peaks.items()} or dict(meter.peaks),
             reserved=max((v.reserved for v in peaks.values()), default=0), seconds=time.monotonic() - started,
@@ -74,17 +71,17 @@ def attempt(
     return outcome
 
 
-class Heard(logging.Handler):
-    """What TRL warns of, each once: it speaks of the data and of what is learned from them."""
+class TrlWarnings(logging.Handler):
+    """Reports each of TRL's warnings once: they are about the data and about what is learned."""
 
     def __init__(self, tell: Tell) -> None:
         super().__init__(logging.WARNING)
-        self.tell, self.said = tell, set[str]()
+        self.tell, self.seen = tell, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.seen:
+            self.seen.add(text)
             self.tell({"event": "warning", "text": text[:WARNED]})
 
     def __enter__(self) -> None:
@@ -94,36 +91,36 @@ class Heard(logging.Handler):
         logging.getLogger("trl").removeHandler(self)
 
 
-def _attempt(run: Run, settings: Settings, keeper: Keeper, meter: Meter) -> Outcome:
+def _attempt(run: Run, settings: Settings, callback: RunCallback, meter: MemoryMeter) -> Outcome:
     trainer = None
     try:
-        keeper.reading = os.environ.get("WORLD_SIZE", "1") == "1"
+        callback.reading = os.environ.get("WORLD_SIZE", "1") == "1"
         trainer = load(run, settings)
-        keeper.reading = False
+        callback.reading = False
         if run.last_good() is None and not run.falls:
-            _tell_cut(trainer, run, tell=keeper.tell)
-        keeper.attach(trainer)
-        return _trained(run, trainer, keeper)
+            _report_cut(trainer, run, tell=callback.tell)
+        callback.attach(trainer)
+        return _trained(run, trainer, callback)
     except Stopped:
-        keeper.reading = False
-        return _result("stopped", keeper, None, run)
+        callback.reading = False
+        return _result("stopped", callback, None, run)
     except Exception as error:
         if not exhausted(error):
             raise
-        shortage = _shortage(error, keeper, meter, trainer, run)
+        shortage = _shortage(error, callback, meter, trainer, run)
         forget(error)
         if trainer is not None:
-            _save_what_is_good(run, trainer, keeper)
-        return _result("oom", keeper, trainer, run, shortage=shortage)
+            _save_what_is_good(run, trainer, callback)
+        return _result("oom", callback, trainer, run, shortage=shortage)
 
 
-def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
-    """How many samples are as long as the sequence may be: the plan may have known their tokens by an estimate only.
+def _report_cut(trainer: Any, run: Run, tell: Tell) -> None:
+    """Report how many samples are cut or left out: the plan may have only estimated their tokens.
 
-    Raises BadInput where TRL has left out all of them: those of whose completion nothing is left.
+    TRL leaves out a sample with nothing of its completion within the sequence length. Raises BadInput if none is left.
     """
     recipe, rows = run.plan.recipe, trainer.train_dataset
-    if recipe.padding == "packing":  # its rows are made of several
+    if recipe.padding == "packing":  # its rows hold several samples
         return
     left = trainer.rows_read - len(rows)
     if left and not len(rows):
@@ -134,23 +131,23 @@ def _tell_cut(trainer: Any, run: Run, tell: Tell) -> None:
     if not trainer.is_world_process_zero():
         return
     if left > 0:
-        tell({"event": "cut", "text": f"{left:,} of {trainer.rows_read:,} samples have nothing of their completion within "
-              f"{recipe.sequence_length:,} tokens, and are left out: --sequence-length"})  # fmt: skip
+        tell({"event": "cut", "text": f"{left:,} of {trainer.rows_read:,} samples have nothing of their completion "
+              f"within {recipe.sequence_length:,} tokens, and are left out: --sequence-length"})  # fmt: skip
     if "input_ids" not in (rows.column_names or ()):
         return
     full = sum(len(tokens) >= recipe.sequence_length for tokens in rows["input_ids"])
     if full:
-        tell({"event": "cut", "text": f"{full:,} of {len(rows):,} samples have {recipe.sequence_length:,} tokens or had more, "
-              "and are cut there: --sequence-length"})  # fmt: skip
+        tell({"event": "cut", "text": f"{full:,} of {len(rows):,} samples have {recipe.sequence_length:,} tokens or "
+              "had more, and are cut there: --sequence-length"})  # fmt: skip
 
 
 def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:
-    """What the recipe's backend needs to run on a CPU as it does on cards."""
-    return sharding() if run.settings.cpu and backend(run.plan.recipe) == "fsdp" else contextlib.nullcontext()
+    """Return what the recipe's backend needs to run on a CPU as it does on GPUs."""
+    return _fsdp_on_cpu() if run.settings.cpu and backend(run.plan.recipe) == "fsdp" else contextlib.nullcontext()
 
 
 def load(run: Run, settings: Settings) -> Any:
-    """The trainer that train.py builds, told nothing but where it writes and what it runs on."""
+    """Return the trainer that train.py builds; only its output folder and its device are set."""
     script: Any = _module(run.path / "train.py")
     words = ["--output", str(run.output), *(["--cpu"] if settings.cpu else [])]
     read = script.load
@@ -163,7 +160,7 @@ def load(run: Run, settings: Settings) -> Any:
 
     script.load = noted
     trainer = script.build(script.arguments(words))
-    trainer.rows_read = rows[0]  # of the training data, which is read first: TRL may leave some out
+    trainer.rows_read = rows[0]  # rows of the training data, which is read first: TRL may leave some out
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
     trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)
@@ -172,7 +169,7 @@ def load(run: Run, settings: Settings) -> Any:
 
 
 def _module(path: Path) -> ModuleType:
-    """train.py imported under a name of its own, as libraries that pickle its functions expect."""
+    """Import train.py under its own name in sys.modules, which libraries that pickle its functions need."""
     name = f"memfit_run_{abs(hash(str(path)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -182,41 +179,41 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _trained(run: Run, trainer: Any, keeper: Keeper) -> Outcome:
+def _trained(run: Run, trainer: Any, callback: RunCallback) -> Outcome:
     """Train, evaluate at the end, save."""
-    with trainer.args.main_process_first(local=False):  # one clears away, the others look afterwards
-        last = _resumable(run, keeper)
-    keeper.resumed = last
-    with counted(trainer, keeper.ledger), _quiet_progress(trainer):
+    with trainer.args.main_process_first(local=False):  # one process clears away, the others look afterwards
+        last = _resumable(run, callback)
+    callback.resumed = last
+    with counted(trainer, callback.ledger), _quiet_progress(trainer):
         if last:
-            keeper.enter("resume")
+            callback.enter("resume")
         with contextlib.suppress(Ended):
             trainer.train(resume_from_checkpoint=str(last.path) if last else None)
         if trainer.state.global_step < trainer.state.max_steps:
-            return _result("stopped", keeper, trainer, run)
+            return _result("stopped", callback, trainer, run)
         if trainer.eval_dataset is not None and not _evaluated(trainer):
             trainer.evaluate()
-        if keeper.due:  # a stop was asked for in the midst of it
-            return _result("stopped", keeper, trainer, run)
+        if callback.due:  # a stop was requested during the evaluation
+            return _result("stopped", callback, trainer, run)
         trainer.save_model()
-    return _result("done", keeper, trainer, run, saved=(str(run.output),))
+    return _result("done", callback, trainer, run, saved=(str(run.output),))
 
 
 def _evaluated(trainer: Any) -> bool:
-    """The weights as they are now were evaluated, in this attempt or in one before."""
+    """Return whether the present weights were evaluated, in this attempt or an earlier one."""
     return any("eval_loss" in log and log["step"] == trainer.state.global_step for log in trainer.state.log_history)
 
 
 def _logged(trainer: Any, name: str) -> list[float]:
-    """All values of a loss so far, those of the attempts before included."""
+    """Return all values of a loss so far, earlier attempts included."""
     return [float(log[name]) for log in trainer.state.log_history if name in log] if trainer is not None else []
 
 
-def _resumable(run: Run, keeper: Keeper) -> Checkpoint | None:
-    """The last good checkpoint, the others cleared away; states of another optimizer are put aside."""
+def _resumable(run: Run, callback: RunCallback) -> Checkpoint | None:
+    """Return the last whole checkpoint. Broken ones are removed; states of another optimizer are renamed."""
     run.drop_broken()
     last = run.last_good()
-    if last and last.optimizer != keeper.optimizer_name:
+    if last and last.optimizer != callback.optimizer_name:
         for states in (last.path / name for name in STATES):
             if states.exists():
                 states.replace(states.with_stem(f"{states.stem}.{last.optimizer}"))
@@ -225,7 +222,7 @@ def _resumable(run: Run, keeper: Keeper) -> Checkpoint | None:
 
 @contextlib.contextmanager
 def _quiet_progress(trainer: Any) -> Any:
-    """No bars and dictionaries of the libraries' own on stdout."""
+    """Keep the libraries' progress bars and printed dictionaries off stdout."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     for kind in (PrinterCallback, ProgressCallback):
@@ -234,7 +231,7 @@ def _quiet_progress(trainer: Any) -> Any:
 
 
 def exhausted(error: BaseException | None) -> bool:
-    """The error, or one that it was raised from, says that memory ran out."""
+    """Return whether the error, or one that it was raised from, is an out-of-memory error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and any(word in str(error) for word in EXHAUSTED)
@@ -245,7 +242,7 @@ def exhausted(error: BaseException | None) -> bool:
 
 
 def forget(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: activations above all."""
+    """Release what the frames of an error hold, above all activations."""
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
@@ -254,16 +251,17 @@ def forget(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _shortage(error: Exception, keeper: Keeper, meter: Meter, trainer: Any, run: Run) -> Shortage:
+def _shortage(error: Exception, callback: RunCallback, meter: MemoryMeter, trainer: Any, run: Run) -> Shortage:
     text = str(error)
-    held = _size(_HELD, text) or meter.held  # by now some of it was let go
+    held = _size(_HELD, text) or meter.held  # some of it was freed since
     frames = traceback.extract_tb(error.__traceback__)
     innermost = next(
         (f for f in reversed(frames) if "/torch/" not in f.filename and "/memfit/" not in f.filename), None
     )
     return Shortage(
-        stage=keeper.stage, step=trainer.state.global_step if trainer is not None else 0, text=text,
-        asked=_size(_ASKED, text), held=held, began=keeper.held, limit=meter.limit, trace="".join(traceback.format_exception(error))[-TRACE:],
+        stage=callback.stage, step=trainer.state.global_step if trainer is not None else 0, text=text,
+        asked=_size(_ASKED, text), held=held, began=callback.held, limit=meter.limit,
+        trace="".join(traceback.format_exception(error))[-TRACE:],
         frame=f"{innermost.filename}:{innermost.lineno}" if innermost else "", snapshot=_snapshot(run),
     )  # fmt: skip
 
@@ -274,54 +272,55 @@ def _size(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _snapshot(run: Run) -> str:
-    """The allocator's own record, where there is an allocator."""
+    """Write the CUDA allocator's snapshot and return its path; "" without CUDA."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return ""
     folder = run.path / "falls"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{len(run.falls) + 1}.pickle"
-    with contextlib.suppress(Exception):  # the record of a failure must not become one
+    with contextlib.suppress(Exception):  # recording a failure must not cause another
         torch.cuda.memory._dump_snapshot(str(path))
         return str(path)
     return ""
 
 
-def _save_what_is_good(run: Run, trainer: Any, keeper: Keeper) -> None:
-    """Weights and states of the last whole step, where the failure did not touch them and one process has all of them.
+def _save_what_is_good(run: Run, trainer: Any, callback: RunCallback) -> None:
+    """Save weights and states of the last whole step, where the failure did not change them and one process holds all.
 
-    DeepSpeed takes its step within backward, so nobody knows whether it had begun.
+    DeepSpeed takes its step within backward, so whether it had begun is not known.
     """
     step, last = trainer.state.global_step, run.last_good()
-    keeper.ledger.drop()
-    untouched = keeper.stage in BETWEEN_STEPS and not trainer.is_deepspeed_enabled
+    callback.ledger.drop()
+    untouched = callback.stage in BETWEEN_STEPS and not trainer.is_deepspeed_enabled
     if not untouched or trainer.args.world_size > 1 or step <= (last.step if last else 0):
         return
-    failed_in = keeper.stage
-    keeper.rewind_randomness()
+    failed_in = callback.stage
+    callback.rewind_randomness()
     trainer.model.zero_grad(set_to_none=True)
     gc.collect()
     try:
         trainer._save_checkpoint(trainer.model, None)
-        keeper.complete(run.output / f"checkpoint-{step}", step)
+        callback.complete(run.output / f"checkpoint-{step}", step)
     except Exception as error:  # the older checkpoint stands
         if not exhausted(error) and not isinstance(error, OSError):
             raise
         forget(error)
-    keeper.stage = failed_in
+    callback.stage = failed_in
 
 
-def _result(status: Any, keeper: Keeper, trainer: Any, run: Run, **more: Any) -> Outcome:
+def _result(status: Any, callback: RunCallback, trainer: Any, run: Run, **more: Any) -> Outcome:
     last = run.last_good()
     losses, evaluated = _logged(trainer, "loss"), _logged(trainer, "eval_loss")
     return Outcome(
-        status=status, step=last.step if last else 0, steps=max(trainer.state.max_steps, 0) if trainer is not None else 0,
-        samples=last.samples if last else 0, loss=losses[-1] if losses else None,
+        status=status, step=last.step if last else 0,
+        steps=max(trainer.state.max_steps, 0) if trainer is not None else 0, samples=last.samples if last else 0,
+        loss=losses[-1] if losses else None,
         first_loss=losses[0] if losses else None, eval_loss=evaluated[-1] if evaluated else None, **more,
     )  # fmt: skip
 
 
 def rank_file(path: Path) -> Path:
-    """samples.jsonl; of the other processes of a run samples.1.jsonl and so on."""
+    """Return samples.jsonl for the first process, samples.1.jsonl and so on for the others."""
     rank = os.environ.get("RANK", "0")
     return path if rank == "0" else path.with_suffix(f".{rank}{path.suffix}")
 
@@ -332,3 +331,80 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+# ---- what the libraries do otherwise
+
+
+@contextlib.contextmanager
+def _fsdp_on_cpu() -> Iterator[None]:
+    """Make accelerate use FSDP on a CPU too during the block.
+
+    AcceleratorState (accelerate 1.15, state.py) turns to FSDP only for eight distributed types, and MULTI_CPU is not
+    one of them. The type alone is changed, after the process group over gloo was made: wrapping, sharding, gathering,
+    saving and loading check for the type FSDP and use the device as it is.
+    """
+    from accelerate.state import DistributedType, PartialState
+
+    made = PartialState.__init__
+
+    def init(state: Any, *args: Any, **named: Any) -> None:
+        made(state, *args, **named)
+        if state.distributed_type is DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+    try:
+        yield
+    finally:
+        PartialState.__init__ = made
+
+
+def mend_loading(trainer: Any) -> None:
+    """Make `trainer` resume with all the weights that it saved, or raise with the names of those missing.
+
+    transformers 5.23 reads a full checkpoint by the model's names, but `save_pretrained` writes experts under others:
+    experts and routers would stay those of the base (its issue 48805). PEFT reads 16-bit adapters as float32.
+    """
+    trainer._load_from_checkpoint = _mended(trainer, trainer._load_from_checkpoint)
+
+
+def _mended(trainer: Any, load: Callable[..., None]) -> Callable[..., None]:
+    def loaded(checkpoint: str, model: Any = None) -> None:
+        target = trainer.model if model is None else model
+        formats = {name: weight.dtype for name, weight in target.named_parameters()}
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        saved = set() if sharded else _saved(Path(checkpoint))
+        if saved and not {name for name, _ in target.named_parameters()} <= saved:
+            _read_as_saved(target, checkpoint)
+        else:
+            load(checkpoint, model)
+        for name, weight in target.named_parameters():
+            if weight.dtype != formats.get(name, weight.dtype):
+                weight.data = weight.data.to(formats[name])
+
+    return loaded
+
+
+def _saved(checkpoint: Path) -> set[str]:
+    """Return the names of a full model's weights, in one file or several; none where there are only adapters."""
+    from safetensors import safe_open
+
+    names = set[str]()
+    for path in checkpoint.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def _read_as_saved(model: Any, checkpoint: str) -> None:
+    """Load by from_pretrained, which undoes what save_pretrained does. Raises BadInput if weights are still missing."""
+    saved, loading = type(model).from_pretrained(checkpoint, dtype="auto", device_map=None, output_loading_info=True)
+    result = model.load_state_dict(saved.state_dict(), strict=False)
+    missing = sorted({*loading["missing_keys"], *result.missing_keys, *result.unexpected_keys})
+    if missing:
+        shown = ", ".join(missing[:3])
+        raise BadInput(
+            f"{checkpoint} does not hold the weights of this model ({len(missing)} differ: {shown})",
+            hint="start the run again with --force",
+        )

@@ -18,13 +18,13 @@ from typing import IO
 
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.accelerate.environment import environment
+from memfit.frameworks.accelerate import environment
 from memfit.nouns.job import Recipe
 from memfit.train.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
 from memfit.train.outcome import EVENT, WARNING, Event, Outcome
 
-# threads of OpenMP spin between operators unless told: on shared cores small models then train eight times as long.
-# DeepSpeed takes a card where it finds one
+# by default OpenMP's threads spin between operators: on shared cores small models then train eight times as long.
+# DeepSpeed uses a GPU where it finds one
 ON_CPU = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
 KILLED = " (signal 9: the host may have run out of memory)"
 _SIGKILL = re.compile(rb"exitcode\s*: -9\b")
@@ -33,32 +33,36 @@ _SIGKILL = re.compile(rb"exitcode\s*: -9\b")
 def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     """Run one attempt in a process of its own; its other output goes to log.txt.
 
-    Ctrl-C and SIGTERM are handed on once, whoever else got them, and the step is finished and saved. A second Ctrl-C ends
-    the attempt at once and is raised as KeyboardInterrupt.
+    Ctrl-C and SIGTERM are passed on once, and the step is finished and saved. A second Ctrl-C ends the attempt at once
+    and is raised as KeyboardInterrupt.
     """
     recipe, kind, before = run.plan.recipe, run.plan.job.architecture.model_type, None
-    with contextlib.suppress(BadInput):  # one that cannot be read says nothing
+    with contextlib.suppress(BadInput):  # an outcome that cannot be read counts as none
         before = run.outcome
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         began = os.fstat(log.fileno()).st_size
         child = subprocess.Popen(
             command(run, recipe), stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
-            env={**(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path)}, start_new_session=True,
-            close_fds=False,  # it holds the run's lock, too
+            env={
+                **(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path),
+            },
+            start_new_session=True, close_fds=False,  # it holds the run's lock, too
         )  # fmt: skip
         assert child.stdout is not None
-        with _stopping(child, tell) as asked:
+        with _stopping(child, tell) as signals:
             _listen(child, child.stdout, log, tell)
-    outcome = run.outcome or _without_word(child.returncode, bool(asked), run)
+    outcome = run.outcome or _without_outcome(child.returncode, bool(signals), run)
     if outcome.status == "failed" and _one_was_killed(run.path / LOG_FILE, began):
         outcome = replace(outcome, error=f"one of the training processes was killed{KILLED}, and the others lost it")
     outcome = with_earlier(outcome, before)
-    return replace(outcome, status="stopped") if asked and outcome.status == "oom" else outcome  # no other attempt now
+    return (
+        replace(outcome, status="stopped") if signals and outcome.status == "oom" else outcome
+    )  # a stopped run makes no other attempt
 
 
 def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
-    """The same with the peaks of the attempts before it, which it continues. Not of one that memory ran out in: there the rung changed."""
+    """Return the outcome with the peaks of the earlier attempts that it continues: those under the same recipe."""
     if before is None or before.status == "oom":
         return outcome
     peaks = {name: max(size, before.peaks.get(name, 0)) for name, size in (before.peaks | outcome.peaks).items()}
@@ -67,7 +71,7 @@ def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
 
 
 def command(run: Run, recipe: Recipe) -> list[str]:
-    """The line that starts an attempt."""
+    """Return the command that starts an attempt."""
     worker = ["-m", "memfit.train.worker", str(run.path)]
     if launch.backend(recipe) == "plain":
         return [sys.executable, *worker]
@@ -76,37 +80,37 @@ def command(run: Run, recipe: Recipe) -> list[str]:
 
 
 def quiet() -> dict[str, str]:
-    """Libraries that speak of themselves are asked not to."""
+    """Return the variables that keep libraries from printing messages of their own."""
     return {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
 def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> Iterator[list[int]]:
-    """Signals of this process ask the child to stop; yields those that came."""
-    asked: list[int] = []
+    """Pass this process's signals on to the child during the block; yield those that came."""
+    signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if asked and number == signal.SIGINT:
+        if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not asked:
+        if not signals:
             child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(RuntimeError):  # it came in the middle of another line
+            with contextlib.suppress(RuntimeError):  # the signal interrupted another print
                 tell({"event": "stopping", "signal": number})
-        asked.append(number)
+        signals.append(number)
 
-    if threading.current_thread() is not threading.main_thread():  # Python hands signals to that one
-        yield asked
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
+        yield signals
         return
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Callable[[Event], None]) -> None:
-    """Hand on events until the child ends; whatever else ends this ends the child and its own processes."""
+    """Pass events on until the child ends; an exception here kills the child and its processes."""
     try:
         warned = set[str]()
         for line in lines:
@@ -114,7 +118,7 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
                 tell(json.loads(line.removeprefix(EVENT)))
                 continue
             log.write(line)
-            if line.startswith(WARNING) and line not in warned:  # every process says it
+            if line.startswith(WARNING) and line not in warned:  # every process prints it
                 warned.add(line)
                 tell({"event": "warning", "text": line.removeprefix(WARNING).strip()})
         child.wait()
@@ -126,14 +130,14 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
 
 
 def _one_was_killed(log: Path, began: int) -> bool:
-    """torchrun says so, of a process that could not; those that are left speak of a connection that was closed."""
+    """Return whether torchrun logged that a process was killed; the others only report a closed connection."""
     with log.open("rb") as file:
         file.seek(began)
         return _SIGKILL.search(file.read()) is not None
 
 
-def _without_word(code: int, stopped: bool, run: Run) -> Outcome:
-    """A child that ended without saying how."""
+def _without_outcome(code: int, stopped: bool, run: Run) -> Outcome:
+    """Return the outcome of a child that ended without writing one."""
     if stopped:
         return saved_so_far(run, Outcome(status="stopped"))
     killed = KILLED if code in (-9, 137) else ""

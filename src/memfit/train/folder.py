@@ -1,7 +1,8 @@
-"""A run's folder: what lies where, which checkpoints are whole, and how files are written so that none is ever half there."""
+"""A run's folder: its files, its lock, which checkpoints are whole, and writing that never leaves half a file."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from memfit.documents import recipe_file
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput, Refused
 from memfit.frameworks import process_layout as launch
-from memfit.frameworks.plan_of_recipe import plan_of
+from memfit.frameworks.recipe_toml import plan_of
 from memfit.frameworks.targets import export
 from memfit.frameworks.targets import write as write_files
 from memfit.nouns.gpu import Gpu
@@ -28,24 +29,24 @@ from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
 from memfit.tables.trainers import script_of
-from memfit.train import lock
 from memfit.train.outcome import Fall, Outcome, Settings, Shortage
 
 T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
-ASIDE, MARK = ".before", ".whole"  # where a run waits until the next is made; that all of it is there
+ASIDE, MARK = ".before", ".whole"  # the earlier run until the new one is made; a mark that all of it was moved
 GONE = ".gone"  # what is being removed
+LOCK = ".lock"
 WRITTEN = (
-    "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml", "train.py", "requirements.txt",
-    launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
+    "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml",
+    "train.py", "requirements.txt", launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: the optimizer steps in it, the optimizer whose states it holds, whether it is to be evaluated yet."""
+    """A whole checkpoint: its steps and samples, the optimizer of its states, whether it is still to be evaluated."""
 
     path: Path
     step: int
@@ -56,33 +57,33 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's folder. `train.py` and `recipe.toml` are those of the present rung."""
+    """One run's folder. `train.py` and `recipe.toml` are those of the present attempt."""
 
     path: Path
 
     @property
     def output(self) -> Path:
-        """Where the trainer writes: checkpoints and the model."""
+        """Return the folder the trainer writes to: checkpoints and the model."""
         return self.path / "output"
 
     @property
     def settings(self) -> Settings:
-        """What the run was told."""
+        """Return the settings of `memfit train`."""
         return _read(self.path / RUN_FILE, Settings, "settings")
 
     @property
     def falls(self) -> tuple[Fall, ...]:
-        """How often memory ran out so far, in order."""
+        """Return the times that memory ran out so far, in order."""
         return tuple(_read(self.path / RUN_FILE, list[Fall], "falls"))
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the last attempt ended; None while there is none."""
+        """Return how the last attempt ended; None while there is none."""
         path = self.path / OUTCOME_FILE
         return _read(path, Outcome) if path.exists() else None
 
     def finished(self) -> Outcome | None:
-        """The outcome of a run that is done, where the model it saved is still there."""
+        """Return the outcome of a run that is done and whose saved model is still there."""
         found = None
         with suppress(BadInput):  # an outcome that cannot be read says nothing
             found = self.outcome
@@ -92,24 +93,24 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present rung."""
+        """Return the plan of the present attempt."""
         file = recipe_file.read(self.path / "recipe.toml")
         return plan_of(file, card_of(self.settings))
 
     def watched(self) -> Watched | None:
-        """What memfit.watch saw of the present rung, all attempts together; None where it saw nothing."""
+        """Return what was watched under the present plan, all attempts together; None where nothing was."""
         path = self.path / MEMORY_FILE
         runs = [r for r in watch_file.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
         return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
 
     def keep(self, settings: Settings, falls: Iterable[Fall], recipe: str | None = None) -> None:
-        """Write run.json; with the digest of the recipe that is there, unless another is given."""
+        """Write run.json, with the digest of recipe.toml unless another is given."""
         settings = replace(settings, recipe=self.recipe() if recipe is None else recipe)
         write_json(self.path / RUN_FILE, {"settings": asdict(settings), "falls": [asdict(f) for f in falls]})
 
     def recipe(self) -> str:
-        """The digest of recipe.toml."""
+        """Return the digest of recipe.toml."""
         return blake2b((self.path / "recipe.toml").read_bytes(), digest_size=16).hexdigest()
 
     def write_outcome(self, outcome: Outcome) -> None:
@@ -121,20 +122,20 @@ class Run:
         write_files(export(plan, target_of(plan)), self.path, force=True)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Whole checkpoints, oldest first."""
+        """Return the whole checkpoints, oldest first."""
         found = []
         for path in self.output.glob(f"checkpoint-*/{COMPLETE}"):
-            told = _read(path, dict[str, Any])
-            due = told.get("evaluate", False)
-            found.append(Checkpoint(path.parent, told["step"], told["samples"], told["optimizer"], due))
+            stored = _read(path, dict[str, Any])
+            due = stored.get("evaluate", False)
+            found.append(Checkpoint(path.parent, stored["step"], stored["samples"], stored["optimizer"], due))
         return sorted(found, key=lambda c: c.step)
 
     def last_good(self) -> Checkpoint | None:
-        """The newest whole checkpoint."""
+        """Return the newest whole checkpoint."""
         return max(self.checkpoints(), key=lambda c: c.step, default=None)
 
     def drop_broken(self) -> list[Path]:
-        """Remove checkpoints that were never finished; returns what was removed."""
+        """Remove checkpoints that were never finished; return their paths."""
         broken = [p for p in self.output.glob("checkpoint-*") if not (p / COMPLETE).exists()]
         for path in broken:
             shutil.rmtree(path)
@@ -142,13 +143,49 @@ class Run:
 
 
 @contextmanager
-def fresh(folder: Path, force: bool) -> Iterator[None]:
-    """Room for a new run, which the block makes. With `force` one that is there makes way, and comes back where the block fails.
+def held(folder: Path, keeps: tuple[str, ...] = ()) -> Iterator[None]:
+    """Make the folder and lock it during the block. Raises Refused where another run holds it.
 
-    Raises Refused where one is there already and `force` is not set, and where the folder holds other things.
+    Child processes started with `close_fds=False` inherit the lock: a training process that outlives its supervisor
+    keeps others out until it ends. The lock's file stays only beside one of `keeps`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(20).strip()
+            raise Refused(
+                f"a run is going on in {folder}{f' (started by process {holder})' if holder else ''}",
+                hint="wait for its end or stop it with Ctrl-C or SIGTERM; name another folder: --out DIR",
+            ) from None
+        except OSError:  # a file system without locks
+            yield
+            return
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        os.set_inheritable(file.fileno(), True)
+        try:
+            yield
+        finally:
+            if {path.name for path in folder.iterdir()}.isdisjoint(keeps):
+                (folder / LOCK).unlink(missing_ok=True)
+
+
+@contextmanager
+def fresh(folder: Path, force: bool) -> Iterator[None]:
+    """Make room for a new run, which the block creates. With `force` an earlier run is moved aside, back if that fails.
+
+    Raises Refused where there is a run and `force` is not set, and where the folder holds other things.
     """
     _recover(folder)
-    there = [p for p in folder.iterdir() if p.name != lock.FILE] if folder.is_dir() else []
+    there = [p for p in folder.iterdir() if p.name != LOCK] if folder.is_dir() else []
     if there or (folder.exists() and not folder.is_dir()):
         if not (folder / RUN_FILE).is_file():
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
@@ -169,7 +206,7 @@ def fresh(folder: Path, force: bool) -> Iterator[None]:
 
 
 def create(folder: Path, plan: Plan, settings: Settings) -> Run:
-    """A new run in a folder that was prepared."""
+    """Create a new run in a folder prepared by `fresh`."""
     run = Run(folder)
     gpu = plan.job.gpu
     run.write_plan(plan)
@@ -179,7 +216,7 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
 
 
 def opened(folder: Path) -> Run:
-    """The run in a folder. Raises BadInput where there is none."""
+    """Return the run in a folder. Raises BadInput where there is none."""
     _recover(folder)
     if not (folder / RUN_FILE).is_file():
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
@@ -189,9 +226,9 @@ def opened(folder: Path) -> Run:
 
 
 def _mend(run: Run) -> None:
-    """Older runs kept in run.json what [training] holds now: it goes where train.py reads it."""
-    told = _read(run.path / RUN_FILE, dict[str, Any], "settings")
-    old = {f.name: told[f.name] or f.default for f in fields(Training) if f.name in told}
+    """Move what older runs kept in run.json to [training] of recipe.toml, from which train.py is written."""
+    stored = _read(run.path / RUN_FILE, dict[str, Any], "settings")
+    old = {f.name: stored[f.name] or f.default for f in fields(Training) if f.name in stored}
     if old:
         plan, settings = run.plan, run.settings
         run.write_plan(replace(plan, job=replace(plan.job, training=msgspec.convert(old, Training))))
@@ -199,12 +236,12 @@ def _mend(run: Run) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Where a process was killed between two runs: the old one is back, unless the new one was made. May be cut off and called again."""
+    """Restore the earlier run where a process was killed in `fresh`, unless a new one was made. Interruptible."""
     shutil.rmtree(folder / GONE, ignore_errors=True)
     aside = folder / ASIDE
     if not aside.exists():
         return
-    if (aside / MARK).exists():  # all of the old run is there: what is in the folder is of the new one
+    if (aside / MARK).exists():  # all of the earlier run was moved: the folder holds the new one
         if (folder / RUN_FILE).exists():  # it is written last
             _drop(aside)
             return
@@ -215,22 +252,22 @@ def _recover(folder: Path) -> None:
 
 
 def _drop(aside: Path) -> None:
-    """Remove it under a name that nobody takes for a whole run, however far that gets."""
+    """Remove the earlier run under another name, so that a removal cut short does not leave half a run."""
     shutil.rmtree(aside.replace(aside.with_name(GONE)))
 
 
 def _holds_a_model(folder: str) -> bool:
-    """Weights as save_model leaves them: of a model, whole or in parts, or of adapters."""
+    """Return whether a folder holds weights as save_model writes them: a model, whole or in parts, or adapters."""
     return any(next(Path(folder).glob(f"*model*.{kind}"), None) for kind in ("safetensors", "bin"))
 
 
 def writes(name: str) -> bool:
-    """A run writes a file or folder of this name."""
+    """Return whether a run writes a file or folder of this name."""
     return name in WRITTEN or any(fnmatch(name, f"{Path(part).stem}.*jsonl") for part in (SAMPLES_FILE, MEMORY_FILE))
 
 
 def _written(folder: Path) -> list[Path]:
-    """What a run wrote, and nothing else."""
+    """Return what a run wrote into the folder."""
     return [path for path in folder.iterdir() if writes(path.name)]
 
 
@@ -245,24 +282,24 @@ def _remove(folder: Path) -> None:
 
 
 def saved_so_far(run: Run, outcome: Outcome) -> Outcome:
-    """The same, with what the last whole checkpoint holds."""
+    """Return the outcome with the steps and samples of the last whole checkpoint."""
     last = run.last_good()
     return replace(outcome, step=last.step, samples=last.samples) if last else outcome
 
 
 def card_of(settings: Settings) -> Gpu:
-    """The card that is planned for: a row of the table, or one of that memory."""
+    """Return the card that is planned for: a row of the table, or one with that memory."""
     row = find_gpu(settings.gpu) if settings.gpu else None
     return row if row and row.total_bytes == settings.gpu_memory else custom_gpu(settings.gpu_memory, row)
 
 
 def target_of(plan: Plan) -> str:
-    """The export target that is run: the trainer the plan was made for."""
+    """Return the export target that is run: the trainer the plan was made for."""
     return script_of(plan.recipe.trainer)
 
 
 def evidence(run: Run, shortage: Shortage) -> Path:
-    """Keep what is known of a failed allocation, with the files of its rung; returns the folder."""
+    """Keep the error and the files of an attempt that ran out of memory; return the folder."""
     aside = run.path / "falls" / str(len(run.falls) + 1)
     aside.mkdir(parents=True, exist_ok=True)
     for name in ("recipe.toml", "train.py"):
@@ -272,9 +309,9 @@ def evidence(run: Run, shortage: Shortage) -> Path:
 
 
 def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
-    """Note a fall, put the old rung's files aside, and write those of the new one."""
+    """Record that memory ran out, keep the attempt's files aside, and write those of the next."""
     evidence(run, fall.shortage)
-    run.keep(run.settings, run.falls, recipe="")  # killed in between, either recipe is the run's own
+    run.keep(run.settings, run.falls, recipe="")  # if killed in between, either recipe is accepted as the run's own
     run.write_plan(plan)
     run.keep(settings, (*run.falls, fall))
 
@@ -288,12 +325,12 @@ def _read(path: Path, shape: type[T], key: str = "") -> T:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """JSON, replaced at once."""
+    """Write JSON, replacing the file in one step."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Text, on the disk before it replaces what was there."""
+    """Write text, on the disk before it replaces the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

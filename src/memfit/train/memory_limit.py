@@ -1,8 +1,8 @@
-"""Less memory than there is: on a GPU through PyTorch's own fraction, on a CPU by counting the bytes of live tensors.
+"""A limit on memory: on a GPU by PyTorch's memory fraction, on a CPU by counting the bytes of live tensors.
 
-On the CPU every operator's new storages are counted as they are made and given back as they die, and the operator whose
-result would pass the limit raises torch.OutOfMemoryError in the words of PyTorch's allocator. The data and the losses are
-real; what is not seen are tensors made outside the dispatcher (files that are mapped) until an operator first reads them.
+On the CPU every operator's new storages are counted when made and subtracted when freed, and the operator whose result
+would exceed the limit raises torch.OutOfMemoryError with the text of PyTorch's allocator. Data and losses are real.
+Tensors made outside the dispatcher (mapped files) are not counted until an operator first reads them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.units import human
 
-BLOCK = 512  # bytes: CUDA's allocator rounds to it, so this one counts alike
+BLOCK = 512  # bytes: CUDA's allocator rounds sizes up to it, and so does this count
 
 
-class Meter:
-    """Bytes of tensors on the device, and on a CPU the most there were in each stage."""
+class MemoryMeter:
+    """Bytes of tensors on the device, and on a CPU the peak of each stage."""
 
     limit = 0
 
@@ -31,17 +31,17 @@ class Meter:
         self.stage = "load"
 
     def enter(self, stage: str) -> None:
-        """From here on peaks belong to `stage`."""
+        """Count peaks for `stage` from here on."""
         self.stage = stage
 
     @property
     def held(self) -> int:
-        """Bytes of tensors now; 0 where nobody counts."""
+        """Return the bytes of tensors now; 0 where they are not counted."""
         return 0
 
 
-class CudaMeter(Meter):
-    """PyTorch's own limit and statistics of the present device; its peaks are the watch's."""
+class CudaMemoryMeter(MemoryMeter):
+    """PyTorch's own limit and statistics of the present device; the watch has its peaks."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Counted(TorchDispatchMode):
         return result
 
 
-class CountingMeter(Meter):
-    """The ledger of a CPU with a limit. `before` is asked before every new storage, with its bytes: tests change the limit there."""
+class CountingMeter(MemoryMeter):
+    """Counts a CPU's tensors against a limit. `before` is called with the bytes of a new storage, and may change it."""
 
     def __init__(self, limit: int, before: Callable[[CountingMeter, int], None] | None = None) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class CountingMeter(Meter):
         return self.live
 
     def see(self, values: list[Any], new: bool = False) -> None:
-        """Count the storages among `values` that were not known. Raises OutOfMemoryError for a new one past the limit."""
+        """Count storages not seen before. Raises OutOfMemoryError where a new one exceeds the limit."""
         for value in values:
-            value = getattr(value, "_local_tensor", value)  # this process's part of a DTensor
+            value = getattr(value, "_local_tensor", value)  # the local shard of a DTensor
             if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.device.type == "cpu":
                 self._count(value.untyped_storage(), new)
 
@@ -96,7 +96,7 @@ class CountingMeter(Meter):
             if self.before:
                 self.before(self, size)
             if self.limit and self.live + size > self.limit:
-                raise torch.OutOfMemoryError(words(size, self.limit, self.live))
+                raise torch.OutOfMemoryError(oom_message(size, self.limit, self.live))
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
             if self._known.pop(key, None) is not None:
@@ -108,26 +108,27 @@ class CountingMeter(Meter):
             self.peaks[self.stage] = self.live
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # others wrap plain ones, which are counted by themselves
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes wrap these, which are counted by themselves
 
 
-def words(asked: int, limit: int, held: int) -> str:
-    """An allocation that failed, as PyTorch's allocator words it."""
+def oom_message(requested: int, limit: int, held: int) -> str:
+    """Return the text of PyTorch's allocator for an allocation that failed."""
     return (
-        f"CUDA out of memory. Tried to allocate {human(asked)}. GPU 0 has a total capacity of {human(limit)} of which "
-        f"{human(max(limit - held, 0))} is free. Of the allocated memory {human(held)} is allocated by PyTorch."
+        f"CUDA out of memory. Tried to allocate {human(requested)}. GPU 0 has a total capacity of {human(limit)} "
+        f"of which {human(max(limit - held, 0))} is free. "
+        f"Of the allocated memory {human(held)} is allocated by PyTorch."
     )
 
 
 @contextlib.contextmanager
-def metered(cpu: bool, limit: int, before: Callable[[CountingMeter, int], None] | None = None) -> Iterator[Meter]:
+def metered(cpu: bool, limit: int, before: Callable[[CountingMeter, int], None] | None = None) -> Iterator[MemoryMeter]:
     """Measure the block's memory, and keep it under `limit` bytes (0: what the device has)."""
     if not cpu:
-        yield CudaMeter(limit)
+        yield CudaMemoryMeter(limit)
         torch.cuda.set_per_process_memory_fraction(1.0)
     elif limit or before:
         meter = CountingMeter(limit, before)
         with Counted(meter):
             yield meter
     else:
-        yield Meter()
+        yield MemoryMeter()

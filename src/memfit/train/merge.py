@@ -1,4 +1,4 @@
-"""Adapters merged into their base on the CPU, in a process of its own: no GPU is needed and none can run out."""
+"""Merge adapters into their base on the CPU, in a process of its own, so that no GPU memory is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def merged(run: Run) -> Path:
     """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
     target, half = run.path / MERGED, run.path / ".merged"
     before = run.path / ".merged-before"
-    for left in (half, before):  # of a merge that was cut off
+    for left in (half, before):  # of an interrupted merge
         shutil.rmtree(left, ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-m", "memfit.train.merge", run.plan.job.architecture.name, str(run.output), str(half)],
@@ -40,7 +40,7 @@ def merged(run: Run) -> Path:
 
 
 def main(base: str, adapters: str, target: str) -> None:
-    """Load the base as it is stored, whole and unquantised, put the adapters in, save it with the tokenizer."""
+    """Load the base as it is stored, unquantised, merge the adapters, save it with the tokenizer."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The model card a finished run leaves beside its model: the recipe, what was measured, and what happened on the way."""
+"""The model card of a finished run: the recipe, what was measured, and the times that memory ran out."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from memfit.train.folder import MEMORY_FILE, Run, write_text
 from memfit.train.outcome import Outcome
 from memfit.units import human
 
-TAGS = "tags: [memfit]"  # of the front matter: what tells this card from others
+TAGS = "tags: [memfit]"  # in the front matter; distinguishes this card from others
 
 
 def write_card(run: Run, outcome: Outcome) -> Path:
-    """Write README.md into the model's folder; returns its path."""
+    """Write README.md into the model's folder and return its path."""
     path = run.output / "README.md"
     write_text(path, card(run, outcome))
     return path
 
 
 def has_card(run: Run) -> bool:
-    """The README.md beside the model is one of these, and not what a library left there as it saved."""
+    """Return whether README.md beside the model is a card of memfit's, not one that a library wrote."""
     path = run.output / "README.md"
     return path.is_file() and TAGS in path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
-    """The card as Markdown with the front matter the Hub reads. `merged`: of the model that the adapters were merged into."""
+    """Return the card as Markdown with front matter for the Hub. `merged`: the card of the merged model."""
     plan = run.plan
     recipe, base = plan.recipe, plan.job.architecture.name
     front = ["---", "library_name: " + ("transformers" if recipe.method == "full" or merged else "peft")]
@@ -61,18 +61,18 @@ def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _training(plan: Plan) -> list[tuple[str, str]]:
-    """What was asked for beside the recipe."""
-    asked = plan.job.training
-    steps, evaluated = asked.max_steps > 0, asked.eval_data
+    """Return the job's settings beside the recipe."""
+    training = plan.job.training
+    steps, evaluated = training.max_steps > 0, training.eval_data
     return [
         ("learning rate", learning_rate(plan)),
-        ("most optimizer steps", f"{asked.max_steps:,}") if steps else ("epochs", f"{asked.epochs:g}"),
+        ("most optimizer steps", f"{training.max_steps:,}") if steps else ("epochs", f"{training.epochs:g}"),
         *([("evaluation data", Path(evaluated).name)] if evaluated else []),
     ]
 
 
 def _memory(run: Run, outcome: Outcome) -> list[str]:
-    """Predicted against measured peaks by phase on a card; elsewhere what there is to measure."""
+    """Return predicted and measured peaks by phase on a GPU; elsewhere what can be measured."""
     planned = f"Planned: {summary(run.plan)}."
     watched = run.watched()
     if watched is None:
@@ -86,19 +86,23 @@ def _memory(run: Run, outcome: Outcome) -> list[str]:
         counted = ["", *_table(("stage", "most bytes of tensors, counted"), stages)] if stages else []
         as_fp32 = " in fp32 instead of fp16-mixed" * (run.settings.cpu and run.plan.recipe.precision == "fp16-mixed")
         return [
-            f"Trained on a CPU{as_fp32}, so no prediction for a card can be compared. Measured: resident memory of the process.",
+            f"Trained on a CPU{as_fp32}, so no prediction for a card can be compared. "
+            "Measured: resident memory of the process.",
             "",
             *table,
             *counted,
         ]
-    told = f"Measured: {facts.title}, in {MEMORY_FILE}."
+    measured = f"Measured: {facts.title}, in {MEMORY_FILE}."
     predicted = {p.phase: p.levels for p in run.plan.footprint.phases}
     rows = [
-        (phase_title(phase), human(predicted[phase].reserved) if phase in predicted else "-", human(peak.reserved), human(peak.allocated))
+        (
+            phase_title(phase), human(predicted[phase].reserved) if phase in predicted else "-",
+            human(peak.reserved), human(peak.allocated),
+        )
         for phase, peak in peaks.items()
     ]  # fmt: skip
     head = ("phase", "predicted, reserved", "measured, reserved", "measured, tensors")
-    return [planned, "", told, "", *_table(head, rows)]
+    return [planned, "", measured, "", *_table(head, rows)]
 
 
 def _falls(run: Run) -> list[str]:

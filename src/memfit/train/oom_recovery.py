@@ -1,4 +1,4 @@
-"""What is tried next where memory ran out, by the stage that failed; a new way is one function and its place in WAYS."""
+"""What the next attempt changes where memory ran out, by the stage that failed: a new way is a function in WAYS."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from memfit.frameworks.process_layout import backend
+from memfit.frameworks.script import missing
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner.next_lower_recipe import STORED, down
 from memfit.train.folder import Run, target_of
-from memfit.train.installed import missing
 from memfit.train.outcome import Settings, Shortage, Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """What the next attempt runs under."""
+class NextAttempt:
+    """The plan and settings of the next attempt."""
 
     plan: Plan
     settings: Settings
 
 
-Way = Callable[[Run, Shortage], Rung | None]  # None: this way has nothing left to give
+Way = Callable[[Run, Shortage], NextAttempt | None]  # None: this way has nothing left to change
 
 
-def lower(run: Run, shortage: Shortage) -> Rung | None:
-    """The next rung: the first way of the failed stage that has one. None: stop, nothing that helps is left."""
+def lower(run: Run, shortage: Shortage) -> NextAttempt | None:
+    """Return the next attempt by the first way of the failed stage that has one; None where nothing is left."""
     return next(filter(None, (way(run, shortage) for way in WAYS[shortage.stage])), None)
 
 
-def smaller_evaluation(run: Run, shortage: Shortage) -> Rung | None:
-    """Fewer samples at a time in evaluation, at most half as many: what they need grows as they do. Training stays as it is."""
+def smaller_evaluation(run: Run, shortage: Shortage) -> NextAttempt | None:
+    """Evaluate fewer samples at a time, at most half as many; training does not change."""
     plan, settings = run.plan, run.settings
     now = eval_batch(plan.recipe, settings)
     fits = now >> (1 + _in_vain(run, shortage))
     needed, room = shortage.held + shortage.asked - shortage.began, shortage.limit - shortage.began
     if 0 < room < needed and shortage.began:
         fits = min(fits, now * room // needed)
-    return Rung(plan, replace(settings, eval_batch=max(fits, 1))) if now > 1 else None
+    return NextAttempt(plan, replace(settings, eval_batch=max(fits, 1))) if now > 1 else None
 
 
-def lean_save(run: Run, shortage: Shortage) -> Rung | None:
-    """The same again with gradients and cached blocks given back before anything is written: no recipe would help there."""
+def lean_save(run: Run, shortage: Shortage) -> NextAttempt | None:
+    """Free gradients and cached blocks before anything is written: another recipe would not help while saving."""
     plan, settings = run.plan, run.settings
-    return None if settings.lean_save else Rung(plan, replace(settings, lean_save=True))
+    return None if settings.lean_save else NextAttempt(plan, replace(settings, lean_save=True))
 
 
-def smaller_recipe(run: Run, shortage: Shortage) -> Rung | None:
-    """The plan one rung down: first what keeps the optimizer's states, then what starts them again."""
+def smaller_recipe(run: Run, shortage: Shortage) -> NextAttempt | None:
+    """Take a plan that needs less: first one that keeps the optimizer's states, then one that starts them again."""
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
     runs = _can_run(plan, cpu)
     for fixed in _tiers(plan.recipe, trained, cpu):
         found = down(plan, shortage.short << _in_vain(run, shortage), fixed, runs)
         if found is not None:
-            return Rung(found, run.settings)
+            return NextAttempt(found, run.settings)
     return None
 
 
@@ -71,17 +71,20 @@ WAYS: dict[Stage, tuple[Way, ...]] = {
 
 
 def eval_batch(recipe: Recipe, settings: Settings) -> int:
-    """Samples at a time in evaluation: a micro-batch, or fewer once memory ran out there."""
+    """Return the samples at a time in evaluation: a micro-batch, or fewer once memory ran out there."""
     return min(settings.eval_batch or recipe.micro_batch, recipe.micro_batch)
 
 
 def _in_vain(run: Run, shortage: Shortage) -> int:
-    """Falls at the same step: an allocation that fails says how much was missing for it, not for those behind it."""
+    """Count earlier failures at the same step: each shows what its own allocation lacked, not what later ones need."""
     return sum(1 for fall in run.falls if fall.shortage.step == shortage.step)
 
 
 def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
-    """What is installed. Pinned memory needs a card; so do a place to offload from, and Liger's kernels."""
+    """Return a test of recipes: their packages are installed, and on a CPU they need no card.
+
+    Pinned memory, offloading and Liger's kernels need one.
+    """
     now, target = plan.recipe, target_of(plan)
 
     def runs(recipe: Recipe) -> bool:
@@ -93,20 +96,20 @@ def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
 
 
 def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
-    """Recipe fields to keep, the most careful choice first.
+    """Return sets of recipe fields to keep, the most careful choice first.
 
-    Sharding, offloading and precision decide what a checkpoint looks like: they change only before there is one. Nor can an
-    optimizer begin beside a checkpoint of DeepSpeed's, whose states lie in one file with the weights.
+    Sharding, offloading and precision decide the format of a checkpoint: they change only before there is one.
+    DeepSpeed keeps states and weights in one file, so after its first checkpoint the optimizer cannot change either.
     """
     tiers: list[tuple[str, ...]] = [("optimizer", *STORED)]
     restarts = not trained or backend(recipe) != "deepspeed"
     if restarts and recipe.optimizer.startswith("adamw"):
         tiers.append(STORED)
-    return tiers if trained or cpu else [*tiers, ()]  # a CPU gains nothing by them
+    return tiers if trained or cpu else [*tiers, ()]  # a CPU gains nothing by changing the stored fields
 
 
-def changes(run: Run, below: Rung) -> tuple[str, ...]:
-    """("micro-batch 8 -> 4", ...)."""
+def changes(run: Run, below: NextAttempt) -> tuple[str, ...]:
+    """Return ("micro-batch 8 -> 4", ...): what the next attempt changes."""
     before, after = run.plan.recipe, below.plan.recipe
     found = [
         f"{name.replace('_', '-')} {getattr(before, name)} -> {getattr(after, name)}"

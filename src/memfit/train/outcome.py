@@ -1,4 +1,4 @@
-"""The nouns of a run: Settings (what it is told beside its recipe), Outcome (how an attempt ended) and Fall."""
+"""The nouns of a run: Settings (options beside the recipe), Outcome (how an attempt ended), Fall (memory ran out)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXIT_OF: dict[Status, int] = {"done": 0, "failed": 1, "oom": EXIT_MISFIT, "stopp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What `memfit train` is told beside the recipe. What it learns by is the recipe's [training]."""
+    """The options of `memfit train` beside the recipe. Learning rate and epochs are in [training] of the recipe."""
 
     gpu: str = ""  # the card's short name; "" for one that is not in the table
     gpu_memory: int = 0  # bytes it has
@@ -26,14 +26,14 @@ class Settings:
     rehearse: bool = True  # try the worst batch before the first step
     merge: bool = False  # write the adapters merged into their base as well
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
-    lean_save: bool = False  # give back gradients and cached blocks before anything is written
-    inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of what was read as the run began
-    recipe: str = ""  # digest of the recipe.toml of the present rung, as the run wrote it
+    lean_save: bool = False  # free gradients and cached blocks before anything is written
+    inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of the data and the model as the run began
+    recipe: str = ""  # digest of recipe.toml as the run wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """One allocation that failed. Bytes; zero where nobody knows."""
+    """One allocation that failed. Sizes are bytes; zero: not known."""
 
     stage: Stage
     step: int  # optimizer steps that were complete
@@ -48,7 +48,7 @@ class Shortage:
 
     @property
     def short(self) -> int:
-        """Bytes that were missing; at least 1."""
+        """Return the bytes that were missing; at least 1."""
         return max(self.held + self.asked - self.limit, 1) if self.limit else max(self.asked, 1)
 
 
@@ -85,5 +85,5 @@ class Fall:
 
 
 Event = dict[str, Any]
-EVENT = "memfit-event "  # opens the lines of a worker's output that hold an Event as JSON
-WARNING = "warning: "  # opens the lines of train.py that its user must see
+EVENT = "memfit-event "  # starts the lines of a worker's output that hold an Event as JSON
+WARNING = "warning: "  # starts the lines of train.py that the user must see

@@ -1,4 +1,4 @@
-"""The worst batch before the first step: what a run needs at its worst instant, tried without leaving a trace."""
+"""The worst batch before the first step: what a run needs at its peak is tried, and everything restored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from memfit.train.sample_counts import KEY
 
-STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # they have no step of their own, and no state
+STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # their step() does nothing, and they have no states
 
 
 def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callable[[], None] | None = None) -> int:
-    """Run forward and backward on the longest samples and, with `step`, an optimizer step that changes nothing.
+    """Run forward and backward on the longest samples and, with `step`, an optimizer step that changes no weight.
 
-    `then` is called where an evaluation would come: beside the states, without gradients.
+    `then` is called where an evaluation would come: with optimizer states, without gradients. Returns the tokens of the
+    longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are as before.
 
-    Returns the tokens of the longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are as
-    before. The step is taken with zero gradients at a learning rate of zero: every rule of optimizers.py leaves the
-    weights bit for bit, and the states it makes are dropped; so it is for an optimizer that has none yet.
+    The step has zero gradients and a learning rate of zero: every rule of optimizers.py then leaves the weights bit for
+    bit. Its states are dropped, so `step` is only for an optimizer that has none yet.
     """
     rows = worst_rows(trainer)
     with untouched(trainer, model):
@@ -54,7 +54,7 @@ def _between_steps(model: Any, then: Callable[[], None] | None) -> None:
 
 
 def rehearse_evaluation(trainer: Any, model: Any) -> None:
-    """The worst batch of an evaluation. Random numbers and counters are the caller's to keep."""
+    """Evaluate the worst batch. The caller keeps random numbers and counters."""
     batch = trainer.data_collator(worst_rows(trainer, evaluation=True))
     batch.pop(KEY, None)
     model.eval()
@@ -62,7 +62,7 @@ def rehearse_evaluation(trainer: Any, model: Any) -> None:
 
 
 def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
-    """The longest samples, as many as a micro-batch takes."""
+    """Return the longest samples, as many as a micro-batch has."""
     data, size = trainer.train_dataset, trainer.args.train_batch_size
     if evaluation:
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
@@ -74,7 +74,7 @@ def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
 
 @contextlib.contextmanager
 def empty_step(optimizer: Any) -> Iterator[None]:
-    """Take a step that moves no weight; after the block the optimizer has no state again."""
+    """Take a step that changes no weight; after the block the optimizer has no states again."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -93,7 +93,7 @@ def empty_step(optimizer: Any) -> Iterator[None]:
 
 
 def randomness() -> tuple[Any, ...]:
-    """Where all generators of random numbers stand."""
+    """Return the states of all random number generators."""
     import numpy
 
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -101,7 +101,7 @@ def randomness() -> tuple[Any, ...]:
 
 
 def restore(numbers: tuple[Any, ...]) -> None:
-    """They stand where `randomness` found them."""
+    """Set the states of all random number generators, as `randomness` returned them."""
     import numpy
 
     python, of_numpy, host, cuda = numbers
@@ -114,7 +114,7 @@ def restore(numbers: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def untouched(trainer: Any, model: Any) -> Iterator[None]:
-    """Gradients, random numbers and the trainer's counters are afterwards as they were before."""
+    """Restore gradients, random numbers and the trainer's counters after the block."""
     names = ("_metrics", "_total_train_tokens", "current_gradient_accumulation_steps")
     counters = {name: copy.deepcopy(getattr(trainer, name)) for name in names if hasattr(trainer, name)}
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps

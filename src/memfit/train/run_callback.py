@@ -1,59 +1,67 @@
-"""What happens beside training: stages are told apart, samples counted, checkpoints marked whole, a stop is obeyed."""
+"""The Trainer callback of a run: stages, counted samples, whole checkpoints, stopping on request; and the watch."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers import TrainerCallback
 
+from memfit.live.watch.outputs import REFRESH
 from memfit.live.watch.transformers import MemfitCallback
-from memfit.train.folder import COMPLETE, Checkpoint, write_json
-from memfit.train.memory_limit import Meter
+from memfit.nouns.footprint import Levels
+from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched
+from memfit.nouns.tape import Phase
+from memfit.train.folder import COMPLETE, MEMORY_FILE, Checkpoint, Run, write_json
+from memfit.train.memory_limit import MemoryMeter
 from memfit.train.outcome import Event, Settings, Stage
 from memfit.train.rehearsal import randomness, rehearse, rehearse_evaluation, restore
-from memfit.train.sample_counts import Ledger
+from memfit.train.sample_counts import SampleLedger
 
 Tell = Callable[[Event], None]
 
 
 class Ended(Exception):
-    """There is nothing to train: the checkpoint that was loaded holds the last step, or a stop was asked for before the first."""
+    """Raised where nothing is left to train: the checkpoint holds the last step, or a stop came before the first."""
 
 
 class Stopped(BaseException):
-    """A stop was asked for while model and data were read: no library takes it for an error of its own."""
+    """Raised by a stop while model and data are read. A BaseException, so that no library handles it."""
 
 
-class Cut(Exception):
-    """An evaluation is left where it is: a stop was asked for."""
+class EvaluationCut(Exception):
+    """Raised to leave an evaluation because of a stop."""
 
 
-class Keeper(TrainerCallback):
-    """Watches one attempt. `stop` may be set at any time: the step under way is finished and saved."""
+class RunCallback(TrainerCallback):
+    """Accompanies one attempt. `stop` may be set at any time: the step under way is finished and saved."""
 
-    def __init__(self, meter: Meter, ledger: Ledger, tell: Tell, optimizer: str, settings: Settings) -> None:
+    def __init__(
+        self, meter: MemoryMeter, ledger: SampleLedger, tell: Tell, optimizer: str, settings: Settings
+    ) -> None:
         self.meter, self.ledger, self.tell = meter, ledger, tell
         self.optimizer_name, self.rehearsed, self.lean_save = optimizer, settings.rehearse, settings.lean_save
         self.resumed: Checkpoint | None = None
         self.trainer: Any = None
         self.watcher: MemfitCallback | None = None
         self.stage: Stage = "load"
-        self.held = 0  # bytes of tensors as the stage began
+        self.held = 0  # bytes of tensors at the beginning of the stage
         self.stop = False
-        self.reading = False  # nothing was trained in this attempt, and no other process waits: it may be left at once
-        self.numbers: Any = None  # random ones, where they stood after the last whole step and its evaluation
-        self.due = False  # an evaluation of the weights as they are was begun, and has not ended
+        self.reading = False  # nothing is trained yet and no other process waits: a stop may end the attempt at once
+        self.numbers: Any = None  # states of the random generators after the last whole step and its evaluation
+        self.due = False  # an evaluation of the present weights was begun and has not ended
 
     def enter(self, stage: Stage) -> None:
-        """The run is now in `stage`."""
+        """Begin a stage."""
         self.stage = stage
         self.held = self.meter.held
         self.meter.enter(stage)
 
     def attach(self, trainer: Any) -> None:
-        """Be told of what the trainer's callbacks do not tell: when it evaluates and saves. The watch looks first."""
+        """Add the callbacks, the watch first, and wrap evaluating and saving, which no callback announces."""
         self.trainer = trainer
         if self.watcher:
             trainer.add_callback(self.watcher)
@@ -67,21 +75,21 @@ class Keeper(TrainerCallback):
             before = self.stage
             self.enter(stage)
             if stage == "save" and self.lean_save:
-                give_back(self.trainer.model)
+                free_memory(self.trainer.model)
             found = call(*args, **named)
-            self.enter(before)  # not after an error: it happened in `stage`
+            self.enter(before)  # not after an error, which happened in `stage`
             return found
 
         return within
 
     def _evaluating(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What does not end stays due, and is made up from the checkpoint of its step."""
+        """Wrap an evaluation: one that does not end stays due, and is repeated from the checkpoint of its step."""
 
         def evaluating(*args: Any, **named: Any) -> Any:
             self.due = True
             try:
                 found = call(*args, **named)
-            except Cut:
+            except EvaluationCut:
                 return {}
             self.due = False
             self.numbers = randomness()
@@ -90,7 +98,8 @@ class Keeper(TrainerCallback):
         return evaluating
 
     def rewind_randomness(self) -> None:
-        """Forget what a step that failed drew: it is taken again. What an evaluation draws belongs to the step before."""
+        """Restore the random numbers that a failed step drew, as it is taken again."""
+        # an evaluation's random numbers belong to the step before it
         if self.stage == "forward and backward" and self.numbers is not None:
             restore(self.numbers)
 
@@ -101,8 +110,8 @@ class Keeper(TrainerCallback):
             self.ledger.begin(state.global_step)
             raise Ended
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
-            scheduler_of(self.resumed.path, self.trainer)
-        # DeepSpeed's backward takes the step: no rehearsal undoes that
+            load_scheduler(self.resumed.path, self.trainer)
+        # DeepSpeed's backward takes the step, which a rehearsal could not undo
         if self.rehearsed and not self.trainer.is_deepspeed_enabled:
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
@@ -113,7 +122,7 @@ class Keeper(TrainerCallback):
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
 
     def _rehearse(self, model: Any, optimizer: Any) -> None:
-        """In the watch it is a step like those to come: with the optimizer's states, on the longest samples."""
+        """Rehearse; the watch counts it as a step: it has the optimizer's states and the longest samples."""
         self.enter("rehearsal")
         watch = self.watcher.watch if self.watcher else None
         if watch:
@@ -147,19 +156,19 @@ class Keeper(TrainerCallback):
         self.tell({"event": "step", "step": state.global_step, "steps": state.max_steps})
 
     def _asked_to_stop(self) -> bool:
-        """Several processes agree: all stop after the same step, whoever was asked."""
+        """Return whether any process was asked to stop: all stop after the same step."""
         if self.trainer.args.world_size == 1:
             return self.stop
         import torch
 
-        asked = torch.tensor([int(self.stop)], device=self.trainer.args.device)
-        return bool(self.trainer.accelerator.gather(asked).any())
+        stops = torch.tensor([int(self.stop)], device=self.trainer.args.device)
+        return bool(self.trainer.accelerator.gather(stops).any())
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """An evaluation may take longer than who asks for a stop will wait."""
+        """Leave an evaluation at a stop: it may take longer than the user will wait."""
         if self._asked_to_stop():
             control.should_save = control.should_training_stop = True
-            raise Cut
+            raise EvaluationCut
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         logs = logs or {}
@@ -169,23 +178,23 @@ class Keeper(TrainerCallback):
         self.complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
 
     def complete(self, folder: Path, step: int) -> None:
-        """Mark a checkpoint whole: every process has written its part."""
+        """Mark a checkpoint whole, once every process has written its part."""
         import torch
 
         one = torch.tensor([self.ledger.total], device=self.trainer.args.device)
         samples = int(self.trainer.accelerator.gather(one).sum())
         if not self.trainer.args.should_save:
             return
-        told = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
-        write_json(folder / COMPLETE, told)
+        marks = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
+        write_json(folder / COMPLETE, marks)
         self.tell({"event": "saved", "step": step})
 
 
 LOGGED = ("loss", "eval_loss", "learning_rate", "grad_norm")
 
 
-def give_back(model: Any) -> None:
-    """Leave nothing on the device that saving does not need."""
+def free_memory(model: Any) -> None:
+    """Free everything on the device that saving does not need."""
     import gc
 
     import torch
@@ -197,14 +206,57 @@ def give_back(model: Any) -> None:
 
 
 def has_states(optimizer: Any) -> bool:
-    """It has taken a step before, in this process or in the one whose checkpoint was loaded."""
+    """Return whether the optimizer has states, from an earlier step or a loaded checkpoint."""
     return bool(getattr(optimizer, "optimizer", optimizer).state)
 
 
-def scheduler_of(checkpoint: Path, trainer: Any) -> None:
-    """The learning rate goes on where it was, though the new optimizer's states start again."""
+def load_scheduler(checkpoint: Path, trainer: Any) -> None:
+    """Continue the learning rate where it was, though the new optimizer's states start again."""
     import torch
 
     trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
     for group, rate in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
+
+
+# ---- the watch of a run
+
+
+class EventScreen:
+    """A screen of the watch in another process: statuses, alarms and leaks become events."""
+
+    def __init__(self, tell: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.tell, self.clock, self._shown = tell, clock, -REFRESH
+
+    def show(self, status: Status) -> None:
+        if self.clock() - self._shown >= REFRESH:
+            self._shown = self.clock()
+            self._tell("memory", status)
+
+    def alarm(self, alarm: Alarm) -> None:
+        if alarm.kind != "leak":  # `leak` reports it with its holders
+            self._tell("alarm", alarm)
+
+    def leak(self, leak: Leak) -> None:
+        self._tell("leak", leak)
+
+    def close(self, watched: Watched) -> None: ...
+
+    def _tell(self, kind: str, noun: Any) -> None:
+        self.tell({"event": kind, kind: msgspec.to_builtins(noun)})
+
+
+def watcher(run: Run, tell: Callable[[Event], None]) -> MemfitCallback:
+    """Return the callback that watches the run and compares it with its plan."""
+    return MemfitCallback(
+        predicted=run.plan.footprint, log=run.path / MEMORY_FILE, name=run.path.name, screen=EventScreen(tell)
+    )
+
+
+def closed(callback: MemfitCallback | None) -> dict[Phase, Levels]:
+    """End the watch, which an error leaves open, and return its peaks by phase, on a card only."""
+    if callback is None or callback.watch is None:
+        return {}
+    callback.watch.close()
+    recorder = callback.watch.recorder
+    return recorder.peaks if METERS[recorder.header.meter].compared else {}

@@ -1,4 +1,4 @@
-"""Counts the samples of every optimizer step by what is in them, so that none is skipped or trained twice unseen."""
+"""Counts the samples of every optimizer step and sums their digests, which shows samples skipped or trained twice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MODULUS = 1 << 64
 
 
 class Marked:
-    """A collator that puts its samples' digests beside their batch, as one integer each."""
+    """A collator that adds the digests of its samples to the batch, one integer each."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
     def __call__(self, rows: list[Any]) -> Any:
-        """The batch, with KEY in it."""
+        """Return the batch with KEY in it."""
         marks = [digest(row["input_ids"]) for row in rows]
         batch = self.collate(rows)
         batch[KEY] = Marks(marks)
@@ -30,7 +30,7 @@ class Marked:
 
 
 class Marks(tuple[int, ...]):
-    """Digests of a batch's samples: no tensor, no list of tensors, so nothing moves or pads them."""
+    """Digests of a batch's samples. Neither a tensor nor a list of tensors, so nothing moves or pads them."""
 
     __slots__ = ()
 
@@ -39,12 +39,12 @@ class Marks(tuple[int, ...]):
 
 
 def digest(tokens: Any) -> int:
-    """64 bits of a sample's tokens."""
+    """Return a 64-bit digest of a sample's tokens."""
     text = ",".join(map(str, (tokens.tolist() if hasattr(tokens, "tolist") else tokens)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-class Ledger:
+class SampleLedger:
     """One line per optimizer step in samples.jsonl: how many samples, and the sum of their digests modulo 2**64."""
 
     def __init__(self, path: Path) -> None:
@@ -53,23 +53,23 @@ class Ledger:
         self._count = self._sum = 0
 
     def begin(self, step: int) -> None:
-        """Continue after `step`: later lines belong to steps that are trained again from there."""
+        """Continue after `step`: later lines are removed, as their steps are trained again."""
         kept = [line for line in self.lines() if line["step"] <= step]
         self.total = sum(line["samples"] for line in kept)
         self._count = self._sum = 0
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def saw(self, marks: Marks) -> None:
-        """Samples of one micro-batch went through the model."""
+        """Count the samples of one micro-batch."""
         self._count += len(marks)
         self._sum = (self._sum + sum(marks)) % MODULUS
 
     def drop(self) -> None:
-        """Forget micro-batches whose step was never taken."""
+        """Drop the micro-batches of a step that was not taken."""
         self._count = self._sum = 0
 
     def step(self, step: int) -> None:
-        """The optimizer took the step of everything seen since the last one."""
+        """Write the line of a step, with everything counted since the last one."""
         line = {"step": step, "samples": self._count, "digest": f"{self._sum:016x}"}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -77,7 +77,7 @@ class Ledger:
         self.drop()
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was written; a last line that was cut off counts as unwritten."""
+        """Return what was written, without a last line that was cut off."""
         return list(_parsed(self.path)) if self.path.exists() else []
 
 
@@ -90,8 +90,8 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def counted(trainer: Any, ledger: Ledger) -> Iterator[None]:
-    """The trainer's batches are counted in the ledger as they are trained."""
+def counted(trainer: Any, ledger: SampleLedger) -> Iterator[None]:
+    """Count the trainer's batches in the ledger as they are trained, during the block."""
     collate, train = trainer.data_collator, trainer.training_step
 
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

@@ -1,28 +1,40 @@
-"""The run as a whole: attempt, and where memory ran out fall one rung and resume, until it is done or cannot go lower."""
+"""The run as a whole: attempt, and where memory ran out change the recipe and resume, until done or nothing is left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
 
-from memfit.train.cause import cause
+from memfit.errors import BadInput
+from memfit.explain import explain, read_text
+from memfit.nouns.finding import CAUSES, Cause
+from memfit.nouns.plan import Plan
 from memfit.train.folder import Run, evidence, fallen
-from memfit.train.inputs import check_unchanged, digests
-from memfit.train.oom_recovery import Rung, changes, lower
-from memfit.train.outcome import Event, Fall, Outcome, Shortage
+from memfit.train.oom_recovery import NextAttempt, changes, lower
+from memfit.train.outcome import Event, Fall, Outcome, Shortage, Stage
+from memfit.units import KIB, MIB, human
 
 Start = Callable[[Run, Callable[[Event], None]], Outcome]
+# causes that a stage excludes: the rehearsal is the first step, and its batch is the longest on purpose; train.py keeps
+# no logits of an evaluation, whatever the Trainer's own lines are called
+NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak"), "eval": ("eval-logits",)}
+MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
+LARGE = 64 * MIB  # bytes; of larger files only samples are read, as weights may have hundreds of gigabytes
+SAMPLES, SAMPLE = 64, 64 * KIB  # number of samples, spread evenly, and bytes of each
 
 
 def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
-    """Attempt until the run is done, is stopped, or has fallen as often as its settings allow; returns the last outcome.
+    """Attempt until the run is done, is stopped, or ran out of memory as often as allowed; return the last outcome.
 
-    Raises BadInput, and leaves all as it is, where what the run reads has changed.
+    Raises BadInput, and changes no file, where the data or the model have changed since the run began.
     """
     while True:
         if run.last_good():
             check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
-        else:  # nothing was learned from what was there before
+        else:  # nothing is trained yet: the run begins with the files as they are
             run.keep(replace(run.settings, inputs=digests(run.plan)), run.falls)
         outcome = start(run, tell)
         run.write_outcome(outcome)
@@ -42,7 +54,7 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
 
 
 def _stop(run: Run, outcome: Outcome, shortage: Shortage, tell: Callable[[Event], None], why: str) -> Outcome:
-    """The last time is explained as every other, and its evidence kept."""
+    """Return the outcome of a run that stops for lack of memory, after its cause is reported and its evidence kept."""
     stopped = replace(outcome, error=why)
     run.write_outcome(stopped)
     kept = evidence(run, shortage)
@@ -50,10 +62,102 @@ def _stop(run: Run, outcome: Outcome, shortage: Shortage, tell: Callable[[Event]
     return stopped
 
 
-def fall_of(run: Run, shortage: Shortage, below: Rung) -> Fall:
-    """What happened and what changes."""
+def fall_of(run: Run, shortage: Shortage, below: NextAttempt) -> Fall:
+    """Return what happened and what the next attempt changes."""
     before, after, last = run.plan.recipe, below.plan.recipe, run.last_good()
     return Fall(
         shortage=shortage, cause=cause(shortage), changed=changes(run, below), resumed_at=last.step if last else 0,
         moments_lost=last is not None and before.optimizer != after.optimizer,
     )  # fmt: skip
+
+
+# ---- why memory ran out
+
+
+def cause(shortage: Shortage) -> tuple[str, str]:
+    """Return two lines about a failed allocation: the request and where it failed, and what filled the memory.
+
+    `memfit explain` on the snapshot beside it says more.
+    """
+    after = f"after {shortage.step} step{'s' * (shortage.step != 1)}"
+    what = f"{human(shortage.asked)} more" if shortage.asked else "memory"
+    first = f"{what} asked for in {shortage.stage}, {after}{f', at {shortage.frame}' if shortage.frame else ''}"
+    return first, "; ".join(filter(None, (_levels(shortage), _found(shortage)))) or shortage.text.splitlines()[0][:160]
+
+
+def _levels(shortage: Shortage) -> str:
+    if not shortage.limit:
+        return ""
+    free = max(shortage.limit - shortage.held, 0)
+    return f"tensors held {human(shortage.held)} of {human(shortage.limit)}, {human(free)} were left"
+
+
+def _found(shortage: Shortage) -> str:
+    """Return the cause that the traceback shows, "" where it shows none that is at least likely."""
+    never = NOT_IN.get(shortage.stage, ())
+    found = [f for f in explain(read_text(shortage.trace or shortage.text)) if f.cause not in never]
+    known = found and found[0].cause != "not-known" and found[0].confidence != "possible"
+    return CAUSES[found[0].cause] if known else ""
+
+
+# ---- what a run reads
+
+
+def digests(plan: Plan) -> dict[str, str]:
+    """Return path -> digest of the files and folders that training reads on this machine; the Hub's have none."""
+    job = plan.job
+    read = {name: _digest_of_file for name in (job.dataset, job.training.eval_data) if name and Path(name).is_file()}
+    model = job.architecture.name
+    return {name: of(Path(name)) for name, of in read.items()} | (
+        {model: _digest_of_model(Path(model))} if Path(model).is_dir() else {}
+    )
+
+
+def check_unchanged(plan: Plan, began: dict[str, str], tell: Callable[[str], None]) -> None:
+    """Raise BadInput where data or model differ from those the run `began` with: it would skip or repeat samples.
+
+    Changed evaluation data are only reported by `tell`: they make losses that cannot be compared.
+    """
+    job = plan.job
+    for name, before in began.items():
+        path = Path(name)
+        if not path.exists():
+            raise BadInput(f"{name}, which the run reads, is gone", hint="put it back; what was trained is safe")
+        if (_digest_of_model if path.is_dir() else _digest_of_file)(path) == before:
+            continue
+        if name == job.training.eval_data != job.dataset:
+            tell(f"{name} has changed since the run began: its evaluation losses cannot be compared with earlier ones")
+            continue
+        what = "the model" if path.is_dir() else "the data"
+        raise BadInput(
+            f"{name} has changed since the run began",
+            hint=f"put {what} back as it was, or start a new run: --out DIR for another folder, --force for this one",
+        )
+
+
+def _digest_of_file(path: Path) -> str:
+    found = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(MIB):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _digest_of_model(folder: Path) -> str:
+    """Return a digest of configuration, tokenizer and weights, by name; other files in the folder do not count."""
+    found = blake2b(digest_size=16)
+    for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        if size <= LARGE:
+            found.update(path.read_bytes())
+            continue
+        with path.open("rb") as file:
+            for at in range(SAMPLES):
+                found.update(_sample(file, (size - SAMPLE) * at // (SAMPLES - 1)))
+    return found.hexdigest()
+
+
+def _sample(file: BinaryIO, offset: int) -> bytes:
+    file.seek(offset)
+    return file.read(SAMPLE)

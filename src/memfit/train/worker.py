@@ -1,4 +1,4 @@
-"""The process of one attempt: `python -m memfit.train.worker FOLDER`; one per GPU under torchrun. Events go to stdout as JSON."""
+"""The process of one attempt: `python -m memfit.train.worker FOLDER`, one per GPU. Events go to stdout as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from memfit.train.folder import opened, saved_so_far
 from memfit.train.outcome import EVENT, EXIT_OF, Event, Outcome
 
 if TYPE_CHECKING:
-    from memfit.train.run_callback import Keeper
+    from memfit.train.run_callback import RunCallback
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# PyTorch's writer, the first, names no cause
+# the first is PyTorch's file writer, whose message names no cause
 FULL = ("inline_container.cc", "No space left on device", "File too large", "Disk quota exceeded")
 FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
@@ -32,30 +32,30 @@ def main(folder: str) -> int:
     first = os.environ.get("RANK", "0") == "0"
     _end_with_torchrun()
     run = opened(Path(folder))
-    keepers: list[Keeper] = []
+    callbacks: list[RunCallback] = []
 
     def tell(event: Event) -> None:
         if not first:
             return
         try:
             print(EVENT + json.dumps(event), flush=True)
-        except BrokenPipeError:  # who started this is gone: finish the step and save, as at a signal
+        except BrokenPipeError:  # the supervisor is gone: finish the step and save, as at a signal
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            for keeper in keepers:
-                keeper.stop = True
+            for callback in callbacks:
+                callback.stop = True
 
-    def keep(keeper: Keeper) -> None:
-        keepers.append(keeper)
-        stop_on_signal(keeper)
+    def keep(callback: RunCallback) -> None:
+        callbacks.append(callback)
+        stop_on_signal(callback)
 
     try:
         outcome = attempt(run, tell, keep=keep)
-    except (Exception, SystemExit) as error:  # train.py leaves by SystemExit where its data cannot be used
-        outcome = saved_so_far(run, Outcome(status="failed", error=_words(error)))
+    except (Exception, SystemExit) as error:  # train.py raises SystemExit where its data cannot be used
+        outcome = saved_so_far(run, Outcome(status="failed", error=_error_line(error)))
         import traceback
 
         traceback.print_exc()
-    # one process runs out of memory or fails, and the others, the first among them, fail because it is gone
+    # where one process runs out of memory or fails, the others, the first among them, fail as they lose it
     if outcome.status == "oom" or (run.outcome is None and (first or outcome.status == "failed")):
         run.write_outcome(outcome)
     tell({"event": "outcome", **asdict(outcome)})
@@ -63,15 +63,15 @@ def main(folder: str) -> int:
 
 
 def _end_with_torchrun() -> None:
-    """Its processes do not inherit the run's lock, which it holds: they must not outlive it."""
+    """Make this process end with torchrun, which holds the run's lock: the lock is not inherited."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _words(error: BaseException) -> str:
-    """The error in a line, with a hint where there is one to give."""
+def _error_line(error: BaseException) -> str:
+    """Return the error in one line, with a hint where there is one."""
     hint = error.hint if isinstance(error, MemfitError) else ""
     if any(word in str(error) for word in FULL) or getattr(error, "errno", 0) in FULL_ERRNO:
         hint = "the disk, a quota or a limit on the size of files is full where checkpoints are written"
@@ -79,17 +79,17 @@ def _words(error: BaseException) -> str:
     return f"{kind}{str(error)[:1800]}{f' (hint: {hint})' if hint else ''}"
 
 
-def stop_on_signal(keeper: Keeper) -> None:
-    """A signal lets the step finish and be saved, however often it comes; who cannot wait uses SIGKILL.
+def stop_on_signal(callback: RunCallback) -> None:
+    """Make SIGINT and SIGTERM finish and save the step, however often they come; SIGKILL ends at once.
 
-    Before there is a step to finish it ends the attempt.
+    While model and data are read a signal ends the attempt.
     """
 
     from memfit.train.run_callback import Stopped
 
     def stop(number: int, frame: FrameType | None) -> None:
-        keeper.stop = True
-        if keeper.reading:
+        callback.stop = True
+        if callback.reading:
             raise Stopped
 
     for number in (signal.SIGINT, signal.SIGTERM):

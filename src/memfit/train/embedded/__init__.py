@@ -1,4 +1,4 @@
-"""The default run, which needs nothing downloaded: a small model with random weights, a tokenizer of bytes, and prose."""
+"""The default run, which downloads nothing: a small model with random weights, a tokenizer of bytes, and prose."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SEED = 0
 
 
 def config() -> dict[str, Any]:
-    """The model's config.json: a Llama of under a million parameters, 260 tokens."""
+    """Return the model's config.json: a Llama with under a million parameters and 260 tokens."""
     found: dict[str, Any] = json.loads((HERE / "config.json").read_text())
     return found
 
 
 def write(folder: Path, changes: dict[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the model's folder and the data; returns both. `changes` go into the config: a smaller model for tests."""
+    """Write the model's folder and the data; return both. `changes` go into the config: a smaller model for tests."""
     model, data = folder / NAME, folder / "prose.txt"
     folder.mkdir(parents=True, exist_ok=True)
     data.write_bytes((HERE / "prose.txt").read_bytes())
@@ -33,7 +33,7 @@ def write(folder: Path, changes: dict[str, Any] | None = None) -> tuple[Path, Pa
 
 
 def tokenizer() -> Any:
-    """Every byte is a token; <bos> opens a text, <eos> ends it."""
+    """Return a tokenizer: every byte is a token, <bos> begins a text, <eos> ends it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

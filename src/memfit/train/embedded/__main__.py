@@ -1,4 +1,4 @@
-"""Makes the embedded model and its data in a folder: `python -m memfit.train.embedded FOLDER`, because PyTorch imports slowly."""
+"""`python -m memfit.train.embedded FOLDER` writes the model and its data, apart because PyTorch imports slowly."""
 
 from __future__ import annotations
 

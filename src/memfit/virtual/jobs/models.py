@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from memfit.nouns.gpu import Gpu
+from memfit.tables.optimizers import optimizer
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
@@ -229,29 +231,11 @@ def with_adapters(setup: Setup, model: Any) -> Any:
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> Any:
-    """Return an optimizer for a hand-written loop, by transformers' name for it."""
-    if name.startswith(("adamw_torch", "adamw_forloop")):
-        words: dict[str, dict[str, Any]] = {
-            "adamw_torch_fused": {"fused": True},
-            "adamw_forloop": {"foreach": False, "fused": False},
-        }
-        return torch.optim.AdamW(parameters, lr=1e-5, **words.get(name, {}))
-    if name.startswith("sgd"):
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd_momentum" else 0.0)
-    if name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(parameters, lr=1e-5, scale_parameter=False, relative_step=False)
-    if name == "muon":
-        return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
-    import bitsandbytes.optim
-
-    kinds = {
-        "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit",
-        "paged_adamw_32bit": "PagedAdamW32bit", "lion_8bit": "Lion8bit", "lion_32bit": "Lion32bit",
-        "adamw_32bit": "AdamW32bit",
-    }  # fmt: skip
-    return getattr(bitsandbytes.optim, kinds[name])(parameters, lr=1e-5)
+    """Make the optimizer of a hand-written loop, by its key or by transformers' name."""
+    row = optimizer(name)
+    module, _, kind = row.loop.rpartition(".")
+    taken = [p for p in parameters if p.dim() == 2] if row.matrices_only else parameters
+    return getattr(import_module(module), kind)(taken, lr=1e-5, **row.arguments)
 
 
 def sample(setup: Setup) -> dict[str, Tensor]:

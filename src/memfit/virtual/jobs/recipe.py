@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 from memfit.errors import Unsupported
+from memfit.frameworks import deepspeed as deepspeed_file
 from memfit.frameworks import names, process_layout
-from memfit.frameworks.deepspeed import write as deepspeed_file
 from memfit.models import families
 from memfit.nouns.job import Recipe
-from memfit.tables.optimizers import optimizer
+from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import trainer
 
@@ -32,7 +32,7 @@ class Setup:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
     widen: bool = False  # adapters become fp32 after the trainer has made them 16-bit
-    optimizer: str = "adamw_torch_fused"  # transformers' name, or adamw_forloop, sgd_momentum
+    optimizer: str = "adamw_torch_fused"  # a row of tables/optimizers.py, by its key or by transformers' name
     checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
     attention: str = "sdpa"
     compile: bool = False  # torch.compile of the whole model
@@ -70,13 +70,6 @@ _DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"
 }  # fmt: skip
 MICRO_STEPS = 2  # of an accumulation; the second and all later ones begin with the same memory
-# optimizers of the hand-written loop, by the recipe's names
-_LOOP = {
-    "adamw": "adamw_torch_fused", "adamw-foreach": "adamw_torch", "adamw-forloop": "adamw_forloop", "sgd": "sgd",
-    "sgd-momentum": "sgd_momentum", "adafactor": "adafactor", "muon": "muon", "adamw-8bit": "adamw_bnb_8bit",
-    "adamw-32bit": "adamw_32bit", "paged-adamw-8bit": "paged_adamw_8bit", "paged-adamw-32bit": "paged_adamw_32bit",
-    "lion": "lion_32bit", "lion-8bit": "lion_8bit",
-}  # fmt: skip
 
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
@@ -166,7 +159,7 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
 
 def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
     """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others."""
-    given = names.four_bit(recipe)
+    given = names.bitsandbytes(recipe)
     return (
         given | {"bnb_4bit_quant_storage": numbers.weights}
         if given and process_layout.backend(recipe) == "fsdp"
@@ -187,12 +180,13 @@ def _scales_bf16(recipe: Recipe) -> bool:
 
 
 def _optimizer(recipe: Recipe, name: str) -> str:
-    key = optimizer(recipe.optimizer).key
+    row = optimizer(recipe.optimizer)
     if name == "torch":
-        if key not in _LOOP:
-            raise Unsupported(f"trace's own loop has no {key}", hint=f"choose one of {', '.join(_LOOP)}")
-        return _LOOP[key]
-    return names.optim(recipe, name).optim
+        if not row.loop:
+            known = ", ".join(row.key for row in OPTIMIZERS.values() if row.loop)
+            raise Unsupported(f"trace's own loop has no {row.key}", hint=f"choose one of {known}")
+        return row.key
+    return str(names.optim(recipe, name)["optim"])
 
 
 def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -200,4 +194,5 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
     if name == "torch":
         return {}
     liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
-    return {**names.optim(recipe, name).extra, **process_layout.reduction(recipe), **liger}
+    beside = {key: value for key, value in names.optim(recipe, name).items() if key != "optim"}
+    return {**beside, **process_layout.reduction(recipe), **liger}

@@ -1,36 +1,36 @@
-"""Export target trl: train.py for TRL's SFTTrainer, requirements.txt, and the launcher's files for several cards."""
+"""A train.py for TRL's SFTTrainer, its requirements.txt, and the launcher's files for several cards."""
 
 from __future__ import annotations
 
-import memfit.frameworks.accelerate.write as accelerate
+import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.names as names
 import memfit.frameworks.process_layout as launch
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
-from memfit.frameworks.requirements import requirements
-from memfit.frameworks.savings import savings
-from memfit.frameworks.text import literal
+from memfit.frameworks.text import literal, savings
+from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LOSS, MODEL, ON
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.combinations import NOT_BY_TRL
 from memfit.tables.trainers import trainer
 
 VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"
+CHECKPOINTING = CHECKPOINTINGS[1]  # the older name, which every TRL has
 _FUSED_SINCE = (1, 15)  # the first TRL whose loss memfit's scripts count on
 
 
 def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
-    """train.py, requirements.txt and, where the launch needs them, accelerate.yaml and ds_config.json. Raises Unsupported."""
+    """Return train.py, requirements.txt and what starts it on several cards. Raises Unsupported."""
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
     how = how or launch.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
-    files = {"train.py": train(plan, how), "requirements.txt": requirements(plan.recipe, "trl", how.backend)}
+    files = {"train.py": train(plan, how), "requirements.txt": script.requirements(plan.recipe, "trl", how.backend)}
     return files | accelerate.files(plan, how)
 
 
 def check(recipe: Recipe, kind: launch.Backend) -> None:
-    """Refuse what SFTTrainer cannot be told. Raises Unsupported."""
+    """Raise Unsupported for what SFTTrainer has no setting for."""
     names.check_method(recipe)
     launch.check(recipe, kind)
     if recipe.trainer.startswith("trl==") and trainer(recipe.trainer).since < _FUSED_SINCE:
@@ -42,7 +42,7 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
 
 
 def train(plan: Plan, how: launch.Launch) -> str:
-    """The text of train.py."""
+    """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
     lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
@@ -75,52 +75,35 @@ def _imports(recipe: Recipe) -> list[str]:
 
 
 def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
-    settings: list[script.Setting] = [*script.FIRST, ("max_length", "MAX_LENGTH", "")]
-    if recipe.padding == "packing":
-        settings.append(("packing", "True", ""))
-    settings += [
-        ("per_device_train_batch_size", "MICRO_BATCH", ""),
-        ("gradient_accumulation_steps", "ACCUMULATION", ""),
-        *(
-            (key, literal(value), "no whole gradients between micro-batches")
-            for key, value in launch.reduction(recipe).items()
-        ),
+    return [
+        *script.FIRST,
+        (KEYS["sequence_length"].name, "MAX_LENGTH", ""),
+        *([(KEYS["padding"].name, "True", "")] if recipe.padding == "packing" else []),
+        *script.batch(recipe),
         *_checkpointing(recipe, saved),
-        *_optimizer(recipe, saved),
+        *script.optimizer(recipe, "trl", saved),
         *script.compiled(recipe),
         *_precision(recipe, saved, kind),
-        ("loss_type", literal("nll"), "through TRL's fused LM head, which never holds the logits"),
-        *script.EVALUATION,
-        ("save_total_limit", "2", ""),
-        ("use_cpu", "args.cpu", ""),
+        (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
+        *script.LAST,
     ]
-    return settings
 
 
 def _checkpointing(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
     note = saved.get("checkpointing", "")
     if recipe.checkpointing == "none":
-        return [("gradient_checkpointing", "False", note or "TRL's default is True")]
-    on: script.Setting = ("gradient_checkpointing", "True", note)
-    if recipe.checkpointing == "full":
-        return [on]
-    return [on, ("gradient_checkpointing_kwargs", literal({recipe.checkpointing: True}), "")]
-
-
-def _optimizer(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting]:
-    spelled = names.optim(recipe, "trl")
-    extra: list[script.Setting] = [(name, literal(value), "") for name, value in spelled.extra.items()]
-    return [("optim", literal(spelled.optim), saved.get("optimizer", "")), *extra]
+        return [(CHECKPOINTING, "False", note or "TRL's default is True")]
+    return script.checkpointing(recipe, CHECKPOINTING, note)
 
 
 def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
     numbers = launch.numbers(recipe, kind)
-    model = {"dtype": numbers.weights, "attn_implementation": names.ATTENTION[recipe.attention]}
+    model = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
-    if numbers.mixed == "fp16":  # accelerate knows no fp16 on a CPU
-        autocast.append(("fp16", "not args.cpu", ""))
-    loads = script.also("TRL loads float32 unless told", saved, "precision")
-    return [*autocast, ("model_init_kwargs", literal(model), loads)]
+    if numbers.mixed == "fp16":
+        autocast.append(("fp16", ON["fp16"], ""))
+    loads = script.with_saving("TRL loads float32 unless told", saved, "precision")
+    return [*autocast, (MODEL, literal(model), loads)]
 
 
 def _trainer(recipe: Recipe) -> list[script.Setting]:

@@ -1,1 +1,0 @@
-"""accelerate's launcher file, accelerate.yaml: read, written, and as the environment of a process."""

@@ -1,0 +1,323 @@
+"""axolotl's YAML (keys and defaults of 0.19), read and written, with ds_config.json where DeepSpeed is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import memfit.frameworks.accelerate as accelerate
+import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
+from memfit.errors import Unsupported
+from memfit.frameworks.dataset_layout import Layout, layout_for
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, words
+from memfit.frameworks.script import learning_rate, whole
+from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
+from memfit.tables.quantization import quantization
+from memfit.tables.trainers import trainer
+
+NAME, FILE = "axolotl", "axolotl.yaml"
+KEYS = KeyTable(
+    Key("sequence_length", "sequence_len", 512),
+    Key("padding", "sample_packing", False, {"packing": True, "longest": False}),
+    Key("micro_batch", "micro_batch_size", 1),
+    Key("accumulation", "gradient_accumulation_steps", 1),
+    Key("lora_rank", "lora_r", 8),
+    Key("lora_alpha", "lora_alpha", 8),
+    Key("lora_dropout", "lora_dropout", 0.0),
+)
+MODEL, ADAPTER, FOUR_BIT, EIGHT_BIT, BNB = "base_model", "adapter", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs"
+QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB: nf4 and True unless said otherwise
+LINEAR, MODULES = "lora_target_linear", "lora_target_modules"
+ATTENTION, CHECKPOINTING, SELECTIVE, OFFLOADING = (
+    "attn_implementation", "gradient_checkpointing", "selective_checkpointing", "activation_offloading",
+)  # fmt: skip
+PLUGINS, LIGER_LOSS, CHUNKED = "plugins", "liger_fused_linear_cross_entropy", "chunked_cross_entropy"
+LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
+FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
+_LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
+# (recipe field, the key that a comment says its saving at)
+_SAVING_AT = (
+    ("quantization", FOUR_BIT), ("method", ADAPTER), ("checkpointing", CHECKPOINTING), ("optimizer", "optimizer"),
+    ("micro_batch", KEYS["micro_batch"].name), ("loss", PLUGINS), ("attention", ATTENTION), ("offload", DEEPSPEED),
+    ("precision", "bf16"), ("shard", FSDP), ("shard", DEEPSPEED),
+)  # fmt: skip
+# keys that change no memory
+HARMLESS = words("""
+    model_type tokenizer_* special_tokens tokens chat_template* val_set_size dataset_* test_datasets shuffle_*
+    output_dir num_epochs max_steps learning_rate lr_* cosine_* warmup_* weight_decay adam_* max_grad_norm seed
+    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch wandb_* mlflow_* comet_* trackio_*
+    hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs group_by_length early_stopping_patience
+    resume_from_checkpoint auto_resume_* local_rank loss_watchdog_* debug strict excess_length_strategy
+    min_sample_len sample_packing_* eval_sample_packing roles* revision_of_model lora_model_dir loraplus_*
+    pad_to_sequence_len datasets ddp_timeout use_tensorboard gc_steps load_best_*
+""")
+
+
+# ---- reading
+
+
+def matches(data: dict[str, Any]) -> bool:
+    return MODEL in data
+
+
+def adopt(data: dict[str, Any], path: Path) -> Adopted:
+    """Return model, recipe and data of an axolotl run."""
+    keys = Keys(data, path.name)
+    micro, total = KEYS["micro_batch"].read(keys), keys.number("batch_size", default=0)
+    changes: dict[str, Any] = {
+        **KEYS.read(keys, "sequence_length", "padding"),
+        "micro_batch": micro,
+        "accumulation": KEYS["accumulation"].read(keys, default=max(1, total // max(1, micro))),
+        **names.read_optim(keys, NAME, "adamw_torch_fused"),
+        **_read_attention(keys),
+        **names.read_compile(keys),
+        **_read_loss(keys),
+        **_read_adapter(keys),
+    }
+    sharding = _read_sharding(keys, path)
+    changes |= sharding.without_precision
+    changes["precision"] = _read_precision(keys, sharding, changes["method"])
+    changes["checkpointing"] = sharding.checkpointing or _read_checkpointing(keys)
+    automatic = keys.take("bf16", default="auto") == "auto"
+    model = keys.text(MODEL)
+    ignored, unknown = keys.rest(HARMLESS)
+    return Adopted(
+        format=NAME,
+        recipe=build(path.name, changes),
+        model=model,
+        data=_read_data(keys),
+        effective_batch=sharding.batch,
+        stated=tuple(changes),
+        assumed=(*sharding.assumed, *(["bf16: auto is true on the card"] if automatic else [])),
+        ignored=ignored,
+        unknown=(*sharding.unknown, *unknown),
+    )
+
+
+def _read_data(keys: Keys) -> str | None:
+    found = keys.take("datasets")
+    first = found[0] if isinstance(found, list) and found else None
+    path = first.get("path") if isinstance(first, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def _read_attention(keys: Keys) -> dict[str, str]:
+    for flag, kernel in _LEGACY_ATTENTION.items():
+        if keys.flag(flag):
+            return {"attention": kernel}
+    return names.read_attention(keys, keys.take(ATTENTION), ATTENTION)
+
+
+def _read_loss(keys: Keys) -> dict[str, str]:
+    """Return the loss, and whose account holds: transformers' with all of Liger's layers, axolotl's own with fewer."""
+    plugins = keys.take(PLUGINS, default=[])
+    cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
+    norm, activation, rope = LIGER_LAYERS
+    layers = [keys.flag(norm), keys.flag(activation, "liger_swiglu"), keys.flag(rope)]
+    if keys.flag(LIGER_LOSS):
+        return {"trainer": "transformers" if all(layers) else NAME, "loss": "fused"}
+    if keys.flag("cut_cross_entropy", default=cut):
+        return {"trainer": NAME, "loss": "fused"}
+    return {"trainer": "transformers", "loss": "chunked" if keys.flag(CHUNKED) else "full"}
+
+
+def _read_adapter(keys: Keys) -> dict[str, Any]:
+    kind = keys.text(ADAPTER)
+    four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
+    if not kind:
+        return {"method": "full"}
+    if kind not in ("lora", "qlora"):
+        keys.odds(ADAPTER)
+    bnb = keys.table(BNB)
+    quantized = "int8" if eight else "none"
+    if four:
+        quantized = names.read_four_bit(bnb.text(QUANT_TYPE) or "nf4", bnb.flag(DOUBLE, default=True), keys.where)
+    linear, modules = keys.flag(LINEAR), keys.take(MODULES)
+    return {
+        "method": "qlora" if four or eight else "lora",
+        "quantization": quantized,
+        **KEYS.read(keys, "lora_rank", "lora_alpha", "lora_dropout"),
+        "lora_targets": ("all-linear",) if linear or modules is None else module_names(modules, keys.where),
+    }
+
+
+def _read_sharding(keys: Keys, path: Path) -> Sharding:
+    version = keys.take(FSDP_VERSION)
+    keys.take("fsdp")  # the old list of options; fsdp_config says the same
+    if not keys.take(FSDP):
+        return deepspeed.read_setting(keys.take(DEEPSPEED), path)
+    block = keys.table(FSDP)
+    found = accelerate.read_fsdp(block)
+    if not version and FSDP_VERSION not in block:
+        found.assumed.append("FSDP1, axolotl's default, read as FSDP2")
+    return found
+
+
+def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
+    """Weights are loaded in the compute dtype; FSDP2 keeps what it trains in fp32, DeepSpeed a master copy."""
+    half = keys.flag("fp16", "float16")
+    bf16 = keys.flag("bf16", "bfloat16", default=not half)
+    if bf16 and method == "full" and sharding.kind == "fsdp":
+        return "bf16-mixed"
+    if bf16 and method == "full" and sharding.kind == "deepspeed":
+        return "bf16" if sharding.pure else "bf16-master"
+    if bf16:
+        return "bf16"
+    return "fp16-mixed" if half else "fp32"
+
+
+def _read_checkpointing(keys: Keys) -> str:
+    mode = keys.take(CHECKPOINTING, default=False)
+    keys.take(f"{CHECKPOINTING}_kwargs")
+    offloads, selective = keys.flag(OFFLOADING), keys.take(SELECTIVE)
+    if not mode or mode == "no":
+        return "none"
+    if offloads or (isinstance(mode, str) and mode.startswith("offload")):
+        return "offload"
+    return "selective" if selective else "full"
+
+
+# ---- writing
+
+
+def command(plan: Plan) -> str:
+    """Return the line that starts training; axolotl starts one process per visible GPU."""
+    return with_environment(plan.recipe, f"axolotl train {FILE}")
+
+
+def export(plan: Plan) -> dict[str, str]:
+    """Return axolotl.yaml (+ ds_config.json). Raises Unsupported for what axolotl has no setting for."""
+    names.check_method(plan.recipe)
+    kind = launch.backend(plan.recipe)
+    launch.check(plan.recipe, kind)
+    if plan.recipe.optimizer == "muon" and kind == "deepspeed":
+        raise Unsupported(
+            "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
+        )
+    head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
+    return files | ({launch.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
+
+
+def config(plan: Plan) -> dict[str, Any]:
+    """Return the settings in the order axolotl's own examples have them."""
+    r, training = plan.recipe, plan.job.training
+    optimizer = names.optim(r, NAME)
+    return {
+        MODEL: plan.job.architecture.name,
+        **_loss(r),
+        **_adapter(plan),
+        "datasets": [_dataset(layout_for(plan.job.dataset, "axolotl"))],
+        **KEYS.write(r, "sequence_length"),
+        "excess_length_strategy": "truncate",
+        **KEYS.write(r, "padding"),
+        "pad_to_sequence_len": r.padding == "packing",
+        **KEYS.write(r, "micro_batch", "accumulation"),
+        **launch.reduction(r),
+        "num_epochs": whole(training.epochs),
+        **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
+        "learning_rate": float(learning_rate(plan)),
+        **optimizer,
+        **_precision(r),
+        **_checkpointing(r),
+        ATTENTION: names.ATTENTION[r.attention],
+        **names.compiled(r),
+        "output_dir": "output",
+        **_sharding(r, plan.job.architecture.model_type),
+    }
+
+
+def _dataset(layout: Layout) -> dict[str, Any]:
+    """Return one entry of `datasets`. Raises Unsupported for samples axolotl has no type for."""
+    source: dict[str, Any] = {"path": layout.path} | ({"ds_type": layout.kind} if layout.kind else {})
+    if layout.chat and len(layout.fields) == 1:  # a base model has no template of its own
+        source |= {"type": "chat_template", "chat_template": "tokenizer_default_fallback_chatml"}
+        source |= {"field_messages": layout.fields[0]}
+        return source | {"message_property_mappings": {"role": layout.role, "content": layout.content}}
+    if layout.fields == ("text",):
+        return source | {"type": "completion"}
+    if layout.fields[0] == "instruction":
+        return source | {"type": "alpaca"}
+    if layout.chat or len(layout.fields) != 2:
+        raise Unsupported(
+            f"axolotl has no type for {'messages in ' * layout.chat}{' and '.join(layout.fields)}", hint="--target trl"
+        )
+    prompt, completion = layout.fields
+    plain = {"format": "{instruction}", "no_input_format": "{instruction}"}
+    return source | {"type": {"field_instruction": prompt, "field_output": completion, **plain}}
+
+
+def _loss(r: Recipe) -> dict[str, Any]:
+    if r.loss == "full":
+        return {}
+    if r.loss == "chunked":
+        return {CHUNKED: True}
+    layers = LIGER_LAYERS if trainer(r.trainer).liger_layers else ()
+    return {PLUGINS: [LIGER_PLUGIN], LIGER_LOSS: True, **dict.fromkeys(layers, True)}
+
+
+def _adapter(plan: Plan) -> dict[str, Any]:
+    r = plan.recipe
+    if r.method == "full":
+        return {}
+    targets = names.targets(r, plan.job.architecture)
+    return {
+        **_quantization(r.quantization),
+        **KEYS.write(r, "lora_rank", "lora_alpha", "lora_dropout"),
+        **({LINEAR: True} if targets == "all-linear" else {MODULES: targets}),
+    }
+
+
+def _quantization(key: str) -> dict[str, Any]:
+    if key == "none":
+        return {ADAPTER: "lora"}
+    row = quantization(key)
+    if row.bits == 8:
+        return {ADAPTER: "lora", EIGHT_BIT: True}
+    bnb: dict[str, Any] = {} if row.kind == "nf4" else {QUANT_TYPE: row.kind}
+    bnb |= {} if row.double else {DOUBLE: False}
+    return {ADAPTER: "qlora", FOUR_BIT: True, **({BNB: bnb} if bnb else {})}
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """axolotl loads weights in the dtype it computes in: bf16: true -> bf16 weights, fp16: true -> fp16 weights."""
+    kind = launch.backend(recipe)
+    trains_all = recipe.method == "full"
+    if recipe.precision == "fp32":
+        return {"bf16": False, "fp16": False}
+    if recipe.precision == "bf16-mixed" and kind != "deepspeed" and not (trains_all and kind == "fsdp"):
+        raise Unsupported(
+            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --target trl"
+        )
+    if recipe.precision == "bf16" and trains_all and kind == "fsdp":
+        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --target trl")
+    if recipe.precision == "fp16-mixed":
+        if trains_all and kind != "deepspeed":
+            raise Unsupported(
+                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --target trl"
+            )
+        return {"bf16": False, "fp16": True}
+    return {"bf16": True}
+
+
+def _checkpointing(r: Recipe) -> dict[str, Any]:
+    if r.checkpointing == "none":
+        return {CHECKPOINTING: False}
+    more: dict[str, dict[str, Any]] = {"selective": {SELECTIVE: True}, "offload": {OFFLOADING: "hidden_states"}}
+    return {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, **more.get(r.checkpointing, {})}
+
+
+def _sharding(recipe: Recipe, model_type: str) -> dict[str, Any]:
+    kind = launch.backend(recipe)
+    if kind == "deepspeed":
+        return {DEEPSPEED: launch.DEEPSPEED_FILE}
+    if kind != "fsdp":
+        return {}
+    block = accelerate.fsdp(recipe) | accelerate.wrapped(model_type)
+    del block["activation_checkpointing"]  # axolotl has its own key
+    return {FSDP_VERSION: 2, FSDP: block}

@@ -1,1 +1,0 @@
-"""axolotl's YAML: keys and defaults of 0.19."""

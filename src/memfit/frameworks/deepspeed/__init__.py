@@ -1,1 +1,0 @@
-"""DeepSpeed's ds_config.json."""

@@ -1,0 +1,228 @@
+"""Reading another tool's file: `Keys` are its settings, `Key` is one of them both ways, `Adopted` is what it says."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from memfit.documents.recipe_file import read_text
+from memfit.errors import BadInput
+from memfit.nouns.job import AS_USUAL, Recipe, Training, check_values
+
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """What another tool's file says, in memfit's words."""
+
+    format: str  # "axolotl", "transformers" ...
+    recipe: Recipe
+    model: str | None = None
+    data: str | None = None
+    effective_batch: int | None = None  # sequences per optimizer step, where the file says it
+    training: Training = AS_USUAL  # of a recipe.toml; in other files these keys change no memory and are `ignored`
+    stated: tuple[str, ...] = ()  # the recipe fields that the file, or its tool's defaults, decide
+    assumed: tuple[str, ...] = ()  # sentences: what the file leaves open and memfit chose
+    ignored: tuple[str, ...] = ()  # keys that do not change memory
+    unknown: tuple[str, ...] = ()  # keys that may change it
+
+
+@dataclass(slots=True)
+class Sharding:
+    """What a DeepSpeed or FSDP block decides; `changes` are recipe fields."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""  # "deepspeed", "fsdp" or ""
+    pure: bool = False  # bf16 without an fp32 master copy
+    unknown: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    batch: int | None = None  # sequences per optimizer step
+    checkpointing: str = ""
+
+    @property
+    def without_precision(self) -> dict[str, Any]:
+        """Return the changes that hold whatever the framework's own precision keys say."""
+        return {name: value for name, value in self.changes.items() if name != "precision"}
+
+
+class Keys:
+    """The settings of one file. Every key that is read counts as understood; `rest` sorts the others."""
+
+    def __init__(self, data: Mapping[Any, Any], where: str) -> None:
+        self.data = {str(key): value for key, value in data.items()}
+        self.where = where
+        self.used: set[str] = set()
+        self.odd: list[str] = []  # understood keys whose value memfit cannot express
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.data
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """Return the first of the names that is set (not null); all of them count as understood."""
+        self.used.update(names)
+        return next((self.data[n] for n in names if self.data.get(n) is not None), default)
+
+    def number(self, *names: str, default: int) -> int:
+        """Return a whole number; "auto" is the default."""
+        value = self.take(*names, default=default)
+        if value == "auto":
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise BadInput(
+                f"`{names[0]}` in {self.where} must be a whole number, not {short(value)}", hint="check the file"
+            )
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        """Return a number, whole or not."""
+        value = self.take(name, default=default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise BadInput(f"`{name}` in {self.where} must be a number, not {short(value)}", hint="check the file")
+        return float(value)
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """Return True for true and for words that switch on; "auto" is the default."""
+        value = self.take(*names, default=default)
+        if isinstance(value, str):
+            return default if value == "auto" else value.lower() not in ("false", "no", "none", "0", "")
+        return bool(value)
+
+    def text(self, *names: str) -> str | None:
+        """Return a word or path; None when unset."""
+        value = self.take(*names)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise BadInput(f"`{names[0]}` in {self.where} must be text, not {short(value)}", hint="check the file")
+        return value
+
+    def table(self, name: str) -> Keys:
+        """Return a nested mapping; empty when unset."""
+        value = self.take(name, default={})
+        if not isinstance(value, Mapping):
+            raise BadInput(f"`{name}` in {self.where} must be a mapping, not {short(value)}", hint="check the file")
+        return Keys(value, f"{name} of {self.where}")
+
+    def odds(self, *names: str) -> None:
+        """List keys as not understood after all, because of their value."""
+        self.odd += [n for n in names if n in self.data]
+
+    def rest(self, ignored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return (keys that do not change memory, by pattern or because they are off; keys that may)."""
+        patterns = tuple(ignored)
+        left = [n for n in self.data if n not in self.used]
+        harmless = [n for n in left if _off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
+        return tuple(harmless), (*self.odd, *(n for n in left if n not in harmless))
+
+
+def _off(value: object) -> bool:
+    return any(value is off or (type(value) is type(off) and value == off) for off in _OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A setting of a framework that is one field of the recipe. The type of `default` says how it is read."""
+
+    recipe_field: str
+    name: str  # the framework's
+    default: bool | int | float = 0  # the framework's own
+    values: Mapping[Any, Any] = field(default_factory=dict)  # the recipe's value -> the framework's, where they differ
+
+    def read(self, keys: Keys, default: Any = None) -> Any:
+        """Return the recipe's value; `default` replaces the framework's own."""
+        default = self.default if default is None else default
+        if isinstance(default, bool):
+            value: Any = keys.flag(self.name, default=default)
+        elif isinstance(default, int):
+            value = keys.number(self.name, default=default)
+        else:
+            value = keys.real(self.name, default)
+        return next((ours for ours, theirs in self.values.items() if theirs == value), value)
+
+    def write(self, recipe: Recipe) -> dict[str, Any]:
+        """Return the setting as the framework has it."""
+        value = getattr(recipe, self.recipe_field)
+        return {self.name: self.values.get(value, value)}
+
+
+class KeyTable(dict[str, Key]):
+    """The keys of a framework by recipe field: each is named once, for reading and for writing."""
+
+    def __init__(self, *rows: Key) -> None:
+        super().__init__({row.recipe_field: row for row in rows})
+
+    def read(self, keys: Keys, *fields: str) -> dict[str, Any]:
+        """Return these fields of the recipe."""
+        return {name: self[name].read(keys) for name in fields}
+
+    def write(self, recipe: Recipe, *fields: str) -> dict[str, Any]:
+        """Return these fields as the framework's settings."""
+        return {name: value for one in fields for name, value in self[one].write(recipe).items()}
+
+
+def parse(path: Path) -> Any:
+    """Return the data of a JSON, TOML or YAML file of at most 1 MiB, told apart by content.
+
+    Raises BadInput for a missing, large or broken file. The file is not trusted: nothing in it is ever executed.
+    """
+    text = read_text(path)
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadInput(f"{path} is not valid JSON, TOML or YAML: {problem}", hint="check the file") from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text, for lists of patterns."""
+    return tuple(text.split())
+
+
+def short(value: object) -> str:
+    """Return a value for a message: a scalar as it is, cut; of nested data only its kind."""
+    return repr(value)[:60] if isinstance(value, str | bool | int | float) else f"a {type(value).__name__}"
+
+
+def word(value: object) -> str:
+    """Return a scalar as text, "" for anything else: nested data may be too large to print."""
+    return str(value) if isinstance(value, str | bool | int | float) else ""
+
+
+def build(where: str, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a file describes; values out of range are refused with the file's name.
+
+    FSDP with offload, or with weights that stay gathered, is accounted as DeepSpeed, where mixed precision has
+    another name.
+    """
+    try:
+        recipe = check_values(Recipe(**changes))
+    except BadInput as error:
+        raise BadInput(f"{where}: {error.message}", hint=error.hint) from None
+    if not recipe.zero or recipe.precision != "bf16-mixed":
+        return recipe
+    return recipe.but(precision="bf16-master" if recipe.method == "full" else "bf16")
+
+
+def module_names(value: object, where: str) -> tuple[str, ...]:
+    """Return LoRA's module names from a list or a comma-separated text."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+        raise BadInput(
+            f"the LoRA modules in {where} must be names, not {short(value)}", hint="for example [q_proj, v_proj]"
+        )
+    found = tuple(value)
+    return ("all-linear",) if found in (("all-linear",), ("all",), ("all_linear",)) else found

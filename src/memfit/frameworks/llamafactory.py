@@ -1,0 +1,334 @@
+"""LLaMA-Factory's YAML, read and written with its dataset_info.json. Keys, defaults and chat templates of 0.9.5."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
+from memfit.errors import Unsupported
+from memfit.frameworks.dataset_layout import Layout, layout_for
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.script import learning_rate
+from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
+from memfit.tables.optimizers import OPTIMIZERS
+from memfit.tables.quantization import quantization
+
+NAME, FILE, DATASET = "llamafactory", "llamafactory.yaml", "train"
+KEYS = KeyTable(
+    Key("sequence_length", "cutoff_len", 2048),
+    Key("padding", "packing", False, {"packing": True, "longest": False}),
+    *names.KEYS.values(),
+    Key("lora_rank", "lora_rank", 8),
+    Key("lora_alpha", "lora_alpha", 16),  # twice the rank
+    Key("lora_dropout", "lora_dropout", 0.0),
+)
+MODEL, TYPE, STAGE, NEAT, TARGET = "model_name_or_path", "finetuning_type", "stage", "neat_packing", "lora_target"
+BITS, QUANT_TYPE, DOUBLE = "quantization_bit", "quantization_type", "double_quantization"
+ATTENTION, LIGER, PURE, DEEPSPEED = "flash_attn", "enable_liger_kernel", "pure_bf16", "deepspeed"
+NO_CHECKPOINTING, OFFLOADING, REENTRANT = "disable_gradient_checkpointing", "use_unsloth_gc", "use_reentrant_gc"
+_ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash"}
+# optimizers that have a switch of their own (use_galore: true) beside `optim`, GaLore and APOLLO first
+_SWITCHED = [
+    (row.key, name, value)
+    for row in sorted(OPTIMIZERS.values(), key=lambda row: -row.rank_of)
+    for name, value in row.settings.get(NAME, {}).items()
+]
+_SWITCHES = {name: optimizer for optimizer, name, value in _SWITCHED if value is True}
+_SWITCH_ARGUMENTS = [name for _, name, value in _SWITCHED if value is not True and name not in ("optim", "optim_args")]
+# keys that tell a file of LLaMA-Factory's from others
+_OWN = {
+    TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
+    NO_CHECKPOINTING, NEAT,
+}  # fmt: skip
+# (recipe field, the key that a comment says its saving at)
+_SAVING_AT = (
+    ("quantization", BITS), ("method", TYPE), ("checkpointing", NO_CHECKPOINTING), ("optimizer", "optim"),
+    ("micro_batch", KEYS["micro_batch"].name), ("loss", LIGER), ("attention", ATTENTION), ("offload", DEEPSPEED),
+    ("shard", DEEPSPEED),
+)  # fmt: skip
+# keys that change no memory
+HARMLESS = words("""
+    stage do_* dataset* eval_dataset template max_samples overwrite_* preprocessing_* output_dir logging_* save_*
+    plot_loss report_to learning_rate num_train_epochs max_steps lr_* warmup_* weight_decay adam_* ddp_timeout
+    resume_from_checkpoint val_size eval_strategy eval_steps trust_remote_code seed run_name tokenized_path
+    dataloader_* max_grad_norm mask_history train_on_prompt media_dir buffer_size loraplus_* use_rslora include_*
+    swanlab_* use_swanlab mix_strategy data_* default_system enable_thinking *_hub_token model_revision
+    use_fast_tokenizer cache_dir streaming push_to_hub
+""")
+
+
+# ---- reading
+
+
+def matches(data: dict[str, Any]) -> bool:
+    return MODEL in data and bool(_OWN & set(data))
+
+
+def adopt(data: dict[str, Any], path: Path) -> Adopted:
+    """Return model, recipe and data of a LLaMA-Factory run."""
+    keys = Keys(data, path.name)
+    packed = KEYS["padding"].read(keys, default=keys.take(STAGE) == "pt")
+    neat = keys.flag(NEAT)
+    sharding = deepspeed.read_setting(keys.take(DEEPSPEED), path)
+    changes: dict[str, Any] = {
+        "trainer": "transformers",
+        **KEYS.read(keys, "sequence_length"),
+        "padding": "packing" if neat else packed,
+        **KEYS.read(keys, "micro_batch", "accumulation"),
+        **_read_optimizer(keys),
+        "attention": _ATTENTION.get(word(keys.take(ATTENTION, default="auto")), "sdpa"),
+        **names.read_compile(keys),
+        "loss": "fused" if keys.flag(LIGER) else "full",
+        "checkpointing": _read_checkpointing(keys),
+        **_read_method(keys),
+    }
+    changes |= sharding.without_precision
+    changes["precision"] = _read_precision(keys, sharding, changes["method"])
+    model, dataset = keys.text(MODEL), keys.take("dataset")
+    keys.take("fsdp", "fsdp_config")
+    keys.odds("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
+    ignored, unknown = keys.rest(HARMLESS)
+    return Adopted(
+        format=NAME,
+        recipe=build(path.name, changes),
+        model=model,
+        data=dataset if isinstance(dataset, str) else None,
+        effective_batch=sharding.batch,
+        stated=tuple(changes),
+        assumed=tuple(sharding.assumed),
+        ignored=ignored,
+        unknown=tuple(dict.fromkeys((*sharding.unknown, *unknown))),
+    )
+
+
+def _read_optimizer(keys: Keys) -> dict[str, str]:
+    for switch, optimizer in _SWITCHES.items():
+        if keys.flag(switch):
+            keys.take("optim", *_SWITCH_ARGUMENTS)
+            return {"optimizer": optimizer}
+    return names.read_optim(keys, NAME, "adamw_torch_fused")
+
+
+def _read_checkpointing(keys: Keys) -> str:
+    keys.take(REENTRANT, "gradient_checkpointing")
+    if keys.flag(NO_CHECKPOINTING):
+        return "none"
+    return "offload" if keys.flag(OFFLOADING) else "full"
+
+
+def _read_method(keys: Keys) -> dict[str, Any]:
+    kind = word(keys.take(TYPE, default="lora"))
+    bits = keys.number(BITS, default=0)
+    if kind == "full":
+        return {"method": "full"}
+    if kind != "lora":
+        keys.odds(TYPE)
+    if bits not in (0, 4, 8):
+        keys.odds(BITS)
+    four_bit = names.read_four_bit(keys.text(QUANT_TYPE) or "nf4", keys.flag(DOUBLE, default=True), keys.where)
+    rank = KEYS["lora_rank"].read(keys)
+    return {
+        "method": "qlora" if bits in (4, 8) else "lora",
+        "quantization": {4: four_bit, 8: "int8"}.get(bits, "none"),
+        "lora_rank": rank,
+        "lora_alpha": KEYS["lora_alpha"].read(keys, default=2 * rank),
+        **KEYS.read(keys, "lora_dropout"),
+        "lora_targets": module_names(keys.take(TARGET, default="all"), keys.where),
+    }
+
+
+def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
+    """The base is loaded in the compute dtype; what is trained is held in fp32 unless pure_bf16 or DeepSpeed's."""
+    pure, bf16, fp16 = keys.flag(PURE), keys.flag("bf16"), keys.flag("fp16")
+    if method != "full":
+        return "fp16-mixed" if fp16 and not bf16 else "bf16"
+    if pure:
+        return "bf16"
+    if bf16:
+        return "bf16-master" if sharding.kind == "deepspeed" else "bf16-mixed"
+    return "fp16-mixed" if fp16 else "fp32"
+
+
+# ---- writing
+
+
+def command(plan: Plan) -> str:
+    """Return the line that starts training."""
+    line = f"llamafactory-cli train {FILE}"
+    if _sharding(plan.recipe) or plan.recipe.num_gpus > 1:
+        line = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={plan.recipe.num_gpus} {line}"
+    return with_environment(plan.recipe, line)
+
+
+def export(plan: Plan) -> dict[str, str]:
+    """Return llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what has no setting."""
+    recipe = plan.recipe
+    check(recipe)
+    layout = layout_for(plan.job.dataset, "LLaMA-Factory")
+    head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
+    files["dataset_info.json"] = _dataset_info(layout)
+    return files | ({launch.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
+
+
+def check(recipe: Recipe) -> None:
+    """Raise Unsupported for what LLaMA-Factory has no setting for."""
+    names.check_method(recipe)
+    if _sharding(recipe):  # its documented way to shard is DeepSpeed, for the weights too
+        launch.check_deepspeed(recipe)
+        if names.row(recipe).rank_of:
+            raise Unsupported(
+                "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
+            )
+    if recipe.loss == "chunked":
+        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --target trl")
+    if recipe.checkpointing == "selective":
+        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
+    if recipe.quantization == "int8" and recipe.shard == "parameters":
+        raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
+    if recipe.precision == "bf16" and recipe.method == "full" and launch.zero_stage(recipe) == 3:
+        raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
+
+
+def config(plan: Plan, layout: Layout) -> dict[str, Any]:
+    """Return the settings in the order of LLaMA-Factory's own examples."""
+    r, training = plan.recipe, plan.job.training
+    stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
+    chats = template(plan.job.architecture.name)
+    return {
+        MODEL: plan.job.architecture.name,
+        **_quantization(r.quantization),
+        ATTENTION: next(theirs for theirs, ours in _ATTENTION.items() if ours == r.attention),
+        **names.compiled(r),
+        **({LIGER: True} if r.loss == "fused" else {}),
+        **_checkpointing(r),
+        STAGE: stage,
+        "do_train": True,
+        **_method(plan),
+        "dataset": DATASET,
+        "dataset_dir": ".",
+        **({"template": chats} if chats else {}),  # unset: parsed from the tokenizer
+        **KEYS.write(r, "sequence_length", "padding"),
+        **({NEAT: True} if r.padding == "packing" and stage == "sft" else {}),
+        "output_dir": "output",
+        **KEYS.write(r, "micro_batch", "accumulation"),
+        **launch.reduction(r),
+        "num_train_epochs": float(training.epochs),
+        **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
+        "learning_rate": float(learning_rate(plan)),
+        **names.optim(r, NAME),
+        **_precision(r),
+        **_sharding(r),
+    }
+
+
+def _quantization(key: str) -> dict[str, Any]:
+    if key == "none":
+        return {}
+    row = quantization(key)
+    return {BITS: row.bits, **({QUANT_TYPE: row.kind, DOUBLE: row.double} if row.kind else {})}
+
+
+def _checkpointing(recipe: Recipe) -> dict[str, Any]:
+    if recipe.checkpointing == "none":
+        return {NO_CHECKPOINTING: True}
+    return {
+        NO_CHECKPOINTING: False,
+        **({OFFLOADING: True} if recipe.checkpointing == "offload" else {REENTRANT: False}),
+    }
+
+
+def _method(plan: Plan) -> dict[str, Any]:
+    r = plan.recipe
+    if r.method == "full":
+        return {TYPE: "full"}
+    targets = names.targets(r, plan.job.architecture)
+    modules = "all" if isinstance(targets, str) else ",".join(targets)
+    return {TYPE: "lora", **KEYS.write(r, "lora_rank", "lora_alpha", "lora_dropout"), TARGET: modules}
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
+    """LLaMA-Factory loads the base in the compute dtype and holds what it trains in fp32, unless pure_bf16."""
+    trains_all = recipe.method == "full"
+    if recipe.precision == "fp32" and trains_all:
+        return {"bf16": False, "fp16": False}
+    if recipe.precision == "fp16-mixed":
+        return {"fp16": True}
+    if recipe.precision in ("fp32", "bf16-mixed") and not trains_all:
+        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --target trl")
+    if recipe.precision == "bf16" and trains_all:
+        return {PURE: True, **({"bf16": True} if _sharding(recipe) else {})}
+    return {"bf16": True}
+
+
+def _sharding(recipe: Recipe) -> dict[str, Any]:
+    return {DEEPSPEED: launch.DEEPSPEED_FILE} if launch.backend(recipe) in ("fsdp", "deepspeed") else {}
+
+
+def _dataset_info(layout: Layout) -> str:
+    """Return dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
+    entry: dict[str, Any] = {"file_name" if layout.kind else "hf_hub_url": layout.path}
+    if layout.chat and len(layout.fields) == 1:
+        tags = {
+            "role_tag": layout.role, "content_tag": layout.content, "user_tag": layout.user,
+            "assistant_tag": layout.assistant, "system_tag": "system",
+        }  # fmt: skip
+        entry |= {"formatting": "sharegpt", "columns": {"messages": layout.fields[0]}, "tags": tags}
+    elif layout.chat or layout.fields == ("input_ids",):
+        raise Unsupported(
+            f"LLaMA-Factory has no format for {'messages in ' * layout.chat}{' and '.join(layout.fields)}",
+            hint="--target trl",
+        )
+    else:
+        columns = ("prompt", "response") if len(layout.fields) == 2 else ("prompt", "query", "response")
+        entry |= {"formatting": "alpaca", "columns": dict(zip(columns, layout.fields, strict=False))}
+    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+
+
+# ---- chat templates. Source: LLaMA-Factory's constants.py
+
+# names of models that were trained to chat, and of families whose plain name is the chat model
+_CHATS = re.compile(
+    r"instruct|chat|thinking|distill|[-_]it\b|gpt-oss|phi-[34]|qwen3(?!.*base)|deepseek-(r1|v3)(?!.*base)", re.I
+)
+_TEMPLATES: tuple[tuple[str, str], ...] = (
+    (r"deepseek-r1", "deepseekr1"),
+    (r"deepseek-v[23]", "deepseek3"),
+    (r"llama-?4", "llama4"),
+    (r"llama-?3", "llama3"),
+    (r"llama-?2", "llama2"),
+    (r"qwen3\.5", "qwen3_5"),
+    (r"qwen3-.*instruct-2507", "qwen3_nothink"),
+    (r"qwen3-(?!vl|omni|next|coder)", "qwen3"),
+    (r"qwen(1\.5|2|2\.5)-(?!vl|audio|omni)", "qwen"),
+    (r"gemma-3n", "gemma3n"),
+    (r"gemma-3", "gemma3"),
+    (r"gemma-2-", "gemma2"),
+    (r"gemma-(1\.1-)?\d", "gemma"),
+    (r"mistral-small|devstral", "mistral_small"),
+    (r"mistral-nemo|ministral-8b", "ministral"),
+    (r"mistral-7b|mixtral", "mistral"),
+    (r"phi-4-mini", "phi4_mini"),
+    (r"phi-4", "phi4"),
+    (r"phi-3", "phi"),
+    (r"smollm2", "smollm2"),
+    (r"gpt-oss", "gpt_oss"),
+    (r"glm-4-9b", "glm4"),
+    (r"falcon-\d", "falcon"),
+    (r"yi-(1\.5-)?\d", "yi"),
+)
+
+
+def template(model: str) -> str | None:
+    """Return the template a model was trained with; "default" for a base model, None for the tokenizer's own."""
+    name = model.rsplit("/", 1)[-1]
+    if not _CHATS.search(name):
+        return "default"
+    return next((found for pattern, found in _TEMPLATES if re.search(pattern, name, re.I)), None)

@@ -1,1 +1,0 @@
-"""LLaMA-Factory's YAML: keys and defaults of 0.9.5."""

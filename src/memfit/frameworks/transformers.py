@@ -1,0 +1,337 @@
+"""TrainingArguments, read from JSON or YAML, and a train.py for transformers.Trainer. Keys of transformers 5.23.
+
+A file that has keys of TRL's SFTConfig (1.16) is read as TRL's; its train.py is written by trl.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import memfit.frameworks.accelerate as accelerate
+import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
+import memfit.frameworks.process_layout as launch
+import memfit.frameworks.script as script
+from memfit.errors import Unsupported
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.text import literal, savings
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
+
+NAME, VERSIONS = "transformers", "transformers 5.23, peft 0.21, torch 2.13"
+KEYS = KeyTable(
+    *names.KEYS.values(),
+    Key("sequence_length", "max_length", 1024),  # from here on TRL's
+    Key("padding", "packing", False, {"packing": True, "longest": False}),
+    Key("lora_rank", "lora_r", 16),
+    Key("lora_alpha", "lora_alpha", 32),
+    Key("lora_dropout", "lora_dropout", 0.05),
+)
+LIGER, ATTENTION, MODEL, LOSS = "use_liger_kernel", "attn_implementation", "model_init_kwargs", "loss_type"
+CHECKPOINTINGS = ("activation_checkpointing", "gradient_checkpointing")  # the newer name first
+OLDER_LENGTH = "max_seq_length"
+# keys that tell SFTConfig from TrainingArguments
+_SFT = {
+    KEYS["sequence_length"].name, KEYS["padding"].name, KEYS["lora_rank"].name, MODEL, "use_peft",
+    "padding_free", "dataset_text_field",
+    "loss_type", "completion_only_loss", "assistant_only_loss",
+}  # fmt: skip
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_NO_DTYPE = "the file does not say in which dtype the weights are loaded: taken as bf16, transformers' dtype='auto'"
+# accelerate has no fp16 on a CPU
+ON = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}
+# keys that change no memory
+HARMLESS = words("""
+    output_dir overwrite_* do_* eval_strategy eval_steps eval_delay eval_on_* eval_do_* eval_use_* learning_rate
+    weight_decay adam_* max_grad_norm num_train_epochs max_steps lr_* warmup_* log_* logging_* save_* seed data_seed
+    hub_* push_to_hub* report_to run_name project trackio_* dataloader_* disable_tqdm remove_unused_columns
+    label_names load_best_* metric_* greater_is_better ignore_data_skip length_column_name ddp_timeout ddp_backend
+    ddp_find_* ddp_broadcast_* debug include_* accelerator_config average_tokens_* trust_remote_code
+    resume_from_checkpoint restore_* tf32 use_cpu skip_memory_metrics full_determinism local_rank
+    train_sampling_strategy revision model_revision batch_eval_metrics prediction_loss_only _*
+    chat_template_path dataset_* eos_token pad_token completion_only_loss assistant_only_loss truncation_mode
+    shuffle_dataset packing_strategy
+""")
+HARMLESS_MODEL = words("""
+    trust_remote_code revision device_map use_cache low_cpu_mem_usage token
+""")
+
+
+# ---- reading
+
+
+def matches(data: dict[str, Any]) -> bool:
+    return KEYS["micro_batch"].name in data or "output_dir" in data
+
+
+def adopt(data: dict[str, Any], path: Path) -> Adopted:
+    """Return the recipe, and where the file names them model and data, of a Trainer or SFTTrainer run."""
+    keys = Keys(data, path.name)
+    trl = bool(_SFT & set(data))
+    model = _read_model(keys)
+    sharding = _read_sharding(keys, path)
+    assumed = list(sharding.assumed)
+    changes: dict[str, Any] = {
+        "trainer": "trl" if trl else "transformers",
+        **KEYS.read(keys, "micro_batch", "accumulation"),
+        **names.read_optim(keys, NAME, "adamw_torch_fused"),
+        **names.read_attention(keys, model.take(ATTENTION), ATTENTION),
+        **names.read_compile(keys),
+        **KEYS.read(keys, "padding"),
+        "loss": _read_loss(keys, trl),
+        "checkpointing": sharding.checkpointing or _read_checkpointing(keys, trl),
+        **_read_length(keys, trl, assumed),
+        **_read_adapter(keys, assumed),
+    }
+    changes |= sharding.without_precision
+    changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
+    if word(keys.data.get("eval_strategy", "no")) == "no":
+        keys.take("per_device_eval_batch_size", "eval_accumulation_steps", "eval_packing")
+    name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
+    ignored, unknown = keys.rest(HARMLESS)
+    return Adopted(
+        format=NAME,
+        recipe=build(path.name, changes),
+        model=name,
+        data=data_name,
+        effective_batch=sharding.batch,
+        stated=tuple(changes),
+        assumed=tuple(assumed),
+        ignored=ignored,
+        unknown=(
+            *sharding.unknown,
+            *(f"{MODEL}.{n}" for n in model.rest(HARMLESS_MODEL)[1] if n not in keys),
+            *unknown,
+        ),
+    )
+
+
+def _read_model(keys: Keys) -> Keys:
+    """Return how the model is loaded: TRL's model_init_kwargs, or the flat keys of its command line."""
+    inner = keys.table(MODEL)
+    flat = {n: keys.take(n) for n in ("dtype", "torch_dtype", ATTENTION) if keys.data.get(n) is not None}
+    return Keys({**flat, **inner.data}, inner.where)
+
+
+def _read_sharding(keys: Keys, path: Path) -> Sharding:
+    on, block = keys.take("fsdp"), keys.take("fsdp_config")
+    if not on and not block:
+        return deepspeed.read_setting(keys.take("deepspeed"), path)
+    found = accelerate.read_fsdp(keys.table("fsdp_config"))
+    return found if on else Sharding()
+
+
+def _read_loss(keys: Keys, trl: bool) -> str:
+    kind, liger = word(keys.take(LOSS, default="nll")), keys.flag(LIGER)
+    if kind not in ("nll", "chunked_nll"):
+        keys.odds(LOSS)
+    return "fused" if liger or trl else "full"
+
+
+def _read_checkpointing(keys: Keys, trl: bool) -> str:
+    on = keys.flag(*CHECKPOINTINGS, default=trl)
+    newer, older = (f"{name}_kwargs" for name in CHECKPOINTINGS)
+    settings = keys.table(newer if newer in keys else older)
+    keys.take(older)
+    offloads = settings.flag("offload") or keys.flag("activation_offloading")
+    if settings.take("every_n_layers", default=1) != 1:
+        keys.odds(newer, older)
+    if not on:
+        keys.odds(*(["activation_offloading"] if offloads else []))
+        return "none"
+    return "offload" if offloads else "selective" if settings.flag("selective") else "full"
+
+
+def _read_length(keys: Keys, trl: bool, assumed: list[str]) -> dict[str, int]:
+    if trl:
+        row = KEYS["sequence_length"]
+        return {"sequence_length": keys.number(row.name, OLDER_LENGTH, default=int(row.default))}
+    if OLDER_LENGTH in keys:
+        return {"sequence_length": keys.number(OLDER_LENGTH, default=2048)}
+    assumed.append("TrainingArguments do not hold the sequence length: memfit's own default stands")
+    return {}
+
+
+def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
+    four, eight = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
+    kind = keys.text("bnb_4bit_quant_type") or "nf4"
+    double = keys.flag("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+    if not (keys.flag("use_peft") or KEYS["lora_rank"].name in keys or four or eight):
+        return {"method": "full"}
+    modules = keys.take("lora_target_modules")
+    if modules is None:
+        assumed.append("no LoRA modules are named: PEFT's default for Llama-like models, q_proj and v_proj")
+    return {
+        "method": "qlora" if four or eight else "lora",
+        "quantization": "int8" if eight else names.read_four_bit(kind, double, keys.where) if four else "none",
+        **KEYS.read(keys, "lora_rank", "lora_alpha", "lora_dropout"),
+        "lora_targets": ("q_proj", "v_proj") if modules is None else module_names(modules, keys.where),
+    }
+
+
+def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, trl: bool, assumed: list[str]) -> str:
+    """Weights as loaded and autocast as switched on; under DeepSpeed 16-bit weights with a master copy."""
+    fp16 = keys.flag("fp16")
+    bf16 = keys.flag("bf16", default=trl and not fp16)
+    dtype = word(model.take("dtype", "torch_dtype", default="float32" if trl else "")).removeprefix("torch.")
+    stored = _DTYPES.get(dtype, "bf16")
+    if not dtype and (bf16 or fp16):
+        assumed.append(_NO_DTYPE)
+    if fp16:
+        return "fp16-mixed"
+    if bf16 and method == "full" and sharding.kind:
+        return ("bf16" if sharding.pure else "bf16-master") if sharding.kind == "deepspeed" else "bf16-mixed"
+    if bf16:
+        return "bf16-mixed" if stored == "fp32" else "bf16"
+    return "bf16" if dtype == "bfloat16" else "fp32"
+
+
+# ---- writing
+
+_TOKENIZE = '''\
+def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Token ids and labels, cut to MAX_LENGTH; the prompt of a completion is read but not learned."""
+
+    def ids_of(text: list | str, row: dict, prompt: bool = False) -> list[int]:
+        if isinstance(text, list):  # the template writes the special tokens itself
+            tools = row.get("tools")
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            words = {"tools": tools, "return_dict": True, **(row.get("chat_template_kwargs") or {})}
+            return tokenizer.apply_chat_template(text, add_generation_prompt=prompt, **words)["input_ids"]
+        end = "" if prompt or text.endswith(tokenizer.eos_token) else tokenizer.eos_token
+        return tokenizer(text + end).input_ids
+
+    def encode(row: dict) -> dict:
+        read = 0
+        if "completion" in row:
+            asked, ids = ids_of(row["prompt"], row, prompt=True), ids_of(row["prompt"] + row["completion"], row)
+            same = [one == other for one, other in zip(asked, ids, strict=False)]
+            read = same.index(False) if False in same else len(same)  # tokens may merge where the completion begins
+        elif "input_ids" in row:
+            ids = row["input_ids"]
+        else:
+            ids = ids_of(row.get("text") or row["messages"], row)
+        labels = row.get("labels") or [-100] * read + ids[read:]
+        return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
+
+    rows = samples.map(encode, remove_columns=samples.column_names)
+    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # a cut prompt teaches nothing
+'''
+
+
+def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
+    """Return train.py, requirements.txt and what starts it on several cards. Raises Unsupported."""
+    how = how or launch.launch_of(plan.recipe)
+    check(plan.recipe, how.backend)
+    files = {
+        "train.py": train(plan, how),
+        "requirements.txt": script.requirements(plan.recipe, "transformers", how.backend),
+    }
+    return files | accelerate.files(plan, how)
+
+
+def check(recipe: Recipe, kind: launch.Backend) -> None:
+    """Raise Unsupported for what transformers.Trainer has no setting for."""
+    names.check_method(recipe)
+    launch.check(recipe, kind)
+    if recipe.loss == "chunked":
+        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
+    if recipe.padding == "packing":
+        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --target trl")
+    if recipe.checkpointing == "selective":
+        raise Unsupported(
+            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --target trl"
+        )
+
+
+def train(plan: Plan, how: launch.Launch) -> str:
+    """Return the text of train.py."""
+    saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
+    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
+    lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    return "\n".join([*lines, *script.ending(rejoin)])
+
+
+def _imports(recipe: Recipe) -> list[str]:
+    peft = ["LoraConfig", "get_peft_model"] if recipe.method != "full" else []
+    peft += ["prepare_model_for_kbit_training"] if _prepares(recipe) else []
+    used = [
+        "AutoModelForCausalLM",
+        "AutoTokenizer",
+        "DataCollatorForSeq2Seq",
+        "PreTrainedModel",
+        "PreTrainedTokenizerBase",
+    ]
+    used += ["Trainer", "TrainingArguments"]
+    used += ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
+    return [
+        "from datasets import Dataset, Features, List, Value, load_dataset",
+        *([f"from peft import {', '.join(peft)}"] if peft else []),
+        "from transformers import (",
+        *(f"    {name}," for name in [*sorted(used), *(["set_seed"] if recipe.method != "full" else [])]),
+        ")",
+    ]
+
+
+def _prepares(recipe: Recipe) -> bool:
+    # sharded weights must keep one dtype, so the fp32 copy of embeddings and norms is left out there
+    return recipe.quantization != "none" and recipe.shard != "parameters"
+
+
+def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
+    settings: list[script.Setting] = [
+        ("dtype", literal(launch.numbers(recipe, kind).weights), saved.get("precision", "")),
+        (ATTENTION, literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
+    ]
+    settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
+    opening = "return" if recipe.method == "full" else "model ="
+    head, *body = script.call(f"{opening} AutoModelForCausalLM.from_pretrained(", settings)
+    lines = ["def load_model(name: str) -> PreTrainedModel:", head, "        name,", *body]
+    if _prepares(recipe):  # the Trainer turns checkpointing on itself
+        lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
+    return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
+
+
+def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
+    return [
+        "def build(args: argparse.Namespace) -> Trainer:",
+        *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
+        "    samples = load(args.data)",
+        "    tokenizer = load_tokenizer(args.model, samples)",
+        "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
+        *(
+            ["    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds"]
+            * (recipe.method != "full")
+        ),
+        *script.call(
+            "return Trainer(",
+            [
+                (
+                    "model",
+                    "load_model(args.model)",
+                    "after TrainingArguments, so that ZeRO-3 can shard it while loading",
+                ),
+                ("args", "config", ""),
+                ("train_dataset", "tokenize(samples, tokenizer)", ""),
+                ("eval_dataset", "tokenize(load(args.eval_data), tokenizer) if args.eval_data else None", ""),
+                ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
+                ("processing_class", "tokenizer", ""),
+            ],
+        ),
+    ]
+
+
+def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
+    mixed = launch.numbers(recipe, kind).mixed
+    return [
+        *script.FIRST,
+        *script.batch(recipe),
+        *script.checkpointing(recipe, CHECKPOINTINGS[0], saved.get("checkpointing", "")),
+        *script.optimizer(recipe, NAME, saved),
+        (mixed if mixed != "no" else "bf16", ON[mixed], ""),
+        *script.compiled(recipe),
+        *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
+        ("logging_steps", "10", ""),
+        *script.LAST,
+    ]

@@ -1,1 +1,0 @@
-"""transformers' TrainingArguments and a train.py around its Trainer."""

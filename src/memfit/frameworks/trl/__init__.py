@@ -1,1 +1,0 @@
-"""A train.py around TRL's SFTTrainer."""
