@@ -116,8 +116,8 @@ def _splitter(blocks: str) -> Split:
 def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
     """Return what every storage looks like, by id.
 
-    by_death: storages without a layer in their label (a mixture's gradients, say) look different if they die at different
-    points: after the birth of another kind of storage, or in another instant of the run.
+    by_death: storages without a layer in their label (a mixture's gradients, say) look different if they die at
+    different points: after the birth of another kind of storage, or in another instant of the run.
     """
     looks: dict[int, Look] = {}
     born: Look = ()
