@@ -70,10 +70,10 @@ def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> C
     NotPeriodic, as does the function for a depth that is not whole periods away or more than one below the shallower.
     """
     split = _splitter(blocks)
-    looks = _looks(shallow, split), _looks(deep, split)
-    kinds = _kinds((shallow, deep), looks)
-    one, two = (list(_steps(*of, kinds, split)) for of in zip((shallow, deep), layers, looks, (0, 1), strict=True))
-    parts = list(_parts(one, two))
+    try:
+        parts = _compared((shallow, deep), layers, split, by_death=False)
+    except NotPeriodic:
+        parts = _compared((shallow, deep), layers, split, by_death=True)
 
     def tape(count: int) -> Tape:
         more, rest = divmod(count - layers[0], layers[1] - layers[0])
@@ -85,8 +85,17 @@ def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> C
     return tape
 
 
+def _compared(tapes: tuple[Tape, Tape], layers: tuple[int, int], split: Split, *, by_death: bool) -> list[_Part]:
+    """Return the common steps of both tapes in order, in parts."""
+    looks = _looks(tapes[0], split, by_death), _looks(tapes[1], split, by_death)
+    kinds = _kinds(tapes, looks)
+    one, two = (list(_steps(*of, kinds, split)) for of in zip(tapes, layers, looks, (0, 1), strict=True))
+    return list(_parts(one, two))
+
+
 # --- kinds of storages ---
 
+_Part = tuple[bool, tuple[_Step, ...]]  # whether it comes once per period, and its steps
 Split = Callable[[str], tuple[str, str | None, int]]
 Look = tuple[Any, ...]  # label before and after the layer, role, stream; and when it died (see `_looks`)
 Kinds = dict[tuple[Look, int, int], _Kind]  # by look, bytes, and which of the tapes
@@ -104,11 +113,11 @@ def _splitter(blocks: str) -> Split:
     return split
 
 
-def _looks(tape: Tape, split: Split) -> dict[int, Look]:
+def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
     """Return what every storage looks like, by id.
 
-    Storages without a layer in their label (a mixture's gradients, say) look different if they die at different points:
-    after the birth of another kind of storage, or in another instant of the run.
+    by_death: storages without a layer in their label (a mixture's gradients, say) look different if they die at
+    different points: after the birth of another kind of storage, or in another instant of the run.
     """
     looks: dict[int, Look] = {}
     born: Look = ()
@@ -119,7 +128,7 @@ def _looks(tape: Tape, split: Split) -> dict[int, Look]:
         elif isinstance(event, Alloc):
             born = split(event.label)[:2]
             looks[event.id] = *born, event.role, event.stream, None
-        elif isinstance(event, Free) and looks[event.id][1] is None:
+        elif isinstance(event, Free) and by_death and looks[event.id][1] is None:
             looks[event.id] = *looks[event.id][:4], (born, instant)
     return looks
 
@@ -213,7 +222,7 @@ def _events(steps: Iterable[_Step], layers: int, more: int) -> Iterator[Event]:
 # --- where the deeper tape has more ---
 
 
-def _parts(one: list[_Step], two: list[_Step]) -> Iterator[tuple[bool, tuple[_Step, ...]]]:
+def _parts(one: list[_Step], two: list[_Step]) -> Iterator[_Part]:
     """Walk both tapes; where they part, the deeper one must go through a block once more."""
     i = j = done = 0
     while i < len(one) or j < len(two):
