@@ -5,9 +5,7 @@ written: repo, framework, model, hardware, config, phase (where it failed; --wit
 as one text. The columns cause_class, cause, fix and cause_basis are answers: only cause_class is looked at, after the
 finding is made, to score it.
 
-A row counts as "enough" where config or message says something beyond that memory ran out. Beside that, rows are counted of which a
-reader who saw nothing but them thought that they tell their cause (tests/data/oom_cases_read.csv: a language model's reading,
-right in 87 of 100 reports and in 94 of 100 that it called enough). Named: the first finding is
+A row counts as "enough" where config or message says something beyond that memory ran out. Named: the first finding is
 the cause (one of them, where the answer has two). Wrong and confident: the first finding is called certain, and is not the
 cause. The exit status is 1 below 85 % named or above 3 % wrong and confident.
 """
@@ -20,14 +18,12 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from memfit.explain import explain, read_text
 from memfit.nouns.finding import Cause, Finding
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
-READ = DATA / "oom_cases_read.csv"
 DEFAULT = (DATA / "oom_cases.csv", DATA / "oom_cases_later.csv")
 COLUMNS = ("repo", "framework", "model", "hardware", "config", "phase", "oom_message")
 EMPTY = re.compile(r"[\W_]*(?:oom|out of memory|same|any|at eval|resume|-|\?)?[\W_]*", re.IGNORECASE)
@@ -60,7 +56,6 @@ class Scored:
     causes: tuple[str, ...]
     finding: Finding
     enough: bool
-    told: bool = False  # a reader thought so
 
     @property
     def named(self) -> bool:
@@ -84,17 +79,10 @@ def scored(path: Path, phase: bool = True) -> list[Scored]:
     return [_score(row, phase) for row in rows]
 
 
-@cache
-def enough() -> frozenset[str]:
-    """Ids of the reports that tell their cause to a reader who sees nothing else."""
-    with READ.open(newline="", encoding="utf-8") as file:
-        return frozenset(row["id"] for row in csv.DictReader(file) if row["enough"] == "yes")
-
-
 def _score(row: dict[str, str], phase: bool) -> Scored:
     something = not all(EMPTY.fullmatch(row.get(name, "")) for name in ("config", "oom_message"))
     causes = tuple(CLASSES.get(part.strip(), part.strip()) for part in row["cause_class"].split("+"))
-    return Scored(row["id"], causes, explain(read_text(text_of(row, phase)))[0], something, row["id"] in enough())
+    return Scored(row["id"], causes, explain(read_text(text_of(row, phase)))[0], something)
 
 
 def confusion(rows: list[Scored]) -> str:
@@ -119,8 +107,6 @@ def summary(rows: list[Scored]) -> tuple[float, float, str]:
         f"(certain {certain}, not known {sum(row.finding.cause == 'not-known' for row in used)}); "
         f"of all {len(rows)} reports named {sum(row.named for row in rows) / max(len(rows), 1):.1%}"
     )
-    if told := [row.named for row in rows if row.told]:
-        text += f"; of {len(told)} that tell their cause to a reader, named {sum(told) / len(told):.1%}"
     return named, wrong, text
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memfit.explain import learned
-from memfit.explain.clue import STRONG, Clue
+from memfit.explain.clue import Clue
 from memfit.explain.evidence import Evidence, Root, read_text
 from memfit.explain.frames import Frame
 from memfit.explain.history.findings import memory_clues
@@ -19,7 +18,6 @@ from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proo
 
 Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
-EVEN = 0.5  # probability from which a cause is called likely
 MOST = 4  # findings told
 LESS = 0.5  # of the bytes of the first cause, below which another is no rival
 RIVAL = 15  # how near another cause must be to leave no certainty
@@ -36,20 +34,15 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     around = circumstances(evidence)
     if ended_otherwise(evidence) or only_on_chip(evidence):
         return (_with(around, _unknown(evidence, around)),)
-    read = clues(evidence)
-    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *read]
+    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *clues(evidence)]
     best: dict[Cause, int] = {}
     for clue in told:
         best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
-    measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
-    chances = {} if measured else learned.probabilities(evidence, read)
-    heard = learned.heard(chances, bool(best))
-    told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard - best.keys()]
     top = max(best.values(), default=0)
     loud = [cause for cause in best if best[cause] >= top - NEAR]
-    ranked = sorted(heard, key=lambda cause: -chances[cause]) or sorted(loud, key=lambda cause: -best[cause])
+    ranked = sorted(loud, key=lambda cause: -best[cause])
     found = [
-        _finding(cause, _confidence(cause, best, chances, told), [c for c in told if c.cause == cause], evidence, price)
+        _finding(cause, _confidence(cause, best, told), [c for c in told if c.cause == cause], evidence, price)
         for cause in ranked[:MOST]
     ]
     found.sort(key=lambda finding: finding.confidence != "certain")  # what holds most may be said less loudly
@@ -62,11 +55,10 @@ def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
     return () if findings[0].confidence == "certain" or only_on_chip(evidence) else evidence.lacks
 
 
-def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float], told: list[Clue]) -> Confidence:
+def _confidence(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> Confidence:
     if _certain(cause, best, told):
         return "certain"
-    likely = chances[cause] >= EVEN if cause in chances else best.get(cause, 0) >= LIKELY
-    return "likely" if likely else "possible"
+    return "likely" if best[cause] >= LIKELY else "possible"
 
 
 def _certain(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> bool:
