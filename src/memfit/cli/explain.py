@@ -87,7 +87,7 @@ def run(what: str, **flags: Any) -> int:
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
-        evidence = replace(evidence, words=planned.job.architecture.vocabulary)
+        evidence = replace(evidence, vocabulary=planned.job.architecture.vocabulary)
     findings = explain(evidence, planned.price if planned else None)
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
@@ -124,12 +124,11 @@ def _check_flags(flags: dict[str, Any]) -> None:
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """What each failure in it says, in order: the last one ended the run."""
     from memfit.documents import watch_log as watch_file
-    from memfit.explain import read_text
-    from memfit.explain.history.watched import evidence_of
+    from memfit.explain import read_text, read_watch
     from memfit.explain.text.failures import split
 
     if watch_file.known(content):
-        return [evidence_of(watch_file.loads(content))]
+        return [read_watch(watch_file.loads(content))]
     return [read_text(text, memory) for text in split(content.decode("utf-8", "replace"))]
 
 
@@ -222,7 +221,7 @@ class _Planned:
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
         words = asked(flags["model"], flags).architecture.vocabulary
-        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, words=words))
+        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words))
         try:
             found, recipe = _described(flags, shown)
         except MemfitError:
@@ -296,7 +295,7 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Rec
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     """What the failure itself, its sums and its log show of the run, where the flags say nothing of it."""
     from memfit.explain import explain
-    from memfit.explain.text.stated import batch_of, stated
+    from memfit.explain.text.figures import batch_of, stated
 
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
@@ -312,7 +311,7 @@ def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
         if not given.keys() & {"trainer", "loss"}:
             terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
             shown["trainer"] = "transformers"
-    if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.traced and "optimizer" not in given:
+    if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.failure and "optimizer" not in given:
         terminal.note("--optimizer adamw-foreach: the step that failed went through all weights at once")
         shown["optimizer"] = "adamw-foreach"
     return shown

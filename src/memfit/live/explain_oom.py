@@ -49,7 +49,7 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
             try:
                 text = "".join(traceback.format_exception(error))
                 evidence = read_text(text, memory(), roots_of(error))
-                found.evidence = replace(evidence, seen=_sums(error, evidence))
+                found.evidence = replace(evidence, clues=_sums(error, evidence))
                 found.findings = explain(found.evidence)
                 (tell or _to_stderr)(said(found))
             except Exception as failure:

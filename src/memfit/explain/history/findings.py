@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import SAVED, Evidence
+from memfit.explain.evidence import SAVED, SHOWN, STRONG, SURE, TOLD, WEAK, Clue, Evidence
 from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.nouns.finding import Part, Proof
@@ -208,7 +207,9 @@ def _read(m: Memory, e: Evidence) -> Clue | None:
     if m.turn < 0 or size < 2 * TELLS * m.requested or not SOME * weights <= size <= MANY * weights:
         return None
     proof = Proof("were read from a file, and are still there", size)
-    return Clue("stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, seen=False)  # or data, as large by chance
+    return Clue(
+        "stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, measured=False
+    )  # or data, as large by chance
 
 
 def _evaluating(m: Memory, e: Evidence) -> Clue | None:

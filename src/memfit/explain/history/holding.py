@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from memfit.explain.clue import SHOWN, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, Evidence, Root
+from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, SHOWN, SURE, TOLD, WEAK, Clue, Evidence, Root
 from memfit.explain.memory import LASTING, Memory
 from memfit.nouns.finding import Cause, Proof
 from memfit.nouns.tape import GRADIENTS_ON
@@ -219,7 +218,7 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
     if m.requested + max(model.waiting, m.asked) - wide // 2 > m.capacity:
         return None
     proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits", wide)
-    return Clue("wrong-dtype", SURE, proof, e.line, seen=not model.trained)  # training may want them so
+    return Clue("wrong-dtype", SURE, proof, e.line, measured=not model.trained)  # training may want them so
 
 
 def _upcast(m: Memory, e: Evidence) -> Clue | None:

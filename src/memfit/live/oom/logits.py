@@ -8,7 +8,7 @@ from traceback import walk_tb
 import torch
 from torch import Tensor
 
-from memfit.explain.clue import SHOWN, SURE, Clue
+from memfit.explain.evidence import SHOWN, SURE, Clue
 from memfit.nouns.finding import Proof
 from memfit.units import human
 
