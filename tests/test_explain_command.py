@@ -116,7 +116,7 @@ def test_what_a_report_lacks_is_asked_for(
 ) -> None:
     (tmp_path / "log.txt").write_text(text)
     cli.main(["explain", str(tmp_path / "log.txt")])
-    said = " ".join(capsys.readouterr().out.split()).partition("would tell more: ")[2]
+    said = " ".join(capsys.readouterr().out.split()).partition("would show more: ")[2]
     assert [word in said for word in ("when it failed", "whole message", "traceback")] == [
         word in asked for word in ("when it failed", "whole message", "traceback")
     ]
