@@ -1,10 +1,11 @@
 """Hold `memfit explain` against real reports: `python benchmarks/oom_cases.py [CSV ...] [--misses]`.
 
-A CSV has one report per row; the default are the two collections of tests/data. The columns repo, framework, model, hardware,
-config and oom_message are read as one text. cause_class is the answer: it is looked at after the finding is made, to score it.
-Most rows retell a failure in somebody's words, which `memfit explain` does not interpret: it names a cause where a row quotes
-a frame, a message, a setting or sizes that show one. Named: the first finding is the cause (one of them, where the answer
-has two). Wrong and certain: the first finding is called certain, and is not the cause. The exit status is 1 if any is.
+A CSV has one report per row; the default are the two collections of tests/data. The columns repo, framework, model,
+hardware, config and oom_message are read as one text. cause_class is the answer: it is looked at after the finding is
+made, to score it. Most rows retell a failure in somebody's words, which `memfit explain` does not interpret: it names a
+cause where a row quotes a frame, a message, a setting or sizes that show one. Named: the first finding is the cause
+(one of them, where the answer has two). Wrong and certain: the first finding is called certain, and is not the cause.
+The exit status is 1 if any is.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ CLASSES: dict[str, Cause] = {
     "logits_ce": "logits", "grpo_batch": "group-batch", "eval_logits": "eval-logits", "eval_generate": "eval-generate",
     "eval_batch_size": "eval-batch", "eval_fragmentation": "eval-leftovers", "fsdp_load_peak": "load-peak",
     "zero3_init_missing": "zero3-init", "zero3_init_gather": "zero3-init", "ddp_replicated": "replicated",
-    "fsdp_bnb_not_sharded": "quantized-unsharded", "mxfp4_dequant": "dequantized", "quantize_load_peak": "quantize-peak",
-    "fsdp_wrap": "fsdp-wrap", "fsdp_regression": "fsdp-wrap", "nccl_buffers": "nccl", "sizing": "capacity", "docs_confusion": "capacity",
+    "fsdp_bnb_not_sharded": "quantized-unsharded", "mxfp4_dequant": "dequantized",
+        "quantize_load_peak": "quantize-peak",
+    "fsdp_wrap": "fsdp-wrap", "fsdp_regression": "fsdp-wrap", "nccl_buffers": "nccl", "sizing": "capacity",
+        "docs_confusion": "capacity",
     "optimizer_state": "optimizer-states", "optimizer_step_spike": "optimizer-step", "fp32_load": "wrong-dtype",
     "kbit_fp32_upcast": "kbit-upcast", "fsdp_fp32_upcast": "fsdp-upcast", "fsdp_full_state_dict": "save-gather",
     "merge_dequant": "merge", "state_dict_dequant": "merge", "resume_optimizer": "resume-states",
     "stale_checkpoint_ref": "stale-checkpoint", "ranks_on_gpu0": "ranks-on-one-gpu", "data_parallel": "data-parallel",
     "fragmentation": "fragmentation", "long_sample": "long-sample", "vlm_image_tokens": "image-tokens",
-    "vllm_colocate": "inference-engine", "dpo_ref": "reference-model", "dpo_concat": "pairs", "peft_gc_input_grads": "input-grads",
+    "vllm_colocate": "inference-engine", "dpo_ref": "reference-model", "dpo_concat": "pairs",
+        "peft_gc_input_grads": "input-grads",
     "bucket_buffers": "buckets", "gradual_growth": "leak", "modules_to_save": "modules-to-save",
-    "aux_models_resident": "companion-models", "sysmem_fallback": "spill", "use_cache": "kv-cache", "eager_attention": "attention",
-    "packing_host_ram": "host-ram", "host_ram": "host-ram", "exception_holds_refs": "exception", "other_process": "other-process",
+    "aux_models_resident": "companion-models", "sysmem_fallback": "spill", "use_cache": "kv-cache",
+        "eager_attention": "attention",
+    "packing_host_ram": "host-ram", "host_ram": "host-ram", "exception_holds_refs": "exception",
+        "other_process": "other-process",
 }  # fmt: skip
 
 

@@ -56,7 +56,8 @@ INSTEAD = {
     "replay": "give the tape or snapshot that was replayed",
     "trace": "memfit trace ... --save-tape run.json, then memfit explain run.json",
     "explain": "it is an explanation already",
-    "": "a prediction shows itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or a tape",
+    "": "a prediction shows itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or "
+    "a tape",
 }
 NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch observes a live run"
 
@@ -65,10 +66,10 @@ NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch obs
 def run(what: str, **flags: Any) -> int:
     """Say why memory ran out and what to change.
 
-    Reports what filled the card, not only which request failed. Reads logs, tracebacks and out-of-memory messages of every
-    PyTorch version, and snapshots of torch.cuda.memory. What people write about a failure is not interpreted. With --model or
-    --from each remedy is priced, and the planner looks for a recipe that needs less by what was missing. The exit code is 0
-    where a cause is named, 4 where none is known, 2 where no memory ran out.
+    Reports what filled the card, not only which request failed. Reads logs, tracebacks and out-of-memory messages of
+    every PyTorch version, and snapshots of torch.cuda.memory. What people write about a failure is not interpreted.
+    With --model or --from each remedy is priced, and the planner looks for a recipe that needs less by what was
+    missing. The exit code is 0 where a cause is named, 4 where none is known, 2 where no memory ran out.
     """
     from memfit.explain import explain
     from memfit.explain.history.reading import memory_of
@@ -94,7 +95,8 @@ def run(what: str, **flags: Any) -> int:
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if log.left_out:
         terminal.note(
-            f"{human(log.left_out)} of the log were only searched for messages: its head, its end and their surroundings were read"
+            f"{human(log.left_out)} of the log were only searched for messages: its head, its end and their "
+            f"surroundings were read"
         )
     if flags["json"]:
         from memfit.documents.explain_doc import explain_doc
@@ -257,7 +259,7 @@ class _Planned:
         return max(judgement.need - judgement.usable, 0)
 
     def whole(self, shortfall: int) -> Remedy | None:
-        """Return the fastest recipe of the planner's ladder that learns the same and needs `shortfall` bytes less, as a remedy."""
+        """Return, as a remedy, the planner's fastest recipe that learns the same and needs `shortfall` bytes less."""
         from memfit.nouns.finding import Remedy
         from memfit.nouns.plan import Plan
         from memfit.planner.candidates import Estimator
@@ -281,7 +283,10 @@ class _Planned:
 
 
 def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Recipe]:
-    """Return the run of the flags and of what the failure shows, and its recipe. Raises MemfitError where it cannot run."""
+    """Return the run of the flags and of what the failure shows, and its recipe.
+
+    Raises MemfitError where it cannot run.
+    """
     from memfit.cli.asked import asked, exact_recipe
     from memfit.tables import combinations
 

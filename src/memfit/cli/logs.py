@@ -66,7 +66,10 @@ def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _sifted(chunks: Iterator[bytes]) -> LogText:
-    """Return head, surroundings of messages and end. Bytes stay in the buffer until those that may surround them are read."""
+    """Return head, surroundings of messages and end.
+
+    Bytes stay in the buffer until those that may surround them are read.
+    """
     head, places, buffer, base, done, size = b"", list[_Piece](), b"", 0, 0, 0
     for chunk in chain(chunks, (b"",)):
         size += len(chunk)

@@ -42,10 +42,14 @@ def explain_doc(
     left_out: int = 0,
     device: int | None = None,
 ) -> ExplainDoc:
-    """Return an explanation as a document; `recipe` is the planner's answer to the shortfall, `earlier` the failures before."""
+    """Return an explanation as a document.
+
+    `recipe` is the planner's answer to the shortfall, `earlier` the failures before.
+    """
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=wanted(evidence, findings),
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe,
+        lacks=wanted(evidence, findings),
         earlier=earlier, left_out=left_out, device=device,
     )  # fmt: skip

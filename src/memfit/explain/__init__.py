@@ -1,7 +1,7 @@
 """Why memory ran out: from Evidence to Findings, the best first.
 
-A text (`read_text`), a recorded history (`history.reading.memory_of`) or a watched run (`read_watch`) becomes Evidence. The rules
-of `text` and `history` turn it into clues, which are weighed here. This package reads no files.
+A text (`read_text`), a recorded history (`history.reading.memory_of`) or a watched run (`read_watch`) becomes Evidence.
+The rules of `text` and `history` turn it into clues, which are weighed here. This package reads no files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ RIVAL = 15  # difference of weights within which another cause leaves no certain
 NEAR = 25  # difference of weights within which a further cause is reported
 
 __all__ = [
-    "Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text", "read_watch", "wanted",
+    "Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text", "read_watch",
+    "wanted",
 ]  # fmt: skip
 
 
@@ -66,7 +67,10 @@ def _confidence(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> C
 
 
 def _certain(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> bool:
-    """Was the cause measured, with no rival of nearly its weight? A rival of far fewer bytes in a history does not count."""
+    """Was the cause measured, with no rival of nearly its weight?
+
+    A rival of far fewer bytes in a history does not count.
+    """
     if cause == "not-known":
         return False
     measured = any(clue.measured and clue.weight >= CERTAIN for clue in found if clue.cause == cause)
@@ -104,7 +108,10 @@ def _priced(remedy: Remedy, price: Price | None) -> Remedy:
 
 
 def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
-    """Return the finding "not-known" with the numbers that there are; ask for the log where the text shows nothing at all."""
+    """Return the finding "not-known" with the numbers that there are.
+
+    Ask for the log where the text shows nothing at all.
+    """
     message = evidence.message
     proofs: list[Proof] = []
     if message is not None:

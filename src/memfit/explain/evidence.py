@@ -1,7 +1,7 @@
 """The nouns Evidence and Clue: what a text, a watched run or a recorded history shows, and what it points at.
 
-Nothing is concluded here. A Clue is one observation with the cause it points at and a weight; the rules of `text` and `history`
-make them, and `memfit.explain.explain` weighs them.
+Nothing is concluded here. A Clue is one observation with the cause it points at and a weight; the rules of `text` and
+`history` make them, and `memfit.explain.explain` weighs them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ SHOWN = 10  # added to what a history shows, so that it outweighs what a text sh
 class Clue:
     """One observation and the cause it points at.
 
-    `line` is the user's own line, where it is known. `measured`: seen in a frame, an error's own line, the numbers of a message
-    or a history. It is false for settings and for sums that assume what is not stated; only measured clues make a finding certain.
+    `line` is the user's own line, where it is known. `measured`: seen in a frame, an error's own line, the numbers of a
+    message or a history. It is false for settings and for sums that assume what is not stated; only measured clues make
+    a finding certain.
     """
 
     cause: Cause
@@ -53,7 +54,8 @@ KEEPERS = ("collection", "graph", "state", "hook")  # `what` of variables that k
 class Root:
     """A variable of a failing program that keeps memory of the card alive.
 
-    `what` says how: a "graph" is the autograd graph of a single number, as a loss has; a "state" has a graph and more numbers.
+    `what` says how: a "graph" is the autograd graph of a single number, as a loss has; a "state" has a graph and more
+    numbers.
     """
 
     name: str
@@ -84,7 +86,8 @@ _BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
 _NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
 _UNSET = re.compile(
-    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|(?<![\w.])--?[\w-]+[= ](?:none|null|false)\b"
+    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|"
+    rf"(?<![\w.])--?[\w-]+[= ](?:none|null|false)\b"
     r"|(?<![\w.])(?:accelerator|fsdp)_config=\{[^{}\n]{0,400}\},|(?<![\w.])local_rank=(?:0|-1),",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -107,9 +110,9 @@ SNAPSHOT = "a snapshot of torch.cuda.memory, which shows who held the memory"
 class Evidence:
     """Everything known of one out-of-memory error.
 
-    The texts are in lower case, on one line, without what libraries append to every error. `text` has the code of a traceback's
-    innermost frames; `relevant` is the same without a log's ordinary lines; `outside_code` is `relevant` without any code of frames;
-    `failure` is only what the program printed when it failed: frames and error lines.
+    The texts are in lower case, on one line, without what libraries append to every error. `text` has the code of a
+    traceback's innermost frames; `relevant` is the same without a log's ordinary lines; `outside_code` is `relevant`
+    without any code of frames; `failure` is only what the program printed when it failed: frames and error lines.
     """
 
     text: str = ""
@@ -187,7 +190,10 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
 
 
 def _flat(text: str, part: str) -> tuple[str, str]:
-    """Return head and tail of a part of a text; and the same in lower case, on one line, without settings that are not set."""
+    """Return head and tail of a part of a text.
+
+    And the same in lower case, on one line, without settings that are not set.
+    """
     head = text[:HEAD] if len(text) > MOST_TEXT else part[:HEAD]
     words = part if len(part) <= HEAD + TAIL else f"{head}\n{part[-TAIL:]}"
     flat = " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower()
@@ -200,7 +206,10 @@ BETWEEN = "there between steps"  # in place of a line: the roles were measured b
 
 
 def read_watch(run: Watched) -> Evidence:
-    """Read a watched run: its highest sample, the roles it told apart, and its leaks. Without a sample there is no memory."""
+    """Read a watched run: its highest sample, the roles it measured, and its leaks.
+
+    Without a sample there is no memory.
+    """
     leaks = tuple(map(_leak, run.leaks))
     if not run.samples:
         return Evidence(clues=leaks)
@@ -209,8 +218,8 @@ def read_watch(run: Watched) -> Evidence:
     groups = [Group(role, BETWEEN, share, 1, share) for role, share in run.shares if share]
     rest = size - sum(group.bytes for group in groups)
     if rest > 0:
-        groups.append(Group("unknown", "in a step, or not told apart", rest, 1, rest))
-    reserved = max(top.peak.reserved, size) if run.header.meter == "cuda" else size  # only CUDA's meter knows it
+        groups.append(Group("unknown", "in a step, or of unknown role", rest, 1, rest))
+    reserved = max(top.peak.reserved, size) if run.header.meter == "cuda" else size  # only CUDA's meter measures it
     failed = next((alarm.bytes for alarm in run.alarms if alarm.kind == "failed"), 0)
     memory = Memory(size, size, reserved, run.header.total or None, failed, top.phase, "", tuple(groups))
     return Evidence(memory=memory, clues=leaks)

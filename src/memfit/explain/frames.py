@@ -1,4 +1,7 @@
-"""What in the text of a log is evidence: the frames of its tracebacks, and the printed lines about memory or the failure."""
+"""What in the text of a log is evidence.
+
+The frames of its tracebacks, and the printed lines about memory or the failure.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ INNERMOST = (
 
 # a line that is no frame, after the prefixes that torchrun and Ray print
 _NEXT = r'\n(?:\[\w+\]:|\([^()\n]{1,80}\))?(?![ \t]*File ")'
-# a frame of Python's own traceback; of IPython's and Colab's ("File x.py:12, in f(...)", "[x.py](link) in f(...)"); of rich's
+# a frame of Python's own traceback; of IPython's and Colab's ("File x.py:12, in f(...)", "[x.py](link) in f(...)"); of
+# rich's
 _FRAME = re.compile(
     r'File "(?P<path>[^"\n]{1,400})", line (?P<line>\d{1,7}), in (?P<name>[^\n]{1,200})'
     rf"(?:{_NEXT}[ \t]{{2,}}(?P<code>\S[^\n]{{0,399}}))?"
-    r"|(?<![^\s\"\[│])(?P<path2>[^\s\"\[\]│:]{1,400}\.py)(?:\](?:\([^)\n]{0,200}\))?)?(?::(?P<line2>\d{1,7}))?,? in (?P<name2>\w[\w.<>]{0,200})"
+    r"|(?<![^\s\"\[│])(?P<path2>[^\s\"\[\]│:]{1,400}\.py)(?:\](?:\([^)\n]{0,200}\))?)?"
+    r"(?::(?P<line2>\d{1,7}))?,? in (?P<name2>\w[\w.<>]{0,200})"
 )
 # the further lines of a statement, as Python 3.13 prints it, and its carets
 _REST = re.compile(rf"(?:{_NEXT}[ \t]{{4,}}[^\n]*)*")
@@ -67,9 +72,9 @@ class Frame:
 class Traced:
     """A text with its tracebacks read.
 
-    `frames` are outermost first, without code that names a loss and failed elsewhere (see _elsewhere). `innermost` are the same
-    without the code of a library's outer frames. `with_code` is the text with the code of `innermost` alone, `without_code` the
-    text without any code of frames; neither has the names of the scripts that were started.
+    `frames` are outermost first, without code that names a loss and failed elsewhere (see _elsewhere). `innermost` are
+    the same without the code of a library's outer frames. `with_code` is the text with the code of `innermost` alone,
+    `without_code` the text without any code of frames; neither has the names of the scripts that were started.
     """
 
     frames: tuple[Frame, ...]
@@ -86,8 +91,8 @@ def frames_of(text: str) -> tuple[Frame, ...]:
 def read_tracebacks(text: str) -> Traced:
     """Read the tracebacks of a text and drop the lines of code that do not show what failed.
 
-    A library's line of code shows what was done where it is one of the innermost; further out it only names what it passes on,
-    as every model's `attn_output, attn_weights = attention_interface(`.
+    A library's line of code shows what was done where it is one of the innermost; further out it only names what it
+    passes on, as every model's `attn_output, attn_weights = attention_interface(`.
     """
     found = _matches(text)
     frames = tuple(map(_frame, found))
@@ -133,7 +138,7 @@ def _frame(m: re.Match[str]) -> Frame:
 
 
 def _outer(text: str, found: Sequence[re.Match[str]]) -> list[bool]:
-    """Return for each frame whether INNERMOST or more frames of its traceback lie further in, PyTorch's own not counted."""
+    """Return for each frame whether INNERMOST or more frames outside of PyTorch lie further in."""
     further, outer = 0, []
     ends = [_ENDS.search(text, this.end(), after.start()) is not None for this, after in pairwise(found)]
     for match, end in zip(reversed(found), reversed([*ends, True]), strict=False):
@@ -144,10 +149,11 @@ def _outer(text: str, found: Sequence[re.Match[str]]) -> list[bool]:
 
 
 def _elsewhere(frames: tuple[Frame, ...]) -> frozenset[str]:
-    """Return lines of code that name a loss, or another use of a model's output, but failed inside the model or its backward.
+    """Return lines of code that name a loss, or another use of a model's output, but failed inside the model or its
+    backward.
 
-    Examples: `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`, `model(x).argmax(-1)`, and the wrapper that
-    accelerate puts around every pass, `convert_to_fp32(self.model_forward(*args, **kwargs))`.
+    Examples: `cross_entropy(model(x), y)`, `cross_entropy(out, y).backward()`, `model(x).argmax(-1)`, and the wrapper
+    that accelerate puts around every pass, `convert_to_fp32(self.model_forward(*args, **kwargs))`.
     """
     passed, inside = set(), False
     for frame in reversed(frames):
@@ -167,8 +173,10 @@ def _elsewhere(frames: tuple[Frame, ...]) -> frozenset[str]:
 
 # what programs print, and people do not write
 _PRINTED = re.compile(
-    r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
-    r"|\b(?:step|epoch) \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
+    r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|"
+    r"\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
+    r"|\b(?:step|epoch) \d+:? loss|slurmstepd: |srun: error|keyboardinterrupt|\[(?:info|warning|error)\]|"
+    r"\b[a-z]+_[a-z_]+: (?:error|allocating|failed)\b"
 )
 _CODE = re.compile(r"(?:\[\w+\]:|\([^()\n]{1,80}\))?[ \t]{2,}")  # of a frame, after torchrun's and Ray's prefixes
 _MEMORY = re.compile(r"memory|\bv?ram\b|\boom|alloc|\bkill|out of|leak|spill|fragment|\d ?[gmt]i?b\b", re.IGNORECASE)
@@ -194,7 +202,10 @@ def is_printed(text: str) -> bool:
 
 
 def relevant_lines(text: str) -> str:
-    """Return a log without the lines that libraries print in every run; a text that no program printed stays as it is."""
+    """Return a log without the lines that libraries print in every run.
+
+    A text that no program printed stays as it is.
+    """
     if not is_printed(text.lower()):
         return text
     kept, in_frame = [], False

@@ -1,4 +1,7 @@
-"""The noun Memory: the state of the card where a recorded history ends or peaks, with live tensors grouped by origin."""
+"""The noun Memory.
+
+The state of the card where a recorded history ends or peaks, with live tensors grouped by origin.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ _LINE = re.compile(r"\(([^()\s]+:\d+)\)")
 _NUMBER = re.compile(r"(?<!\w)\d+(?=[.: ])")
 MOST_HOLDERS = 8
 LASTING = ("parameters", "optimizer_states", "gradients", "workspace")
-# passes in a row that must each begin with more than the one before, for a tensor that is recreated larger and so is alive once
+# passes in a row that must each begin with more than the one before, for a tensor that is recreated larger and so is
+# alive once
 GROWING = 4
 KEEPS = 0.5  # share of the peak of a pass that may still be alive when the next begins: outputs, a leak
 LEVEL = 0.05  # share of what is kept by which a pass may begin with less and count as having begun with as much
@@ -25,8 +29,8 @@ SETS = 3  # models, or sets of optimizer states, from which earlier ones are rep
 class Group:
     """Live tensors of one role that were allocated at one place; `label` leaves the numbers of layers out.
 
-    `turns` are the forward passes (from 0) they were allocated in, -1: before the first. `now` are the bytes of the current
-    pass, `fresh` those of its current part (forward, backward, optimizer step).
+    `turns` are the forward passes (from 0) they were allocated in, -1: before the first. `now` are the bytes of the
+    current pass, `fresh` those of its current part (forward, backward, optimizer step).
     """
 
     role: Part
@@ -61,10 +65,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One instant, in bytes. `asked` is the request that failed (0: none did), `capacity` what the allocator could have.
+    """One instant, in bytes. `asked` is the request that failed (0: none did), `capacity` what the allocator could
+    have.
 
-    `floors` are the bytes of tensors at the beginning of each forward pass, `peaks` the most during it, `evals` says which
-    passes belong to an evaluation. The last pass is the current one.
+    `floors` are the bytes of tensors at the beginning of each forward pass, `peaks` the most during it, `evals` says
+    which passes belong to an evaluation. The last pass is the current one.
     """
 
     requested: int
@@ -97,7 +102,10 @@ class Memory:
 
     @property
     def steady(self) -> bool:
-        """Has what is kept stopped growing? An earlier pass began with as much, and new tensors have replaced others since."""
+        """Has what is kept stopped growing?
+
+        An earlier pass began with as much, and new tensors have replaced others since.
+        """
         held = sum(g.old for g in self.kept)
         level = self.floors[self.turn] - LEVEL * held if self.floors else 0
         full = next((t for t in range(self.turn) if self.floors[t] >= level), self.turn)
@@ -126,7 +134,7 @@ class Memory:
 
     @property
     def older_than_training(self) -> bool:
-        """Were most of the retained tensors created before the last training pass, so that no single evaluation retained them?"""
+        """Were most retained tensors created before the last training pass? Then no single evaluation retained them."""
         most = max(self.kept, key=lambda g: g.old, default=None)
         if most is None:
             return False
@@ -162,7 +170,7 @@ class Memory:
 
     @property
     def repeated(self) -> tuple[int, str]:
-        """(bytes, line) of models that were made several times, and of optimizer states beyond the first set of a weight."""
+        """(bytes, line) of models that were made several times, and of a weight's further sets of optimizer states."""
         weights: Counter[str] = Counter()
         for g in self.groups:
             weights[g.module] += g.count * (g.role == "parameters")
@@ -208,7 +216,10 @@ def _without_line(label: str) -> str:
 
 
 def unnumbered(label: str) -> str:
-    """Return a label without the numbers of layers: 'layers.3.mlp: mm (model.py:7)' -> 'layers.*.mlp: mm (model.py:7)'."""
+    """Return a label without the numbers of layers: 'layers.3.mlp: mm (model.py:7)' -> 'layers.*.mlp.
+
+    Mm (model.py:7)'.
+    """
     return _NUMBER.sub("*", label)
 
 

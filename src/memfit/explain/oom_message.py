@@ -15,7 +15,8 @@ from typing import Literal
 from memfit.units import GIB, KIB, MIB
 
 Kind = Literal[
-    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "tensorflow", "jax", "on-chip", "host"
+    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "tensorflow", "jax",
+    "on-chip", "host"
 ]  # fmt: skip
 LONGEST = 4000  # characters that one message may take
 ASKS = "tried to allocate"
@@ -23,8 +24,8 @@ APART = 300  # characters between the two halves of a message
 MOST = 64  # messages read of one text: one per rank is usual
 
 # how a message begins. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
-# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu, TensorFlow's
-# op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
+# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu,
+# TensorFlow's op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
 BEGINS: tuple[tuple[Kind, str], ...] = (
     ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"
@@ -43,32 +44,41 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("on-chip", r"out of resources?: shared memory"),
     ("cuda", r"cuda out of memory|tried to allocate"),
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
-             r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
-             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
+             r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code|"
+             r" status)?[ :(with]*-9\b"
+             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|"
+             r"cannot allocate memory"),
 )  # fmt: skip
 _BEGIN = tuple(
     (kind, re.compile(words)) for kind, words in BEGINS
 )  # for lower-case text, three times as fast as ignoring case
 # a message whose beginning was cut off
 _HALF = re.compile(
-    r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|is allocated by pytorch"
+    r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|"
+    r"is allocated by pytorch"
 )
 # every beginning of a message contains one of these; a long log is searched for them first, as bytes
 WORDS = (
-    b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda", b"available memory",
-    b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator", b"unable to allocate", b"memoryerror",
-    b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate", b"at least one request",
+    b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda",
+    b"available memory",
+    b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator",
+    b"unable to allocate", b"memoryerror",
+    b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate",
+    b"at least one request",
     b"cudamalloc failed", b"out of resource", b"oom when allocating",
 )  # fmt: skip
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
-    "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|allocating {_SIZE} on device",
-    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|\([\d.]+/{_SIZE}\) on startup",
+    "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|"
+             rf"allocating {_SIZE} on device",
+    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|"
+             rf"\([\d.]+/{_SIZE}\) on startup",
     "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free|available kv cache memory \({_SIZE}\)"
             r"|free memory on device[^(]{0,12}\((\d{1,5}\.\d{1,3})/[\d.]+ (gib)\)",
     "in_process": rf"this process has {_SIZE}",
     "allowed": rf"{_SIZE} allowed",
-    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
+    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|"
+                 rf"mps allocated: {_SIZE}",
     "private": rf"with {_SIZE} allocated in private pools",
     # "cached" of 1.0 to 1.3 leaves allocated bytes out
     "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated|{_SIZE} cached",
@@ -86,7 +96,10 @@ WSL = 1 << 60  # more bytes than any process has: Windows reports 17179869184 Gi
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One out-of-memory message. Sizes are None where it does not give them; `others` are (process, bytes) besides this one."""
+    """One out-of-memory message.
+
+    Sizes are None where it does not give them; `others` are (process, bytes) besides this one.
+    """
 
     kind: Kind
     tried: int | None = None

@@ -1,4 +1,7 @@
-"""What to change for each cause: the setting, its cost, and the fields of a Recipe by which the planner can price it."""
+"""What to change for each cause.
+
+The setting, its cost, and the fields of a Recipe by which the planner can price it.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +59,21 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "logits": (FUSED, BATCH_1),
     "attention": (FLASH, BATCH_1),
     "kv-cache": (Remedy("use_cache=False in training", NONE),),
-    "long-sample": (Remedy("put the longest batch first, so that it fails at once or not at all", NONE), SHORTER, BATCH_1),
+    "long-sample": (Remedy("put the longest batch first, so that it fails at once or not at all", NONE), SHORTER,
+        BATCH_1),
     "image-tokens": (Remedy("limit the pixels: max_pixels, image_max_pixels", "less detail"), BATCH_1),
     "pairs": (SHORTER, BATCH_1, Remedy("a smaller max_length: it counts twice", "long pairs are cut")),
     "group-batch": (Remedy("fewer num_generations, or a smaller per_device_train_batch_size", QUALITY), FUSED),
     "reference-model": (Remedy("precompute_ref_log_probs=True, or train with LoRA: no second model", NONE), LORA),
     "optimizer-states": (EIGHT_BIT, SHARDED, OFFLOADED, LORA),
     "optimizer-step": (FUSED_STEP, EIGHT_BIT, SHARDED),
-    "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE), Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
+    "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE),
+        Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
     "eval-batch": (EVAL_1,),
-    "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own", SLOWER),),
-    "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
+    "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own",
+        SLOWER),),
+    "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the "
+        "evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
     "eval-graph": (Remedy("with torch.no_grad(): around the evaluation", NONE),),
     "resume-states": (ON_CPU, EIGHT_BIT, BATCH_1),
     "stale-checkpoint": (ON_CPU, Remedy("del checkpoint; gc.collect(); torch.cuda.empty_cache()", NONE)),
@@ -79,12 +86,14 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "modules-to-save": (Remedy("trainable_token_indices, or LoRA on the embedding, instead of modules_to_save", NONE),),
     "dequantized": (Remedy("train from the 16-bit checkpoint, sharded (ZeRO-3, FSDP)", NONE), SHARDED),
     "quantize-peak": (Remedy("fewer loading workers, or a checkpoint that is quantised already", SLOWER),),
-    "load-peak": (Remedy("fsdp_cpu_ram_efficient_loading: true, sync_module_states: true (QLoRA: qlora_sharded_model_loading)", NONE),),
+    "load-peak": (Remedy("fsdp_cpu_ram_efficient_loading: true, sync_module_states: true (QLoRA: "
+        "qlora_sharded_model_loading)", NONE),),
     "replicated": (SHARDED, Remedy("no device_map in a sharded run", NONE)),
     "zero3-init": (Remedy("make the training arguments (HfDeepSpeedConfig) before from_pretrained", NONE),),
     "quantized-unsharded": (Remedy("bnb_4bit_quant_storage: bfloat16, so that FSDP shards the 4-bit weights", NONE),),
     "fsdp-wrap": (Remedy("wrap each layer: auto_wrap_policy TRANSFORMER_BASED_WRAP with its layer class", NONE),),
-    "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card", "disk space"), QLORA),
+    "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card",
+        "disk space"), QLORA),
     "ranks-on-one-gpu": (LAUNCH, ON_CPU),
     "data-parallel": (Remedy("torchrun (DDP) instead of python; or CUDA_VISIBLE_DEVICES=0", NONE),),
     "inference-engine": (Remedy("a smaller vllm_gpu_memory_utilization", "slower generation"), SLEEP),
@@ -94,11 +103,15 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "fragmentation": (EXPANDABLE, SAME_SHAPES),
     "leak": (Remedy("keep numbers, not tensors: loss.item(), .detach().cpu()", NONE),),
     "exception": (Remedy("handle it outside the except block, then gc.collect() and torch.cuda.empty_cache()", NONE),),
-    "temporaries": (Remedy("work in place and one tensor at a time; del what is used up; no second list of all weights", NONE), Remedy("torch.no_grad() where no backward follows", NONE)),
+    "temporaries": (Remedy("work in place and one tensor at a time; del what is used up; no second list of all "
+        "weights", NONE), Remedy("torch.no_grad() where no backward follows", NONE)),
     "host-ram": (Remedy("more host memory, or one process that loads for all: low_cpu_mem_usage", "larger machine"),),
-    "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller recipe", NONE),),
-    "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": False}', NONE),),
-    "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot()", NONE),),
+    "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller "
+        "recipe", NONE),),
+    "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": '
+        'False}', NONE),),
+    "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then "
+        "_dump_snapshot()", NONE),),
 }  # fmt: skip
 
 # the remedy for a leak by what a variable keeps; that of "models" stands alone, the others are added
@@ -106,7 +119,8 @@ KEPT = {
     "graph": Remedy("call backward() on each loss instead of their sum: each call frees its graph", NONE),
     "state": Remedy("state.detach() between steps, or every few calls: its graph stays until the backward", QUALITY),
     "hook": Remedy("handle.remove() when the hook is no longer needed", NONE),
-    "models": Remedy("del the model, its optimizer and whatever holds them before making the next; keep a state_dict() on the CPU", NONE),
+    "models": Remedy("del the model, its optimizer and whatever holds them before making the next; keep a "
+        "state_dict() on the CPU", NONE),
 }  # fmt: skip
 # for copies and averages of weights, where .item() is no remedy
 COPIES = (Remedy("keep one copy, on the CPU: {k: v.detach().cpu() for k, v in model.state_dict().items()}", NONE),)
@@ -123,16 +137,24 @@ EARLIER = Remedy("start the recording before the model is made: torch.cuda.memor
 ASK_FOR_LOG = Remedy("run memfit explain on the log, with the whole error message and its traceback", NONE)
 # (cause, pattern of the text, remedy) where a message needs another remedy than its cause usually does
 BY_MESSAGE: tuple[tuple[Cause, str, Remedy], ...] = (
-    ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what else holds the card", "slower generation")),
+    ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what "
+        "else holds the card", "slower generation")),
     ("optimizer-states", r"bit16_groups|partition_of_fp32|fp32_groups", OFFLOADED),
-    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
-    ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context (-c), or a smaller quantisation", SLOWER)),
+    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|"
+        r"available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
+    ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context "
+        "(-c), or a smaller quantisation", SLOWER)),
     # errors of allocators that torch.cuda.memory's history does not record
-    ("not-known", r"oom when allocating tensor with shape", Remedy("the memory page of TensorBoard's profiler (tf.profiler.experimental.start) names the holders", NONE)),
-    ("not-known", r"resource_?exhausted: out of memory", Remedy("jax.profiler.save_device_memory_profile(...), before the step that fails, names the holders", NONE)),
-    ("not-known", r"mps backend out of memory", Remedy("print torch.mps.current_allocated_memory() and driver_allocated_memory() in each phase", NONE)),
-    ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error", Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
-    ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit", Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
+    ("not-known", r"oom when allocating tensor with shape", Remedy("the memory page of TensorBoard's profiler "
+        "(tf.profiler.experimental.start) names the holders", NONE)),
+    ("not-known", r"resource_?exhausted: out of memory", Remedy("jax.profiler.save_device_memory_profile(...), "
+        "before the step that fails, names the holders", NONE)),
+    ("not-known", r"mps backend out of memory", Remedy("print torch.mps.current_allocated_memory() and "
+        "driver_allocated_memory() in each phase", NONE)),
+    ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error",
+        Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
+    ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit",
+        Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
 )  # fmt: skip
 # (remedy, pattern of the settings that show it is in use already, the stronger remedy to name instead, if any)
 TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
@@ -216,7 +238,10 @@ def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
 
 
 def not_expandable(evidence: Evidence) -> Remedy | None:
-    """Return why expandable segments, which PyTorch's message always suggests, are no remedy here; None where they are."""
+    """Return why expandable segments, which PyTorch's message always suggests, are no remedy here.
+
+    None where they are.
+    """
     if "expandable_segments:true" in evidence.text or (evidence.memory and evidence.memory.expandable):
         return ALREADY
     if any(word in evidence.text for word in ("vllm", "sleep_mode", "cumemallocator")):

@@ -1,4 +1,7 @@
-"""The noun Finding: one cause of an out-of-memory error, with its evidence in bytes, the holders of memory, and remedies."""
+"""The noun Finding.
+
+One cause of an out-of-memory error, with its evidence in bytes, the holders of memory, and remedies.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from memfit.nouns.tape import Alloc, Role
 
 Cause = Literal[
     "capacity", "activations", "logits", "attention", "kv-cache", "long-sample", "image-tokens", "pairs", "group-batch",
-    "reference-model", "optimizer-states", "optimizer-step", "eval-logits", "eval-batch", "eval-generate", "eval-leftovers",
-    "eval-graph", "resume-states", "stale-checkpoint", "save-gather", "merge", "two-copies", "wrong-dtype", "kbit-upcast",
+    "reference-model", "optimizer-states", "optimizer-step", "eval-logits", "eval-batch", "eval-generate",
+    "eval-leftovers",
+    "eval-graph", "resume-states", "stale-checkpoint", "save-gather", "merge", "two-copies", "wrong-dtype",
+    "kbit-upcast",
     "fsdp-upcast", "modules-to-save", "dequantized", "quantize-peak", "load-peak", "replicated", "zero3-init",
     "quantized-unsharded", "fsdp-wrap", "companion-models", "ranks-on-one-gpu", "data-parallel", "inference-engine",
-    "other-process", "nccl", "buckets", "fragmentation", "leak", "exception", "temporaries", "host-ram", "spill", "input-grads", "not-known",
+    "other-process", "nccl", "buckets", "fragmentation", "leak", "exception", "temporaries", "host-ram", "spill",
+    "input-grads", "not-known",
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
 Part = Role | Literal["unknown"]  # unknown: older than the recording or without a stack

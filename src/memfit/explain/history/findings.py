@@ -1,7 +1,8 @@
-"""Clues from a recorded history: which tensors were alive when memory ran out, since when, and what the current pass needs.
+"""Clues from a recorded history: which tensors were alive when memory ran out, since when, and what the current pass
+needs.
 
-The current pass is compared with the passes before it. What it starts with beyond them was kept (a leak, optimizer states);
-what it needs beyond them is its own (a longer sample, another batch).
+The current pass is compared with the passes before it. What it starts with beyond them was kept (a leak, optimizer
+states); what it needs beyond them is its own (a longer sample, another batch).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def _all_states(m: Memory) -> int:
     """Return the bytes of the states once every weight with a gradient has them, by those that do; 0 if unknown."""
     weights = {g.module: g for g in _joined(m, "parameters")}
     trained = {g.module.removeprefix("gradient of ") for g in m.groups if g.role == "gradients"} & weights.keys()
-    # weight -> bytes of its states per byte of it, by the largest tensors: some of a group may not have their states yet
+    # weight -> bytes of its states per byte of it, by the largest tensors: some of a group may not have their states
+    # yet
     times: dict[str, float] = {}
     for g in _joined(m, "optimizer_states"):
         name = g.module.partition(" of ")[2]
@@ -139,7 +141,8 @@ def _too_much(m: Memory, e: Evidence) -> Clue | None:
     need = m.of("parameters", "gradients") + states
     if not states or m.capacity is None or need <= m.capacity:
         return None
-    sizes = f"weights, gradients and {human(states)} of states need {human(need)}, the card has room for {human(m.capacity)}"
+    sizes = f"weights, gradients and {human(states)} of states need {human(need)}, the card has room for "
+    f"{human(m.capacity)}"
     return Clue("capacity", SURE - 5, Proof(sizes, need), e.line)
 
 
@@ -209,7 +212,10 @@ def _resuming(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _read(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for tensors read from a file before the first pass: about as large as the model, they are a checkpoint."""
+    """Return a clue for tensors read from a file before the first pass.
+
+    About as large as the model, they are a checkpoint.
+    """
     held = [g for g in m.groups if g.module.startswith(FROM_FILE) and g.turns == (-1,)]
     size, weights = sum(g.bytes for g in held), m.of("parameters")
     if m.turn < 0 or size < 2 * TELLS * m.requested or not SOME * weights <= size <= MANY * weights:
@@ -254,7 +260,7 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
-    """Return the bytes of the current pass allocated where the pattern matches, with the failed request, and the main line."""
+    """Return the bytes of the current pass, with the failed request, where the pattern matches; and their main line."""
     found = [
         g
         for g in m.groups
@@ -293,7 +299,10 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _unrecorded(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue where most of a peak is older than the history or has no stack; the rest may still show a failure's cause."""
+    """Return a clue where most of a peak is older than the history or has no stack.
+
+    The rest may still show a failure's cause.
+    """
     if m.instant == WRITTEN:
         proof = Proof("no history was recorded: neither what came before nor whether this was the peak is known")
         return Clue("not-known", SURE + SHOWN, proof)

@@ -1,4 +1,7 @@
-"""Clues from what keeps tensors alive: variables, models, optimizers and errors of the program, and leftovers of passes."""
+"""Clues from what keeps tensors alive.
+
+Variables, models, optimizers and errors of the program, and leftovers of passes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
 
 
 def _again(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for earlier models or optimizers that are still alive, as of experiments or stages in one process."""
+    """Return a clue for models or optimizers of earlier experiments or stages that are still alive."""
     size, line = m.repeated
     error = e.root("exception")
     if size < max(TELLS * m.requested, m.asked) or (error is not None and error.bytes >= HALF * size):
@@ -71,7 +74,10 @@ def _growing(m: Memory) -> Clue | None:
 
 
 def _swollen(m: Memory) -> int:
-    """Return how much more the current pass needs than the least of those like it: what is kept may be read in every pass."""
+    """Return how much more the current pass needs than the least of those like it.
+
+    What is kept may be read in every pass.
+    """
     needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
     return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
 
@@ -113,7 +119,10 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _loaded(root: Root, m: Memory) -> bool:
-    """Is it a checkpoint, by its name and content: made before the first pass, or the weights of a model not made in training?"""
+    """Is it a checkpoint, by its name and content.
+
+    Made before the first pass, or the weights of a model not made in training?
+    """
     if root.what != "collection":
         return False
     read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE))
@@ -125,7 +134,10 @@ def _loaded(root: Root, m: Memory) -> bool:
 
 
 def _copied(root: Root) -> Clue:
-    """Return a clue for a container with a tensor per weight of a model: a copy, an average, states of a hand-written optimizer."""
+    """Return a clue for a container with a tensor per weight of a model.
+
+    A copy, an average, states of a hand-written optimizer.
+    """
     times = "" if root.copies == 1 else f" {root.copies} times over"
     proof = Proof(f"'{root.name}' has a tensor for each weight of the model{times}", root.bytes)
     cause: Cause = "two-copies" if root.copies == 1 else "leak"
@@ -143,7 +155,10 @@ def _exception(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for tensors of a pass that ran out of memory and was caught: a traceback that is kept keeps them."""
+    """Return a clue for tensors of a pass that ran out of memory and was caught.
+
+    A traceback that is kept keeps them.
+    """
     caught = {turn for turn in m.caught if turn < m.turn}
     left = (
         g for g in m.groups if g.role not in LASTING and set(g.turns) & caught and set(g.turns) <= {*caught, m.turn}

@@ -1,4 +1,7 @@
-"""What a text shows beside the cause: that no memory of the card ran out, that the run went on, or whose limit it met."""
+"""What a text shows beside the cause.
+
+That no memory of the card ran out, that the run went on, or whose limit it met.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,23 @@ POOLS = 0.25  # share of what is allocated from which private pools are reported
 # the line of an error, quoted in a text that no program printed
 _QUOTED = re.compile(r"\b[a-z_.]*(?:error|exception): ")
 _RAN_OUT = re.compile(
-    r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|not enough (?:\w+ ){0,3}(?:memory|v?ram)"
-    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|exceed\w* (?:\w+ ){0,2}memory|oom_kill"
+    r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|"
+    r"not enough (?:\w+ ){0,3}(?:memory|v?ram)"
+    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|"
+    r"exceed\w* (?:\w+ ){0,2}memory|oom_kill"
     r"|paging file is too small|enough gpu ram|dataloader worker \(pid|no space left on device\W+/dev/shm"
     r"|exit ?code\W{1,4}-9\b|signal 9\b"  # of one process: torchrun and Slurm then stop the others by other signals
 )
 # mentions of an out-of-memory that did not happen
 _AVOIDED = re.compile(
-    r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|oom\w*|running out)(?: errors?)?"
+    r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|"
+    r"oom\w*|running out)(?: errors?)?"
     r"|\boom[- ]?killer (?:is |was )?(?:disabled|off|not)\b"
 )
 _KILLED = re.compile(r"\bkilled\b|bus error")
 _STOPPED = re.compile(
-    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|(?<!closing signal )sigterm|signal 15|exit ?code\W+-15"
+    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|(?<!closing signal )sigterm|"
+    r"signal 15|exit ?code\W+-15"
 )
 # autograd's error where checkpointed blocks have no input that requires a gradient, which is one of the causes
 _NO_GRADIENT = re.compile(r"does not require grad")
@@ -42,7 +49,8 @@ _WENT_ON = re.compile(
 )
 _FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code|\(failed")
 _NEXT = re.compile(
-    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}?\d+)"
+    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|"
+    r"drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}?\d+)"
 )
 _ON_CHIP = re.compile(
     r"out of resources?: shared memory,? required:? (\d+),? hardware limit:? (\d+)|out of resources?: shared memory"
@@ -85,7 +93,7 @@ def only_on_chip(evidence: Evidence) -> bool:
 
 
 def went_on(evidence: Evidence) -> str | None:
-    """Return what a run tried next after its last error ("batch size 16"), "" where that is not printed, None if it ended there."""
+    """Return what a run tried after its last error ("batch size 16"), "" where it is not printed, None if it ended."""
     last = _LAST.match(evidence.text)
     if last is None or not is_printed(evidence.text):
         return None

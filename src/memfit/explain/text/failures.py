@@ -1,7 +1,7 @@
 """Split a log at its failures, so that a run that was restarted and ran out elsewhere gets two causes and no mixture.
 
-Ranks that fail at the same moment are one failure. So are its consequences: the traceback printed again, and the messages of NCCL
-and of the launcher.
+Ranks that fail at the same moment are one failure. So are its consequences: the traceback printed again, and the
+messages of NCCL and of the launcher.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHAINED = re.compile(r"during handling of the above|direct cause of the followi
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A message from its first word to the end of its line, with its rank and card, its request and the innermost frame above."""
+    """A message to the end of its line, with its rank and card, its request and the innermost frame above."""
 
     begin: int
     end: int
@@ -52,7 +52,8 @@ class _Event:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Return the text of each failure in order: the head of the log, and what lies between the previous message and its own.
+    """Return the text of each failure in order: the head of the log, and what lies between the previous message and its
+    own.
 
     A text with one failure or without any message is returned whole; a long one is cut soon after its message.
     """

@@ -22,7 +22,8 @@ from memfit.units import GB, GIB, MIB, human
 SAME = 0.01  # of a request: it is printed with three digits
 MOST_OF_CARD = 0.25  # share of the card from which one request of a language model is hardly anything but logits
 MANY_TOKENS = 100_000  # tokens of a vocabulary from which it surely is
-ROUND = 1024  # tokens of a filled or padded batch are multiples of it; one in ten other requests is such a multiple by chance
+# tokens of a filled or padded batch are multiples of it; one in ten other requests is such a multiple by chance
+ROUND = 1024
 BY_CHANCE = 45  # weight of such a request without a stated batch
 HEADS = (8, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)  # of attention, in models that are trained
 LEAST_SCORES = GIB  # smaller requests are such a product by chance
@@ -34,9 +35,8 @@ STATES = 16  # bytes per weight of full training with AdamW: weights, gradients,
 ALIKE = 0.75  # processes of one run hold about the same, at least this share of each other
 OF_EXPERTS = 0.835  # of "8x7B": the experts share the rest. Source: Mixtral-8x7B has 46.7 B, 8x22B 140.6 B
 
-_BILLIONS = re.compile(
-    r"(?<![\w./])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/)"
-)  # neither a part of a path nor bytes per second
+# billions of weights: neither a part of a path nor bytes per second
+_BILLIONS = re.compile(r"(?<![\w./])(\d{1,4}(?:\.\d{1,3})?) ?b\b(?!\s?/)")
 _MODEL = re.compile(r"(?<![\w.])[a-z][\w.]{0,40}-(?:\w+-){0,3}?(\d{1,4}(?:\.\d{1,3})?)b\b")
 _EXPERTS = re.compile(r"(?<![\w.])(\d{1,3}) ?x ?(\d{1,3}(?:\.\d{1,2})?) ?b\b")
 _CARDS = re.compile(
@@ -44,9 +44,9 @@ _CARDS = re.compile(
 )
 _SIZE = r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?gi?b\b"
 _MEASURED = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?) ?(gi?b)\b")
-_CARD = re.compile(  # beside a card's name or count, not a size that something takes
-    rf"hardware: [^|]{{0,40}}?{_SIZE}|"
-    rf"(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?|single|one|an?|on|per)\W{{1,3}}{_SIZE}"
+# the size of a card, next to its name or the number of cards
+_CARD = re.compile(
+    rf"(?:\b\d{{1,4}} ?x|[*×]|\b[abhlvt]?\d{{1,4}}s?(?: ti| sxm\d?| pcie| nvl)?|gpus?|cards?)\W{{1,3}}{_SIZE}"
     rf"|{_SIZE} (?:of )?(?:v?ram|gpus?|cards?|hbm|a100|h100|v100|nvidia|rtx)"
 )
 SEVERAL = re.compile(rf"{MANY}|\b[2-9]\d* ?x\b|\bgpus\b|{FSDP}|zero[-_ ]?[123]")
@@ -55,9 +55,8 @@ _LANGUAGE = re.compile(
     r"\bopt-|bloom|pythia|olmo|smollm|granite|\bsft|\btrl\b|tokenizer|transformers/trainer"
 )
 _PICTURES = re.compile(rf"{VISION}|{DIFFUSION}|image|\bvision|pixel")
-_TRAINING = re.compile(
-    rf"train|\bsft\b|fine-?tun|{OPTIMIZER}|{FSDP}|zero"
-)  # else the sum of all that training keeps is a guess
+# the run trains; else a sum of everything that training keeps would be a guess
+_TRAINING = re.compile(rf"train|\bsft\b|fine-?tun|{OPTIMIZER}|{FSDP}|zero")
 # steps were printed before the failure, so weights and optimizer states had room
 _STEPPED = re.compile(r"\{['\"]loss['\"]|\b(?:step|epoch)\W{0,3}\d+\W{1,3}(?:\w+\W{1,3}){0,2}loss|loss\W{1,3}\d+\.\d+")
 SHARD_OF = (
@@ -69,23 +68,29 @@ _TOKENS = re.compile(
     r"(?<![\w.])~?(\d{2,6})(k?)[ -](?:tokens|context|ctx)"
 )
 _BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
-# tokens of the vocabulary, by the name of a model. Source: their config.json, within 0.1 % (multimodal Gemma 3 has a few more)
+# tokens of the vocabulary, by the name of a model. Source: their config.json, within 0.1 % (multimodal Gemma 3 has a
+# few more)
 VOCABULARIES = tuple(
     (tokens, re.compile(names))
     for tokens, names in (
         (248_320, r"qwen[- _]?3\.5"), (152_064, r"qwen(?:1\.5|2(?:\.5)?)?-(?:vl-)?(?:7|14|32|72)b"), (151_936, r"qwen"),
-        (128_256, r"llama[- _]?3(?!\d)"), (262_144, r"medgemma|gemma[- _]?[34]"), (256_000, r"gemma"), (201_088, r"gpt-?oss"),
-        (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"ministral|devstral|mistral-?nemo|mistral-small-24b"),
-        (32_768, r"mistral-7b-(?:instruct-)?v0\.3|mistral-large|mistral-small|mixtral-8x22b"), (32_000, r"llama[- _]?2|mistral|mixtral|vicuna"),
+        (128_256, r"llama[- _]?3(?!\d)"), (262_144, r"medgemma|gemma[- _]?[34]"), (256_000, r"gemma"), (201_088,
+        r"gpt-?oss"),
+        (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"ministral|devstral|mistral-?nemo|"
+                                                                       r"mistral-small-24b"),
+        (32_768, r"mistral-7b-(?:instruct-)?v0\.3|mistral-large|mistral-small|mixtral-8x22b"), (32_000,
+        r"llama[- _]?2|mistral|mixtral|vicuna"),
     )
 )  # fmt: skip
-# GiB of cards that are named without their size, the larger where one name has two. Source: src/memfit/catalogue/gpus.toml
+# GiB of cards that are named without their size, the larger where one name has two. Source:
+# src/memfit/catalogue/gpus.toml
 CARDS = tuple(
     (size, re.compile(rf"\b(?:rtx ?|gtx ?|tesla ?|nvidia ?)?(?:{names})\b"))
     for size, names in (
         (11, r"[12]080 ?ti"), (12, r"k80|3060(?! ?ti)|4070(?! ?ti super)"), (16, r"t4|p100|4080|4060 ?ti|a4000"),
         (24, r"[34]090(?: ?ti)?|l4|a10g?|a5000|titan rtx"),
-        (32, r"v100|5090"), (48, r"a6000|6000 ada|a40|l40s?"), (80, r"a100|a800|h100(?! nvl)|h800"), (94, r"h100 nvl"), (96, r"h20|gh200"), (141, r"h200"),
+        (32, r"v100|5090"), (48, r"a6000|6000 ada|a40|l40s?"), (80, r"a100|a800|h100(?! nvl)|h800"), (94,
+        r"h100 nvl"), (96, r"h20|gh200"), (141, r"h200"),
         (180, r"g?b200"), (192, r"mi300x?"),
     )
 )  # fmt: skip
@@ -111,7 +116,10 @@ class StatedRun:
 
 
 def run_of(evidence: Evidence) -> StatedRun | None:
-    """Return the run of a text that names model and card; None where there are several cards and their number is not stated."""
+    """Return the run of a text that names model and card.
+
+    None where there are several cards and their number is not stated.
+    """
     text = evidence.text
     weights = _weights(text)
     message = evidence.message
@@ -146,7 +154,10 @@ def _weights(text: str) -> float:
 
 
 def _measured(evidence: Evidence) -> Clue | None:
-    """Return a clue for weights loaded in 32 bits: a size of four bytes per weight, or of more than two while loading."""
+    """Return a clue for weights loaded in 32 bits.
+
+    A size of four bytes per weight, or of more than two while loading.
+    """
     weights, m = _weights(evidence.text), evidence.message
     if evidence.when not in ("", "load", "prepare") or not weights:
         return None
@@ -162,7 +173,7 @@ def _measured(evidence: Evidence) -> Clue | None:
             return Clue("wrong-dtype", 78, proof)
     held = m.allocated if m and evidence.when == "load" and evidence.frames else None
     if held and HALF < held / weights < 4.2:
-        sizes = f"{human(held)} are allocated, {held / weights:.1f} B for each of {weights / 1e9:g} B weights: 16 bits need 2"
+        sizes = f"{human(held)} are allocated, {held / weights:.1f} B for each of {weights / 1e9:g} B weights, not 2"
         return Clue("wrong-dtype", 78, Proof(sizes, held))
     return None
 
@@ -364,7 +375,8 @@ def _optimizer(name: str) -> str | None:
 STATED: tuple[tuple[str, re.Pattern[str], Callable[[str], int | str | None]], ...] = tuple(
     (field, re.compile(rf"(?<![\w.])(?:{keys}){_IS}({value})(?![\w.])"), read)
     for field, keys, value, read in (
-        ("micro_batch", r"per_device_train_batch_size|train_micro_batch_size_per_gpu|micro_batch_size", r"\d{1,5}", int),
+        ("micro_batch", r"per_device_train_batch_size|train_micro_batch_size_per_gpu|"
+                        r"micro_batch_size", r"\d{1,5}", int),
         ("sequence_length", r"max_length|block_size", r"\d{3,6}", int),  # keys of other settings, too
         ("sequence_length", r"max_seq_length|max_seq_len|sequence_len|cutoff_len", r"\d{3,6}", int),
         ("accumulation", r"gradient_accumulation_steps", r"\d{1,5}", int),

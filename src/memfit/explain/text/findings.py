@@ -15,11 +15,13 @@ from memfit.explain.text.signs import SIGNS, Sign
 from memfit.nouns.finding import Cause, Proof
 from memfit.units import GIB, MIB, human
 
-# causes that the failed request itself belongs to, so the frame that failed proves them. Of all other causes a traceback shows
-# only who asked last, not who filled the card
+# causes that the failed request itself belongs to, so the frame that failed proves them. Of all other causes a
+# traceback shows only who asked last, not who filled the card
 SHOWN_BY_FRAMES: frozenset[Cause] = frozenset([
-    "attention", "data-parallel", "dequantized", "eval-generate", "eval-logits", "exception", "fsdp-upcast", "fsdp-wrap", "host-ram",
-    "inference-engine", "input-grads", "kbit-upcast", "load-peak", "logits", "merge", "optimizer-states", "optimizer-step", "quantize-peak",
+    "attention", "data-parallel", "dequantized", "eval-generate", "eval-logits", "exception", "fsdp-upcast",
+    "fsdp-wrap", "host-ram",
+    "inference-engine", "input-grads", "kbit-upcast", "load-peak", "logits", "merge", "optimizer-states",
+    "optimizer-step", "quantize-peak",
     "replicated", "resume-states", "save-gather", "stale-checkpoint", "zero3-init",
 ])  # fmt: skip
 # causes that the user's own lines may name without showing them: never certain
@@ -69,7 +71,10 @@ def _matched(sign: Sign, evidence: Evidence) -> Clue | None:
 
 
 def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:
-    """Return a match of each pattern within one stretch of the text: far apart in a log, matches do not belong together."""
+    """Return a match of each pattern within one stretch of the text.
+
+    Far apart in a log, matches do not belong together.
+    """
     if not patterns:
         return []
     for first in islice(patterns[0].finditer(text), MOST_TRIES):
@@ -95,7 +100,8 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
     if not enough:
         return None
     proof = Proof(
-        f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(m.tried or 0)} were requested",
+        f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(m.tried or 0)} were "
+        f"requested",
         m.unallocated,
     )
     tried = m.tried or 0
@@ -107,7 +113,10 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _others(m: Message, evidence: Evidence) -> Clue | None:
-    """Judge the other processes that the message names; bare contexts are those of ranks that went to the wrong card."""
+    """Judge the other processes that the message names.
+
+    Bare contexts are those of ranks that went to the wrong card.
+    """
     real = [size for _, size in m.others if size < WSL]
     low, high = CONTEXT_OF_A_RANK
     if len(real) > 1 and all(low <= size <= high for size in real):
@@ -174,7 +183,10 @@ def _spilled(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _outside(m: Message, evidence: Evidence) -> Clue | None:
-    """Return a clue for memory of this process that is not PyTorch's: contexts, NCCL, an engine with its own allocator."""
+    """Return a clue for memory of this process that is not PyTorch's.
+
+    Contexts, NCCL, an engine with its own allocator.
+    """
     if m.in_process is None:
         return _elsewhere(m, evidence)
     if m.reserved is None or m.in_process >= WSL:
@@ -188,7 +200,10 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
-    """Judge the rest of the card in messages before torch 2.1, which do not say whose it is: other ranks, where there are some."""
+    """Judge the rest of the card in messages before torch 2.1, which do not say whose it is.
+
+    Other ranks, where there are some.
+    """
     if not m.total or m.free is None or m.allocated is None:
         return None
     rest = m.total - m.free - (m.reserved or m.allocated)
@@ -201,7 +216,8 @@ def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
 
 # a killed process that did not give the card's memory back: the host did not run out
 _LEFT_BEHIND = re.compile(
-    r"(?:gpu|video|card|vram)(?:'?s)? ?memory (?:\w+ ){0,2}(?:stays?|remains?|still|kept|not (?:be )?(?:freed|released))"
+    r"(?:gpu|video|card|vram)(?:'?s)? ?memory (?:\w+ ){0,2}(?:stays?|remains?|still|kept|not (?:be )?(?:freed|"
+    r"released))"
 )
 
 # a signal alone may come from a person or a scheduler
