@@ -12,7 +12,7 @@ from memfit.explain.memory import Memory
 from memfit.nouns.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.nouns.tape import WRITTEN
 from memfit.report.layout import Ends, commands, paragraphs, table, text
-from memfit.report.words import DOT, part_word, visible
+from memfit.report.words import DOT, part_word
 from memfit.units import human
 
 MOST_EARLIER = 8  # earlier failures that are shown
@@ -56,13 +56,6 @@ def explain_view(
     if others:
         parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
     return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
-
-
-def two_lines(finding: Finding) -> tuple[str, str]:
-    """Return the cause and its first remedy as two lines, for programs that go on after an out-of-memory."""
-    at = f" at {visible(finding.line)}" if finding.line else ""
-    remedy = finding.remedies[0].text if finding.remedies else "a snapshot would show more"
-    return f"{finding.cause} ({finding.confidence}){at}: {finding.title}", f"try: {remedy}"
 
 
 def _before(earlier: Sequence[Finding]) -> list[RenderableType]:
