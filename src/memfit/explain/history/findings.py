@@ -141,9 +141,9 @@ def _too_much(m: Memory, e: Evidence) -> Clue | None:
     need = m.of("parameters", "gradients") + states
     if not states or m.capacity is None or need <= m.capacity:
         return None
-    sizes = f"weights, gradients and {human(states)} of states need {human(need)}, the card has room for "
-    f"{human(m.capacity)}"
-    return Clue("capacity", SURE - 5, Proof(sizes, need), e.line)
+    needed = f"weights, gradients and {human(states)} of states need {human(need)}"
+    proof = Proof(f"{needed}, the card has room for {human(m.capacity)}", need)
+    return Clue("capacity", SURE - 5, proof, e.line)
 
 
 def _demand(m: Memory) -> tuple[int, int]:
