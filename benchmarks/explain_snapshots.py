@@ -1,9 +1,9 @@
 """Time and memory of `memfit explain` on snapshots: `python benchmarks/explain_snapshots.py [DIR] [--big MB]`.
 
-Each file is read and explained in a process of its own; printed are CPU seconds (user + system) and what the process grew by
-while it did, as a multiple of the file, beside the file's size. --big first makes a snapshot of that many MB: one card,
-steps of 400 tensors with stacks of 24 frames, recorded as torch records them. The exit status is 1 above 5 s or 4 times
-the file for files of up to 100 MB, where DIR holds any.
+Each file is read and explained in its own process. The table shows the file's size, CPU seconds (user + system), and by
+how much the process grew, as a multiple of the file. --big first makes a snapshot of that many MB: one card, steps of
+400 tensors with stacks of 24 frames, in the format of torch. The exit status is 1 if a file of up to 100 MB takes more
+than 5 s or more than 4 times its size, and 2 if DIR has no snapshots.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CHILD = "import sys; sys.path.insert(0, sys.argv[2]); import explain_snapshots a
 
 
 def measured(path: str) -> None:
-    """In a process of its own: print CPU seconds and bytes of growth."""
+    """Print CPU seconds and bytes of growth; runs in its own process."""
     from memfit.documents.snapshot import read
     from memfit.explain import explain, read_text
     from memfit.explain.history.reading import memory_of
 
-    explain(read_text("CUDA out of memory"))  # what is imported and compiled at the first use is there
+    explain(read_text("CUDA out of memory"))  # imports and compiles what the first use needs
     before, held = resource.getrusage(resource.RUSAGE_SELF), _highest()
     found = explain(read_text("", memory_of(read(Path(path)))))
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -38,13 +38,13 @@ def measured(path: str) -> None:
 
 
 def _highest() -> int:
-    """The most bytes this process had resident; unlike ru_maxrss not its parent's."""
+    """Return the peak resident bytes of this process; ru_maxrss would include its parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def big(path: Path, megabytes: int) -> None:
-    """A snapshot of about that size, with a leak: every step one tensor stays."""
+    """Write a snapshot of about that size with a leak of one tensor per step."""
     frames = [{"name": f"call_{n}", "filename": f"/home/me/model_{n % 7}.py", "line": n} for n in range(200)]
     engine = {"name": "torch::autograd::Engine::thread_main", "filename": "??", "line": 0}
     trace: list[dict[str, Any]] = []
@@ -82,7 +82,8 @@ def big(path: Path, megabytes: int) -> None:
                 {"address": old, "size": 2 * MIB, "requested_size": 2 * MIB, "state": "active_allocated", "frames": []}
             )
         place = old + 2 * MIB
-    segment = {"device": 0, "address": BASE, "total_size": total, "stream": 0, "segment_type": "large", "blocks": blocks,
+    segment = {"device": 0, "address": BASE, "total_size": total, "stream": 0, "segment_type": "large",
+    "blocks": blocks,
                "segment_pool_id": (0, 0), "is_expandable": False, "frames": []}  # fmt: skip
     taken = {"action": "segment_alloc", "addr": BASE, "size": total, "time_us": 0, "frames": []} | entry
     path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[taken, *trace]]}, 4))
@@ -93,20 +94,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Time and memory of memfit explain on snapshots.")
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT)
     parser.add_argument("--big", type=int, help="make and measure a snapshot of this many MB instead")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
-        if asked.big:
-            big(Path(made) / f"big-{asked.big}-mb.pickle", asked.big)
-        files = sorted((Path(made) if asked.big else asked.folder).glob("*.pickle"))
+        if options.big:
+            big(Path(made) / f"big-{options.big}-mb.pickle", options.big)
+        files = sorted((Path(made) if options.big else options.folder).glob("*.pickle"))
         if not files:
-            print(f"no snapshots in {asked.folder}", file=sys.stderr)
+            print(f"no snapshots in {options.folder}", file=sys.stderr)
             return 2
         over = [_one(path) for path in files]
         return int(any(over))
 
 
 def _one(path: Path) -> bool:
-    """Print one file's figures; is it over a limit?"""
+    """Print the figures of one file and return whether it exceeds a limit."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path), str(Path(__file__).parent)],
         capture_output=True,
@@ -120,7 +121,8 @@ def _one(path: Path) -> bool:
     seconds, grown, *cause = done.stdout.split()
     times = int(grown) / size
     print(
-        f"{path.name}: {size / 1e6:.1f} MB, {float(seconds):.2f} s, grew by {times:.1f} times the file; {' '.join(cause)}"
+        f"{path.name}: {size / 1e6:.1f} MB, {float(seconds):.2f} s, grew by {times:.1f} times the file; "
+        f"{' '.join(cause)}"
     )
     return size <= LARGE and (float(seconds) > SECONDS or times > TIMES)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import importlib.util
 import io
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import cli
-from memfit.catalogue import Entry, config, words_of_causes
+from memfit.catalogue import Entry, config
 from memfit.catalogue.cards import list_gpus
-from memfit.catalogue.weights import Weights
 from memfit.documents import codec
 from memfit.documents.snapshot import read
-from memfit.explain import Evidence, explain, learned, messages, read_text
-from memfit.explain.clue import SURE
+from memfit.explain import Evidence, explain, messages, read_text, wanted
+from memfit.explain.evidence import SURE
 from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import holders, unnumbered
 from memfit.explain.remedies import ALREADY, BESIDE_VLLM, EXPANDABLE, REMEDIES
 from memfit.explain.text.figures import card_of, vocabulary
-from memfit.explain.text.findings import clues
 from memfit.explain.text.signs import SIGNS
 from memfit.models.hub import list_models
 from memfit.nouns.finding import CAUSES, Cause
@@ -100,12 +95,6 @@ def test_a_message_is_read_to_the_byte(name: str) -> None:
     text, wanted = MESSAGES[name]
     found = messages(text)[0]
     assert {key: getattr(found, key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_alone_has_no_words_of_a_reporter(name: str) -> None:
-    evidence = read_text(MESSAGES[name][0])
-    assert not any("reports with this cause say" in p.text for f in explain(evidence) for p in f.evidence)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +188,6 @@ CASES: dict[str, tuple[str, Cause]] = {
     "contexts of ranks": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.90 GiB of which 10.00 MiB is free. " + "".join(f"Process {n} has 871.00 MiB memory in use. " for n in range(7)) + "Including non-PyTorch memory, this process has 9.00 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "ranks-on-one-gpu"),
     "windows": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB of which 0 bytes is free. Process 17 has 17179869184.00 GiB memory in use. Of the allocated memory 11.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "spill"),
     "nccl": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.", "nccl"),
-    "only with eval": ("12B with FSDP on 2x 24 GB: CUDA out of memory only when enabling EVAL, in loss.backward()", "eval-leftovers"),
     "ZeRO's states": (TRACE + frame(LIB + "deepspeed/runtime/zero/stage3.py", 367, "_setup_for_real_optimizer", "self.initialize_optimizer_states()") + "training a 6B model on 8 * 3090 24G, zero-3\n" + NOW, "optimizer-states"),
     "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
     "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
@@ -305,13 +293,10 @@ def test_two_loud_causes_leave_no_certainty() -> None:
 @pytest.mark.parametrize(
     ("text", "cause"),
     [  # a setting, a sum that assumes how it trains, a framework's name: told in words, beside a message's numbers
-        (
-            f"SFT LoRA with FSDP on 8 GPUs, state_dict_type: FULL_STATE_DICT: out of memory at step 164\n{NOW}",
-            "long-sample",
-        ),
+        (f"trainer: sft, fsdp: full_shard, state_dict_type: FULL_STATE_DICT\n{NOW}", "save-gather"),
         (f"llama-7b full, adamw, zero-2, 8x 24GB\n{NOW}", "capacity"),
         (f"GRPO with vllm and sleep mode\n{NOW}", "inference-engine"),
-        (f"horovod resnet-50: memory grows until it fails\n{NOW}", "leak"),
+        (f"losses.append(loss)\n{NOW}", "leak"),
     ],
 )
 def test_what_was_only_said_is_never_certain(text: str, cause: Cause) -> None:
@@ -328,13 +313,18 @@ OF_LOGITS = (
 @pytest.mark.parametrize(
     ("model", "words", "confidence", "why"),
     [
-        ("model: meta-llama/Llama-3.2-1B\n", 0, "likely", "16,384 tokens x 128,256 words x 4 B, 33% of the card"),
-        ("", 128_256, "likely", "16,384 tokens x 128,256 words x 4 B, 33% of the card"),
+        (
+            "model: meta-llama/Llama-3.2-1B\n",
+            0,
+            "likely",
+            "16,384 tokens x 128,256 tokens of the vocabulary x 4 B, 33% of the card",
+        ),
+        ("", 128_256, "likely", "16,384 tokens x 128,256 tokens of the vocabulary x 4 B, 33% of the card"),
         ("", 0, "possible", "one request of 33% of the card"),
     ],
 )
 def test_one_large_request_of_a_language_model_is_its_logits(model: str, words: int, confidence: str, why: str) -> None:
-    found = explain(replace(read_text(model + BACKWARD + OF_LOGITS), words=words))[0]
+    found = explain(replace(read_text(model + BACKWARD + OF_LOGITS), vocabulary=words))[0]
     assert (found.cause, found.confidence) == ("logits", confidence)
     assert why in found.evidence[0].text
 
@@ -497,94 +487,43 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
         + "1,a/b,x,y,z,c,OOM,,logits_ce,cross_entropy of logits,fused loss,stated\n2,a/b,x,y,z,use_cache,OOM,,use_cache,-,-,-\n"
     )
     one, two = BENCHMARK.scored(path)
-    assert (one.finding.cause, two.finding.cause) == ("not-known", "kv-cache")
-    assert BENCHMARK.main([str(path)]) == 1
+    assert (one.first.cause, two.first.cause) == ("not-known", "kv-cache")
+    assert BENCHMARK.main([str(path)]) == 0  # nothing is wrong and certain
     assert "| logits | 1 | 0 | not-known |" in capsys.readouterr().out
 
 
-FIRST, LATER = BENCHMARK.DEFAULT
-SIGNS_LOTS = re.compile(r"\d+")  # ids of the reports that signs were mended with until the words came: lots a to d
-
-
+# most rows are somebody's words, which are not interpreted; these shares quote a frame, a message, a setting or sizes
 @pytest.mark.parametrize(
-    ("path", "ids", "phase", "least"),
-    [
-        (FIRST, SIGNS_LOTS, True, 0.95), (FIRST, SIGNS_LOTS, False, 0.9), (LATER, SIGNS_LOTS, True, 0.95), (LATER, SIGNS_LOTS, False, 0.87),
-        (LATER, re.compile(".+"), True, 0.82), (LATER, re.compile(".+"), False, 0.77),
-    ],
-    ids=["first", "first without its phase", "a to d", "a to d without its phase", "later", "later without its phase"],
-)  # fmt: skip
-def test_reports_get_their_cause_and_none_a_wrong_certainty(
-    path: Path, ids: re.Pattern[str], phase: bool, least: float
-) -> None:
-    rows = [row for row in BENCHMARK.scored(path, phase) if ids.fullmatch(row.id)]
-    named, wrong, text = BENCHMARK.summary(rows)
-    assert len(rows) >= 97 and named >= least and wrong == 0, text
+    ("name", "least"), [("oom_cases", 0.44), ("oom_cases_later", 0.31), ("oom_cases_held_out", 0.30)]
+)
+def test_reports_get_their_cause_and_none_a_wrong_certainty(name: str, least: float) -> None:
+    named, wrong, text = BENCHMARK.summary(BENCHMARK.scored(BENCHMARK.DATA / f"{name}.csv"))
+    assert named >= least and wrong == 0, text
 
 
-def test_the_words_were_fitted_to_these_reports() -> None:
-    """Else: python benchmarks/learn_causes.py --write."""
-    paths = (*BENCHMARK.DEFAULT, *(BENCHMARK.DATA / f"oom_{name}.csv" for name in ("cases_written", "phrases")))
-    files = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
-    table = words_of_causes()
-    assert table.about == {"reports": 1306, "files": files} and set(table.classes) <= set(CAUSES)
-    assert {len(table.weights(name)) for name in table.rows} == {len(table.classes)} == {len(table.bias)}
-
-
-def test_a_table_of_weights_reads_back() -> None:
-    rows = {"a piece": (2.125, [1, -3]), "= a pair": (1.0, [400, -400])}
-    table = Weights.of(["leak", "logits"], [5, -5], rows, {"reports": 2})
-    assert Weights.loads(table.dumps()) == table
-    assert (list(table.weights("a piece")), list(table.weights("= a pair"))) == ([1, -3], [127, -127])
-    assert table.dumps()[4:8] == bytes(4)  # gzip's time: the same bytes whenever it is written
-
-
-PROSE = (
-    "we train a small network on one card and keep the losses of all steps in a list to plot them later, the memory in use "
-    "grows a little with each step and after some thousand steps the run stops"
+WORDS_ALONE = (
+    "we train a small network on one card and keep the losses of all steps to plot them later, the memory in use grows a little with "
+    "each step and after some thousand steps the run stops: out of memory",
+    "it runs out of memory only when evaluation is enabled, a few steps later",
+    "the second rank also puts a context on the first card, out of memory",
+    "CUDA out of memory",
 )
 
 
-BY_SAMPLE = (
-    "the batch of 8 takes 27 GB of memory, that of 4 takes 17 and that of 2 takes 12, so nearly all of it goes with the number of samples in "
-    "the layers of the network"
-)
+@pytest.mark.parametrize("text", WORDS_ALONE)
+def test_words_alone_show_no_cause_and_the_log_is_asked_for(text: str) -> None:
+    (finding,) = explain(read_text(text))
+    assert finding.cause == "not-known" and "memfit explain on the log" in finding.remedies[0].text
 
 
-def test_words_speak_of_prose_alone() -> None:
-    told = learned.probabilities(read_text(PROSE), ())
-    assert sum(told.values()) == pytest.approx(1) and max(told, key=told.__getitem__) == "leak"
-    assert learned.probabilities(read_text("out of memory after some steps"), ()) == {}
-    assert learned.probabilities(read_text(PROSE * 30), ()) == {}
-
-
-def test_words_are_evidence_only_where_there_is_no_other() -> None:
-    told = "reports with this cause say: "
-    (proof,) = explain(read_text(BY_SAMPLE))[0].evidence
-    assert set(proof.text.removeprefix(told).split(", ")) <= set(BY_SAMPLE.replace(",", "").split())
-    assert proof.text.startswith(told)
-    signs = explain(read_text(PROSE))[0].evidence  # "it grows": a sign knows that
-    assert signs and not any(proof.text.startswith(told) for proof in signs)
-
-
-@given(
-    st.text(alphabet="abcdefgh ,.0", max_size=300),
-    st.lists(st.sampled_from(sorted(name.strip("= ") for name in words_of_causes().rows)), max_size=60),
-)
-def test_words_never_make_a_finding_certain(noise: str, words: list[str]) -> None:
-    evidence = read_text(f"{noise} {' '.join(words)}")
-    assert sum(learned.probabilities(evidence, clues(evidence)).values()) in (0, pytest.approx(1))
-    assert all(finding.confidence != "certain" for finding in explain(evidence))
-
-
-with (ROOT / "tests" / "data" / "oom_phrases.csv").open(newline="", encoding="utf-8") as file:
-    PHRASES = list(csv.DictReader(file))  # the same causes in other words, as people write them
-
-
-@pytest.mark.parametrize("cause", sorted({row["cause"] for row in PHRASES}))
-def test_a_cause_is_named_in_other_words(cause: str) -> None:
-    said = {row["text"]: explain(read_text(row["text"]))[0].cause for row in PHRASES if row["cause"] == cause}
-    assert said == dict.fromkeys(said, cause)
+def test_three_causes_at_most_and_what_would_tell_them_apart() -> None:
+    text = (
+        CASES["fragmented"][0]
+        + "\nGRPOConfig(use_vllm=True, num_generations=8), dpo, modules_to_save=[lm_head], losses.append(loss)"
+    )
+    evidence = read_text(text)
+    found = explain(evidence)
+    assert len(found) == 3 and found[0].confidence != "certain" and wanted(evidence, found)
 
 
 def test_every_class_of_the_collection_is_a_cause() -> None:

@@ -10,9 +10,8 @@ from memfit import cli
 from memfit.documents import watch_log as watch_file
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.roles import Allocations
-from memfit.explain import Evidence, Root, explain
+from memfit.explain import Evidence, Root, explain, read_watch
 from memfit.explain.history.reading import BEFORE, NOWHERE, memory_of
-from memfit.explain.history.watched import evidence_of
 from memfit.explain.memory import Memory
 from memfit.nouns.finding import Cause
 from memfit.nouns.footprint import Levels
@@ -141,16 +140,16 @@ def watched(*leaks: Leak, meter: MeterName = "cuda") -> Watched:
 
 def test_a_watched_run_is_told_by_its_roles_and_its_leaks() -> None:
     holder = LeakHolder("container", "history", "train.py:12", "history.append(loss)", 1, MIB)
-    found = explain(evidence_of(watched(Leak(MIB, 10, 30, 20 * MIB, (holder,)))))[0]
+    found = explain(read_watch(watched(Leak(MIB, 10, 30, 20 * MIB, (holder,)))))[0]
     assert (found.cause, found.confidence, found.line) == ("leak", "certain", "train.py:12")
     assert "'history'" in found.evidence[0].text
-    memory = evidence_of(watched()).memory
+    memory = read_watch(watched()).memory
     assert memory is not None and memory.of("parameters") == 50 * MIB and memory.of("unknown") == 10 * MIB
     assert memory.reserved == 90 * MIB
 
 
 def test_only_pytorchs_own_meter_knows_what_is_reserved() -> None:
-    memory = evidence_of(watched(meter="rss")).memory
+    memory = read_watch(watched(meter="rss")).memory
     assert memory is not None and memory.reserved == memory.allocated
 
 

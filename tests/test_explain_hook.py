@@ -137,7 +137,7 @@ def test_a_module_that_runs_twice_in_a_step_is_no_measure_of_itself() -> None:
 
     found, _ = failed(200, program)
     assert found.findings[0].cause == "activations"
-    assert found.findings[0].evidence[0].text == "a single tensor is asked for"
+    assert found.findings[0].evidence[0].text == "a single tensor is requested"
 
 
 def test_a_recurrent_net_that_reaches_its_weights_often_is_no_leak() -> None:
@@ -153,9 +153,7 @@ def test_a_recurrent_net_that_reaches_its_weights_often_is_no_leak() -> None:
     assert "leak" not in [f.cause for f in found.findings]
 
 
-@pytest.mark.parametrize(
-    ("kept", "said"), [("graph", "backward() of each loss"), ("models", "before the next is made")]
-)
+@pytest.mark.parametrize(("kept", "said"), [("graph", "backward() on each loss"), ("models", "before making the next")])
 def test_what_to_do_against_a_leak_is_told_by_what_is_kept(kept: str, said: str) -> None:
     def program() -> None:
         total, every = 0, []

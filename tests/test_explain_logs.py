@@ -8,7 +8,7 @@ import pytest
 
 from memfit import cli
 from memfit.explain import explain, read_text
-from memfit.explain.text.stated import stated
+from memfit.explain.text.figures import stated
 from memfit.nouns.finding import Cause
 from memfit.units import GIB, MIB
 
@@ -52,8 +52,6 @@ def test_a_log_that_ended_otherwise_has_no_cause(name: str, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("told", "cause"),
     [
-        ("VRAM usage grows with every step of this run:\n", "leak"),
-        ("it spills to shared GPU memory and each step takes a minute:\n", "spill"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\n", "host-ram"),
         ("slurmstepd: error: Exceeded step memory limit at some point.\n", "host-ram"),
         (
@@ -101,12 +99,6 @@ def test_what_is_printed_in_every_run_tells_nothing_of_this_one(line: str) -> No
     assert (after.cause, after.confidence) == (alone.cause, alone.confidence) == ("activations", "possible")
 
 
-def test_what_somebody_writes_around_a_log_is_heard() -> None:
-    said = f"Each evaluation comes out of validation sets that differ, and it dies in them.\n\nevery epoch it grows\n\n```\n{ORDINARY}\n```\n"
-    assert "it grows" in read_text(said).told and "epoch" in read_text(said).told
-    assert "it grows" not in read_text(said.replace("```", "")).told
-
-
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(RayTrainWorker pid=71) "])
 def test_code_further_out_says_nothing_whoever_prints_it(prefix: str) -> None:
     """Python 3.13 prints all lines of a statement, torchrun and Ray put something before each."""
@@ -114,7 +106,7 @@ def test_code_further_out_says_nothing_whoever_prints_it(prefix: str) -> None:
         "decoder_layer(hidden_states, ", "decoder_layer(\n        hidden_states,\n        "
     ).splitlines()
     evidence = read_text("\n".join(prefix + line for line in lines))
-    assert "past_key_values" not in evidence.told and "scaled_dot_product_attention(" in evidence.told
+    assert "past_key_values" not in evidence.relevant and "scaled_dot_product_attention(" in evidence.relevant
     assert [f.code for f in evidence.frames][-1] == "attn_output = torch.nn.functional.scaled_dot_product_attention("
     first = explain(evidence)[0]
     assert (first.cause, first.confidence, first.line) == ("activations", "possible", "train.py:7")

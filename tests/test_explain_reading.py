@@ -165,9 +165,9 @@ def test_each_failure_is_explained_on_its_own(tmp_path: Path, capsys: Captured) 
     log = tmp_path / "two.log"
     log.write_text("method: full, adamw\n" + EVAL + AGAIN)
     _, out, _ = run(capsys, str(log))
-    assert "2 failures in it" in out and "1. logits (certain) · at train.py:118" in out
+    assert "2 failures in this log" in out and "1. logits (certain) · at train.py:118" in out
     head = next(line for line in out.splitlines() if line.startswith("STALE-CHECKPOINT"))
-    assert "train.py:31" in head and "asked 512 MiB" in out and "6.10" not in out
+    assert "train.py:31" in head and "requested 512 MiB" in out and "6.10" not in out
     told = json.loads(run(capsys, str(log), "--json")[1])
     assert [f["cause"] for f in told["earlier"]] == ["logits"] and len(told["messages"]) == 1
     log.write_text(RANKS)

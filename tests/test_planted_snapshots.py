@@ -6,6 +6,7 @@ import gc
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,30 +22,18 @@ from memfit.nouns.finding import Cause, Finding  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
 from test_planted_oom import HEAD, MARK, PROGRAMS  # noqa: E402
 
-# who holds what, by which name, and which weights are wide, is known to the process only: what the file alone tells instead
-ALONE: dict[str, Cause] = {
-    "all_data_on_the_card": "activations", "another_process": "capacity", "checkpoint_kept": "temporaries",
-    "doubles_from_numpy": "activations", "embedding_in_fp32": "activations",
-    "error_being_handled": "activations", "error_kept": "activations", "kv_cache": "leak",
-    "loaded_in_fp32": "capacity", "old_model_kept": "capacity", "reference_model": "capacity",
-    "best_state_so_far": "temporaries", "checkpoint_moved_whole": "activations", "companions_in_a_pipeline": "capacity",
-    "ema_of_tensors": "activations", "last_error_shown": "activations", "modules_trained_whole": "optimizer-states",
-    "teachers_in_a_wrapper": "capacity", "encoders_beside_a_net": "capacity", "gradients_of_every_task": "activations",
-    "errors_of_a_sweep": "leak", "errors_in_a_log": "leak", "two_checkpoints_compared": "capacity",
-}  # fmt: skip
-# stacks="python" tell no operators: of attention, of a cache that grows; nor a workspace from a gradient
-LIVE_PYTHON: dict[str, Cause] = {"caches_of_every_token": "leak", "eager_attention": "activations"}
-ALONE_PYTHON: dict[str, Cause] = {
-    **ALONE, **LIVE_PYTHON, "eval_keeps_logits": "eval-leftovers", "scores_in_the_first_step": "fragmentation",
-    "three_states_per_weight": "optimizer-step",
-}  # fmt: skip
-CERTAIN = {
-    "caches_of_every_token",
-    "errors_in_a_log",
-    "errors_of_a_sweep",
-    "eval_keeps_logits",
-    "modules_trained_whole",
-}  # of these, certain of it
+# causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits. A file alone
+# need not name them, but it must not call another cause certain
+NEEDS_PROCESS: frozenset[Cause] = frozenset([
+    "companion-models", "exception", "kbit-upcast", "kv-cache", "modules-to-save", "other-process", "reference-model",
+    "stale-checkpoint", "temporaries", "two-copies", "wrong-dtype",
+])  # fmt: skip
+LEAST_ALONE = 7  # programs of these causes that the file names all the same
+# programs whose cause only operators show, which stacks="python" does not record; and those where they replace the process
+NEEDS_OPERATORS = frozenset(["caches_of_every_token", "eager_attention"])
+ALONE_NEEDS_OPERATORS = NEEDS_OPERATORS | {"eval_keeps_logits", "scores_in_the_first_step", "three_states_per_weight"}
+# what is certain by a file of these causes: that tensors are kept, but not by what; the states, but not of which weights
+SHOWN_AS: dict[Cause, Cause] = {"exception": "leak", "kv-cache": "leak", "modules-to-save": "optimizer-states"}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +42,16 @@ def _nothing_left() -> Iterator[None]:
     gc.collect()
 
 
-def explained(path: Path, stacks: str = "all") -> tuple[Cause, Finding, Finding]:
-    """(the planted cause, what is found in the process, what is found in the file)."""
+def planted_cause(path: Path) -> str:
+    """Return the cause in the head of a program."""
+    head = HEAD.search(path.read_text(encoding="utf-8"))
+    assert head is not None
+    return head["cause"]
+
+
+@cache
+def explained(path: Path, stacks: str) -> tuple[Cause, Finding, Finding]:
+    """Return the planted cause, what is found in the process, and what is found in the file alone."""
     source = path.read_text(encoding="utf-8")
     head = HEAD.search(source)
     assert head is not None
@@ -69,18 +66,29 @@ def explained(path: Path, stacks: str = "all") -> tuple[Cause, Finding, Finding]
     return head["cause"], explain(read_text(text, memory, roots))[0], explain(read_text("", memory))[0]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    ("stacks", "live_instead", "alone_instead"), [("all", {}, ALONE), ("python", LIVE_PYTHON, ALONE_PYTHON)]
-)
-@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_what_a_card_records_tells_the_planted_cause(
-    path: Path, stacks: str, live_instead: dict[str, Cause], alone_instead: dict[str, Cause]
-) -> None:
-    cause, live, alone = explained(path, stacks)
-    for found, instead in ((live, live_instead), (alone, alone_instead)):
-        assert found.cause == instead.get(path.stem, cause)
-        assert path.stem not in instead or found.confidence != "certain" or path.stem in CERTAIN
+def named(finding: Finding, path: Path, planted: Cause) -> bool:
+    """Are the planted cause and its line the finding?"""
     line = next(n for n, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.endswith(MARK))
-    if path.stem not in live_instead:
-        assert live.line == f"{path.name}:{line}"
+    return (finding.cause, finding.line) == (planted, f"{path.name}:{line}")
+
+
+def right_or_uncertain(finding: Finding, planted: Cause) -> bool:
+    """Is no other cause called certain?"""
+    return finding.cause in (planted, SHOWN_AS.get(planted)) or finding.confidence != "certain"
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+@pytest.mark.parametrize("stacks", ["all", "python"])
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_what_a_card_records_shows_the_planted_cause(path: Path, stacks: str) -> None:
+    planted, live, alone = explained(path, stacks)
+    assert right_or_uncertain(live, planted) and right_or_uncertain(alone, planted)
+    python = stacks == "python"
+    assert named(live, path, planted) or (python and path.stem in NEEDS_OPERATORS)
+    assert alone.cause == planted or planted in NEEDS_PROCESS or (python and path.stem in ALONE_NEEDS_OPERATORS)
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+def test_a_file_alone_names_some_of_what_the_process_shows() -> None:
+    found = [explained(path, "all") for path in PROGRAMS if planted_cause(path) in NEEDS_PROCESS]
+    assert sum(alone.cause == planted for planted, _, alone in found) >= LEAST_ALONE

@@ -234,7 +234,10 @@ def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
 
 def test_no_cause_is_told_that_cannot_be_one_in_its_stage() -> None:
     """The rehearsal's batch is the longest on purpose, and nothing was before it."""
-    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. a batch longer than all before it, at step 128"
+    text = (
+        "Token indices sequence length is longer than the specified maximum (9001 > 2048)\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     found = {
         stage: cause(Shortage(stage=stage, step=0, text=text))[1] for stage in ("forward and backward", "rehearsal")
     }

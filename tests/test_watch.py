@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import memfit
 from memfit.documents import watch_log as watch_file
 from memfit.errors import BadInput
-from memfit.explain.history.watched import evidence_of
+from memfit.explain import read_watch
 from memfit.live.watch import leak_search, loop
 from memfit.live.watch.loop import Watch
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
@@ -248,7 +248,7 @@ def test_the_error_that_a_run_ends_in_is_its_last_alarm(card: Card, tmp_path: Pa
     alarm = watch_file.loads((tmp_path / "x.jsonl").read_bytes()).alarms[-1]
     asked = pytest.approx(card.gpu.total_bytes, abs=GIB // 100)  # as it is printed
     assert (alarm.kind, alarm.bytes) == ("failed", asked) and "OutOfMemoryError" in alarm.text
-    found = evidence_of(watch_file.loads((tmp_path / "x.jsonl").read_bytes()))
+    found = read_watch(watch_file.loads((tmp_path / "x.jsonl").read_bytes()))
     assert found.memory is not None and found.memory.asked == asked
     with pytest.raises(ValueError), memfit.watch(model_of(), log=tmp_path / "y.jsonl", quiet=True):
         raise ValueError("no tensor")

@@ -1,4 +1,4 @@
-"""The catalogue: published config.json files with an index of their names and exact parameter counts, and fitted tables (package data)."""
+"""The catalogue: published config.json files with an index of their names and exact parameter counts (package data)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from memfit.catalogue.weights import Weights
 
 FOLDER = Path(__file__).parent  # importlib.resources would import zipfile and more at every start
 
@@ -43,8 +41,3 @@ def config(entry: Entry) -> dict[str, object]:
     """Read the config.json of a model of the catalogue."""
     text = (FOLDER / "models" / f"{entry.stem}.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
-
-
-def words_of_causes() -> Weights:
-    """How much each feature of a report speaks for each cause of an out-of-memory (written by benchmarks/learn_causes.py)."""
-    return Weights.loads((FOLDER / "words_of_causes.gz").read_bytes())

@@ -1,4 +1,4 @@
-"""memfit explain: the text of an out-of-memory, a log or a snapshot in; who filled the card, and what to change, out."""
+"""memfit explain: read a log or a snapshot, and print what filled the card and what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.cli.asked import Asked
-    from memfit.cli.logs import Log
+    from memfit.cli.logs import LogText
     from memfit.explain import Evidence
     from memfit.explain.memory import Memory
     from memfit.nouns.finding import Remedy
@@ -40,35 +40,36 @@ WHAT = Argument(
     required=True,
 )
 OWN = (
-    Flag("model", str, "The model that was trained: what to change is then priced in bytes.", "MODEL"),
+    Flag("model", str, "The model that was trained: each remedy is then priced in bytes.", "MODEL"),
     DEVICE,
     Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
 )
 GZIPPED = b"\x1f\x8b"
 BINARY = (b"\x80", GZIPPED)  # a pickle, or anything packed with gzip
-HEAD = 64  # bytes by which a file is known
+HEAD = 64  # bytes that show what kind of file it is
 TAPE = b'{"format'
 DOCUMENT = re.compile(rb'\s*\{\s*"schema":\s*"(memfit\.(?!watch/)(\w+)/\d+)"')  # what a command printed with --json
-# what to read instead of a document that tells of no failure; by its kind, "" for predictions
+# hints for documents that record no failure, by kind; "" is for predictions
 INSTEAD = {
     "watched": "give the watch's own log, its .jsonl",
     "replay": "give the tape or snapshot that was replayed",
     "trace": "memfit trace ... --save-tape run.json, then memfit explain run.json",
     "explain": "it is an explanation already",
-    "": "it says itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or a tape",
+    "": "a prediction shows itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or "
+    "a tape",
 }
-NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch looks at a run that lives"
+NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch observes a live run"
 
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
 def run(what: str, **flags: Any) -> int:
     """Say why memory ran out and what to change.
 
-    Who filled the card, not who asked last. Reads the out-of-memory messages of every PyTorch version, tracebacks,
-    logs, and snapshots of torch.cuda.memory. With --model or --from each remedy is priced, and the
-    planner looks for the recipe that needs what was missing less. The exit code is 0 where a
-    cause is named, 4 where none is known, 2 where nothing ran out of memory.
+    Reports what filled the card, not only which request failed. Reads logs, tracebacks and out-of-memory messages of
+    every PyTorch version, and snapshots of torch.cuda.memory. What people write about a failure is not interpreted.
+    With --model or --from each remedy is priced, and the planner looks for a recipe that needs less by what was
+    missing. The exit code is 0 where a cause is named, 4 where none is known, 2 where no memory ran out.
     """
     from memfit.explain import explain
     from memfit.explain.history.reading import memory_of
@@ -87,14 +88,15 @@ def run(what: str, **flags: Any) -> int:
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
-        evidence = replace(evidence, words=planned.job.architecture.vocabulary)
+        evidence = replace(evidence, vocabulary=planned.job.architecture.vocabulary)
     findings = explain(evidence, planned.price if planned else None)
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if log.left_out:
         terminal.note(
-            f"{human(log.left_out)} of it were only searched for messages: its head, its end and what stands around them were read"
+            f"{human(log.left_out)} of the log were only searched for messages: its head, its end and their "
+            f"surroundings were read"
         )
     if flags["json"]:
         from memfit.documents.explain_doc import explain_doc
@@ -113,29 +115,28 @@ def run(what: str, **flags: Any) -> int:
 
 
 def _check_flags(flags: dict[str, Any]) -> None:
-    """Refuse what describes a run where nothing says which model it trained: it would have no effect."""
-    told = typed(flags, (*CARD, *RECIPE))
-    if told and not (flags["model"] or flags["from_"]):
+    """Refuse flags that describe a run without a model: they would have no effect."""
+    given = typed(flags, (*CARD, *RECIPE))
+    if given and not (flags["model"] or flags["from_"]):
         raise BadInput(
-            f"{told[0]} is for the price of what to change, which needs a model", hint="--model MODEL, or --from FILE"
+            f"{given[0]} is used to price remedies, which needs a model", hint="--model MODEL, or --from FILE"
         )
 
 
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
-    """What each failure in it says, in order: the last one ended the run."""
+    """Return the evidence of each failure in order; the last one ended the run."""
     from memfit.documents import watch_log as watch_file
-    from memfit.explain import read_text
-    from memfit.explain.history.watched import evidence_of
+    from memfit.explain import read_text, read_watch
     from memfit.explain.text.failures import split
 
     if watch_file.known(content):
-        return [evidence_of(watch_file.loads(content))]
+        return [read_watch(watch_file.loads(content))]
     return [read_text(text, memory) for text in split(content.decode("utf-8", "replace"))]
 
 
-def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
-    """(the log, None); (nothing, tape) of a recorded history. Raises BadInput for what cannot be read."""
-    from memfit.cli.logs import Log, read_log
+def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
+    """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
+    from memfit.cli.logs import LogText, read_log
     from memfit.documents import watch_log as watch_file
 
     path = Path(what)
@@ -148,9 +149,9 @@ def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
             if what != "-" and head.startswith((*BINARY, TAPE)):
                 from memfit.documents.snapshot import read
 
-                return Log(b""), read(path, device)
-            # what a watch's log means is told by its first line
-            log = Log(head + file.read()) if watch_file.known(head) else read_log(file, head)
+                return LogText(b""), read(path, device)
+            # the log of a watch is read whole: its first line describes the rest
+            log = LogText(head + file.read()) if watch_file.known(head) else read_log(file, head)
     except OSError as error:
         raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
     if not log.content.strip():
@@ -159,8 +160,8 @@ def _read(what: str, device: int | None) -> tuple[Log, Tape | None]:
     return log, None
 
 
-def _packed_log(path: Path) -> Log | None:
-    """The log that gzip packed; None for a history, and where it is broken off."""
+def _packed_log(path: Path) -> LogText | None:
+    """Return a log that is packed with gzip; None for a history or a broken file."""
     from memfit.cli.logs import read_log
 
     try:
@@ -170,13 +171,13 @@ def _packed_log(path: Path) -> Log | None:
                 return None
             log = read_log(cast("BinaryIO", file), head)
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        return None  # told by who reads histories
+        return None  # the reader of histories reports it
     _check_content(log.content, str(path))
     return log
 
 
 def _check_content(content: bytes, what: str) -> None:
-    """Raises BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
+    """Raise BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
     from memfit.documents import watch_log as watch_file
     from memfit.explain import messages
 
@@ -196,7 +197,7 @@ def _check_content(content: bytes, what: str) -> None:
 
 
 def _is_json(content: bytes) -> bool:
-    """Is the whole of it one object or list?"""
+    """Is the content one JSON object or list?"""
     try:
         return content.lstrip()[:1] in (b"{", b"[") and isinstance(json.loads(content), dict | list)
     except (ValueError, RecursionError):
@@ -205,14 +206,14 @@ def _is_json(content: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The run that the flags describe: what a remedy saves of it, and what the planner would run instead."""
+    """The run that the flags describe: prices remedies, and finds what the planner would run instead."""
 
     job: Job
     recipe: Recipe
 
     @classmethod
     def of(cls, flags: dict[str, Any], evidence: Evidence) -> _Planned | None:
-        """None where the flags describe none."""
+        """Return the run, or None where the flags name no model."""
         if not flags["model"] and not flags["from_"]:
             return None
         from memfit.cli.asked import asked, job_of
@@ -222,24 +223,24 @@ class _Planned:
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
         words = asked(flags["model"], flags).architecture.vocabulary
-        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, words=words))
+        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words))
         try:
             found, recipe = _described(flags, shown)
         except MemfitError:
             if not shown:
                 raise
-            terminal.note("that does not run on this card or with these flags: priced without it")
+            terminal.note("what the log states does not run on this card or with these flags: priced without it")
             found, recipe = _described(flags, {})
         for line in found.notes:
             terminal.note(line)
         job, _ = job_of(found, {**flags, "method": recipe.method})
         planned = cls(job, recipe)
         if not flags["from_"]:
-            terminal.note(f"priced for {DOT.join(recipe_facts(recipe))}; flags say what was another way")
+            terminal.note(f"priced for {DOT.join(recipe_facts(recipe))}; use flags for what was different")
         return planned
 
     def price(self, remedy: Remedy) -> int | None:
-        """Tensor bytes of the worst instant that it saves, as were missing; None where this run cannot take it."""
+        """Return the tensor bytes that a remedy saves at the peak; None where this run cannot use it."""
         from memfit.planner.next_lower_recipe import tensor_bytes
         from memfit.tables import combinations
 
@@ -251,14 +252,14 @@ class _Planned:
 
     @property
     def over(self) -> int:
-        """Bytes by which the run as described is too much for the card, by estimate."""
+        """Bytes by which the run as described exceeds the card, by estimate."""
         from memfit.planner.search import Estimator
 
         _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
         return max(judgement.need - judgement.usable, 0)
 
     def whole(self, shortfall: int) -> Remedy | None:
-        """The fastest recipe on the planner's ladder that learns the same and needs `shortfall` bytes less, as one remedy."""
+        """Return, as a remedy, the planner's fastest recipe that learns the same and needs `shortfall` bytes less."""
         from memfit.nouns.finding import Remedy
         from memfit.nouns.plan import Plan
         from memfit.planner.next_lower_recipe import down, tensor_bytes
@@ -282,38 +283,41 @@ class _Planned:
 
 
 def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Recipe]:
-    """What the flags mean with what the failure shows, and its recipe. Raises MemfitError where it cannot run."""
+    """Return the run of the flags and of what the failure shows, and its recipe.
+
+    Raises MemfitError where it cannot run.
+    """
     from memfit.cli.asked import asked, exact_recipe
     from memfit.tables import combinations
 
     found = asked(flags["model"], {**flags, **shown})
     found.wanted = {
         name: value for name, value in found.wanted.items() if name not in shown
-    }  # the planner may change it
+    }  # these the planner may change
     return found, combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
 
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
-    """What the failure itself, its sums and its log show of the run, where the flags say nothing of it."""
+    """Return the fields of a recipe that the failure and its log show and that no flag sets."""
     from memfit.explain import explain
-    from memfit.explain.text.stated import batch_of, stated
+    from memfit.explain.text.figures import batch_of, stated
 
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
-    said = {name: value for name, value in stated(evidence).items() if name not in given}
-    if said:
-        terminal.note(f"{_flags(said)}: as the log says")
-    shown: dict[str, Any] = dict(said)
+    logged = {name: value for name, value in stated(evidence).items() if name not in given}
+    if logged:
+        terminal.note(f"{_flags(logged)}: as the log says")
+    shown: dict[str, Any] = dict(logged)
     if cause == "logits":
-        batch = batch_of(evidence, given if given.keys() & {"micro_batch", "sequence_length"} else said)
-        if batch := {name: value for name, value in batch.items() if name not in given and said.get(name) != value}:
-            terminal.note(f"{_flags(batch)}: the request that failed is the logits of so many tokens")
+        batch = batch_of(evidence, given if given.keys() & {"micro_batch", "sequence_length"} else logged)
+        if batch := {name: value for name, value in batch.items() if name not in given and logged.get(name) != value}:
+            terminal.note(f"{_flags(batch)}: the request that failed is the logits of that many tokens")
             shown |= batch
         if not given.keys() & {"trainer", "loss"}:
-            terminal.note("--trainer transformers: the run that failed made all logits at once, which trl does not")
+            terminal.note("--trainer transformers: the run that failed computed all logits at once, which trl does not")
             shown["trainer"] = "transformers"
-    if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.traced and "optimizer" not in given:
-        terminal.note("--optimizer adamw-foreach: the step that failed went through all weights at once")
+    if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.failure and "optimizer" not in given:
+        terminal.note("--optimizer adamw-foreach: the step that failed updated all weights at once")
         shown["optimizer"] = "adamw-foreach"
     return shown
 
@@ -323,7 +327,7 @@ def _flags(values: dict[str, Any]) -> str:
 
 
 def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
-    """What could be typed next."""
+    """Return the commands to suggest."""
     found = []
     if tape is not None and not flags["html"]:
         found.append(["memfit", "explain", what, "--html", "oom.html"])
@@ -338,7 +342,7 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 
 
 def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory | None) -> None:
-    """The page of a history."""
+    """Write the page of a history."""
     assert tape is not None and memory is not None
     from importlib.resources import files
 

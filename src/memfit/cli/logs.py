@@ -1,6 +1,6 @@
-"""Logs of any length, read to their end in bounded memory: whole, or the head, the end, and what stands around each message.
+"""Read logs of any length in bounded memory: whole, or their head, their end and the surroundings of each message.
 
-Standard input is always read to its end: a program that still writes would be ended by a pipe that nobody reads.
+Standard input is always read to its end: a program that is still writing would be ended by a closed pipe.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
 CHUNK = 1 << 20
-HEAD, TAIL = 64 << 10, 1 << 20  # bytes kept of a longer one: its command and settings, and its end
-BEFORE, AFTER = 128 << 10, 32 << 10  # around a message: tracebacks of all ranks before it, what became of it after
-FIRST, MOST = 4, 32  # places kept: the first ones, and the last ones up to so many in all
-NEAR = 300  # bytes around a word in which the rest of a message's beginning stands
+HEAD, TAIL = 64 << 10, 1 << 20  # bytes kept of a longer log: its command and settings, and its end
+BEFORE, AFTER = 128 << 10, 32 << 10  # bytes kept around a message: the tracebacks of all ranks, and what followed
+FIRST, MOST = 4, 32  # messages whose surroundings are kept: the first FIRST and the last, MOST in all
+NEAR = 300  # bytes around a word of WORDS in which the beginning of a message must match
 
 _BEGIN = tuple(re.compile(words.encode()) for _, words in BEGINS)
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # what PowerShell's > writes
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > writes
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """What was kept of a log, and how many bytes of it were not."""
+class LogText:
+    """The part of a log that was kept, and the number of bytes that were not."""
 
     content: bytes
     left_out: int = 0
@@ -43,12 +43,12 @@ class _Piece:
         return self.begin + len(self.content)
 
 
-def read_log(file: BinaryIO, head: bytes = b"") -> Log:
-    """All of `file`, or what matters of it; `head` are the bytes of it that were read already."""
+def read_log(file: BinaryIO, head: bytes = b"") -> LogText:
+    """Read all of `file`, or the parts that matter; `head` are the bytes of it that were read already."""
     content = head + file.read(WHOLE + 1 - len(head))
     wide = content.startswith(_UTF_16)
     if len(content) <= WHOLE:
-        return Log(content.decode("utf-16", "replace").encode() if wide else content)
+        return LogText(content.decode("utf-16", "replace").encode() if wide else content)
     return _sifted(_narrow(content, file) if wide else _chunks(content, file))
 
 
@@ -65,8 +65,11 @@ def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
         yield decoder.decode(chunk).encode()
 
 
-def _sifted(chunks: Iterator[bytes]) -> Log:
-    """The head, the places of messages and the end. What was searched stays until what stands around it has come too."""
+def _sifted(chunks: Iterator[bytes]) -> LogText:
+    """Return head, surroundings of messages and end.
+
+    Bytes stay in the buffer until those that may surround them are read.
+    """
     head, places, buffer, base, done, size = b"", list[_Piece](), b"", 0, 0, 0
     for chunk in chain(chunks, (b"",)):
         size += len(chunk)
@@ -86,7 +89,7 @@ def _sifted(chunks: Iterator[bytes]) -> Log:
 
 
 def _hits(text: bytes, begin: int, end: int) -> Iterator[int]:
-    """Where messages begin in [begin, end) of a text in small letters."""
+    """Yield where messages begin in [begin, end) of a lower-case text."""
     found = set[int]()
     for word in WORDS:
         at = text.find(word, begin, end + len(word))
@@ -99,8 +102,8 @@ def _hits(text: bytes, begin: int, end: int) -> Iterator[int]:
             yield at
 
 
-def _joined(pieces: list[_Piece], size: int) -> Log:
-    """The pieces in order, each byte once, with a line's end where something was left out."""
+def _joined(pieces: list[_Piece], size: int) -> LogText:
+    """Join the pieces in order, each byte once, with a newline where something was left out."""
     kept, end, left_out = list[bytes](), 0, 0
     for piece in pieces:
         if piece.end <= end:
@@ -110,4 +113,4 @@ def _joined(pieces: list[_Piece], size: int) -> Log:
             kept.append(b"\n")
         kept.append(piece.content[max(end - piece.begin, 0) :])
         end = piece.end
-    return Log(b"".join(kept), left_out + size - end)
+    return LogText(b"".join(kept), left_out + size - end)

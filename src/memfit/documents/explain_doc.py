@@ -1,4 +1,4 @@
-"""The JSON document of an explanation; codec.py knows it among the others."""
+"""The JSON document of an explanation, one of those that codec.py reads and writes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ class ExplainDoc(Struct, frozen=True, kw_only=True):
     when: Annotated[str, Meta(description="the part of a run it failed in, '' where that is not known")]
     findings: tuple[Finding, ...]
     messages: Annotated[tuple[Message, ...], Meta(description="the out-of-memory messages in the text, fullest first")]
-    shortfall: Annotated[int | None, Meta(description="bytes that were missing, where the message or history tells")]
+    shortfall: Annotated[int | None, Meta(description="bytes that were missing, where a message or history shows it")]
     lacks: Annotated[
         tuple[str, ...],
-        Meta(description="what the text does not say and would tell more; none where the first is certain"),
+        Meta(description="what the text lacks and would tell the causes apart; none where the first is certain"),
     ] = ()
     recipe: Annotated[
-        Remedy | None, Meta(description="all of a recipe that the planner found to need the shortfall less, else null")
+        Remedy | None, Meta(description="a recipe of the planner that needs the shortfall less, else null")
     ] = None
     earlier: Annotated[
         tuple[Finding, ...],
-        Meta(
-            description="the cause of each failure in the log before the one that is explained, which is the last, in order"
-        ),
+        Meta(description="in order, the cause of each failure in the log before the last, which is explained"),
     ] = ()
     left_out: Annotated[int, Meta(description="bytes of a long log that were not kept")] = 0
     device: Annotated[int | None, Meta(description="the number of a snapshot's card, else null")] = None
@@ -44,10 +42,14 @@ def explain_doc(
     left_out: int = 0,
     device: int | None = None,
 ) -> ExplainDoc:
-    """An explanation as a document; `recipe` is the planner's answer to the shortfall, `earlier` the failures before."""
+    """Return an explanation as a document.
+
+    `recipe` is the planner's answer to the shortfall, `earlier` the failures before.
+    """
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe, lacks=wanted(evidence, findings),
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe,
+        lacks=wanted(evidence, findings),
         earlier=earlier, left_out=left_out, device=device,
     )  # fmt: skip

@@ -1,101 +1,103 @@
-"""Why memory ran out: from Evidence to Findings, the best first. Pure: texts and histories are read elsewhere."""
+"""Why memory ran out: from Evidence to Findings, the best first.
+
+A text (`read_text`), a recorded history (`history.reading.memory_of`) or a watched run (`read_watch`) becomes Evidence.
+The rules of `text` and `history` turn it into clues, which are weighed here. This package reads no files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memfit.explain import learned
-from memfit.explain.clue import STRONG, Clue
-from memfit.explain.evidence import Evidence, Root, read_text
+from memfit.explain.evidence import Clue, Evidence, Root, read_text, read_watch
 from memfit.explain.frames import Frame
 from memfit.explain.history.findings import memory_clues
 from memfit.explain.memory import Memory, holders
 from memfit.explain.oom_message import Message, messages
-from memfit.explain.remedies import remedies_of
+from memfit.explain.remedies import ASK_FOR_LOG, remedies_of
 from memfit.explain.text.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.text.findings import clues
 from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
 
 Price = Callable[[Remedy], int | None]
-CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause is called so
-EVEN = 0.5  # probability from which a cause is called likely
-MOST = 4  # findings told
-LESS = 0.5  # of the bytes of the first cause, below which another is no rival
-RIVAL = 15  # how near another cause must be to leave no certainty
-NEAR = 25  # how much weaker a second finding may be and still be told
+CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause may be called so
+MOST_FINDINGS = 3
+SMALL = 0.5  # share of the bytes of the first cause below which another is no rival
+RIVAL = 15  # difference of weights within which another cause leaves no certainty
+NEAR = 25  # difference of weights within which a further cause is reported
 
-__all__ = ["Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text", "wanted"]
+__all__ = [
+    "Clue", "Evidence", "Frame", "Memory", "Message", "Root", "explain", "messages", "read_text", "read_watch",
+    "wanted",
+]  # fmt: skip
 
 
 def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ...]:
-    """The causes that the evidence points at, best first; one Finding "not-known" where it points at none.
+    """Return up to three causes, the best first, or one Finding "not-known" where nothing points at any.
 
-    price: bytes a remedy saves, by the planner's estimate. What a history shows weighs more than what a text says.
+    price: returns the bytes that a remedy saves, by the planner's estimate. A history outweighs what a text shows.
     """
     around = circumstances(evidence)
     if ended_otherwise(evidence) or only_on_chip(evidence):
         return (_with(around, _unknown(evidence, around)),)
-    read = clues(evidence)
-    told = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.seen, *read]
-    best: dict[Cause, int] = {}
-    for clue in told:
-        best[clue.cause] = max(best.get(clue.cause, 0), clue.weight)
-    measured = any(clue.seen and clue.weight >= STRONG for clue in told)  # numbers and frames are not outvoted by words
-    chances = {} if measured else learned.probabilities(evidence, read)
-    heard = learned.heard(chances, bool(best))
-    told += [Clue(cause, 0, learned.proof(evidence, cause)) for cause in heard - best.keys()]
-    top = max(best.values(), default=0)
-    loud = [cause for cause in best if best[cause] >= top - NEAR]
-    ranked = sorted(heard, key=lambda cause: -chances[cause]) or sorted(loud, key=lambda cause: -best[cause])
-    found = [
-        _finding(cause, _confidence(cause, best, chances, told), [c for c in told if c.cause == cause], evidence, price)
-        for cause in ranked[:MOST]
+    found = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.clues, *clues(evidence)]
+    weights: dict[Cause, int] = {}
+    for clue in found:
+        weights[clue.cause] = max(weights.get(clue.cause, 0), clue.weight)
+    top = max(weights.values(), default=0)
+    near = [cause for cause in weights if weights[cause] >= top - NEAR]
+    findings = [
+        _finding(cause, _confidence(cause, weights, found), [c for c in found if c.cause == cause], evidence, price)
+        for cause in sorted(near, key=lambda cause: -weights[cause])
     ]
-    found.sort(key=lambda finding: finding.confidence != "certain")  # what holds most may be said less loudly
-    first, *others = found or [_unknown(evidence, around)]
+    findings.sort(key=lambda finding: finding.confidence != "certain")  # a certain cause may weigh less than a rival
+    first, *others = findings[:MOST_FINDINGS] or [_unknown(evidence, around)]
     return (_with(around, first), *others)
 
 
 def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """What the text does not say and would tell more; () where the cause is certain."""
+    """Return what is missing in the text and would tell the causes apart; () where the first is certain."""
     return () if findings[0].confidence == "certain" or only_on_chip(evidence) else evidence.lacks
 
 
-def _confidence(cause: Cause, best: dict[Cause, int], chances: dict[Cause, float], told: list[Clue]) -> Confidence:
-    if _certain(cause, best, told):
+def _confidence(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> Confidence:
+    if _certain(cause, weights, found):
         return "certain"
-    likely = chances[cause] >= EVEN if cause in chances else best.get(cause, 0) >= LIKELY
-    return "likely" if likely else "possible"
+    return "likely" if weights[cause] >= LIKELY else "possible"
 
 
-def _certain(cause: Cause, best: dict[Cause, int], told: list[Clue]) -> bool:
-    """Seen in numbers, frames or a history, and nothing else is said nearly as loudly. Words and settings never are."""
-    rivals = [other for other in best if other != cause and best[other] > best.get(cause, 0) - RIVAL]
-    size = _shown(cause, told)
-    smaller = size and all(0 < _shown(rival, told) < LESS * size for rival in rivals)  # beside much, little is no rival
-    seen = any(clue.seen and clue.weight >= CERTAIN for clue in told if clue.cause == cause)
-    return seen and (not rivals or bool(smaller)) and cause != "not-known"
+def _certain(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> bool:
+    """Was the cause measured, with no rival of nearly its weight?
+
+    A rival of far fewer bytes in a history does not count.
+    """
+    if cause == "not-known":
+        return False
+    measured = any(clue.measured and clue.weight >= CERTAIN for clue in found if clue.cause == cause)
+    rivals = [other for other in weights if other != cause and weights[other] > weights[cause] - RIVAL]
+    size = _measured_bytes(cause, found)
+    small = size > 0 and all(0 < _measured_bytes(rival, found) < SMALL * size for rival in rivals)
+    return measured and (not rivals or small)
 
 
-def _shown(cause: Cause, told: list[Clue]) -> int:
-    """The most bytes that a history shows of a cause."""
-    return max((clue.proof.bytes or 0 for clue in told if clue.cause == cause and clue.seen), default=0)
+def _measured_bytes(cause: Cause, found: list[Clue]) -> int:
+    """Return the most bytes that a measured clue gives for a cause."""
+    return max((clue.proof.bytes or 0 for clue in found if clue.cause == cause and clue.measured), default=0)
 
 
 def _finding(
-    cause: Cause, confidence: Confidence, told: list[Clue], evidence: Evidence, price: Price | None
+    cause: Cause, confidence: Confidence, found: list[Clue], evidence: Evidence, price: Price | None
 ) -> Finding:
-    proofs = tuple(dict.fromkeys(clue.proof for clue in sorted(told, key=lambda clue: -clue.weight)))
-    line = next((clue.line for clue in told if clue.line), "") or evidence.line
+    proofs = tuple(dict.fromkeys(clue.proof for clue in sorted(found, key=lambda clue: -clue.weight)))
+    line = next((clue.line for clue in found if clue.line), "") or evidence.line
     held = holders(evidence.memory.groups) if evidence.memory else ()
-    found = (_priced(remedy, price) for remedy in remedies_of(cause, evidence))
-    peak = PEAKS if evidence.memory and not evidence.memory.asked else {}
-    return Finding(cause, peak.get(cause, CAUSES[cause]), proofs, held, tuple(found), confidence, line)
+    remedies = tuple(_priced(remedy, price) for remedy in remedies_of(cause, evidence))
+    titles = PEAKS if evidence.memory and not evidence.memory.asked else {}
+    return Finding(cause, titles.get(cause, CAUSES[cause]), proofs, held, remedies, confidence, line)
 
 
 def _with(around: Sequence[Circumstance], finding: Finding) -> Finding:
-    """The finding, what the text tells beside its cause first."""
+    """Return the finding with the circumstances before its own evidence and remedies."""
     proofs = (*(found.proof for found in around), *finding.evidence)
     settings = (*(remedy for found in around for remedy in found.remedies), *finding.remedies)
     return replace(finding, evidence=proofs, remedies=settings)
@@ -106,28 +108,30 @@ def _priced(remedy: Remedy, price: Price | None) -> Remedy:
 
 
 def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
-    """What there is, without a conclusion."""
+    """Return the finding "not-known" with the numbers that there are.
+
+    Ask for the log where the text shows nothing at all.
+    """
     message = evidence.message
-    said: list[Proof] = []
+    proofs: list[Proof] = []
     if message is not None:
-        named = (
-            ("asked for", message.tried),
+        sizes = (
+            ("requested", message.tried),
             ("allocated by PyTorch", message.allocated),
             ("reserved, not allocated", message.unallocated),
         )
-        said = [Proof(text, size) for text, size in named if size is not None]
+        proofs = [Proof(text, size) for text, size in sizes if size is not None]
         if message.full:
-            said.append(
-                Proof(f"{message.full:.0%} of the card are tensors of this process: nobody else, and no pieces")
+            proofs.append(
+                Proof(f"tensors of this process fill {message.full:.0%} of the card: no other process, no pieces")
             )
+    elif evidence.shows_nothing:
+        proofs = [Proof("the text has no error message, traceback, setting or size that shows a cause")]
     held = holders(evidence.memory.groups) if evidence.memory else ()
-    answered = any(found.remedies for found in around) and not (message and message.full)
-    return Finding(
-        "not-known",
-        around[0].title if around else CAUSES["not-known"],
-        tuple(said),
-        held,
-        () if answered else remedies_of("not-known", evidence),
-        "possible",
-        evidence.line,
-    )
+    remedies = remedies_of("not-known", evidence)
+    if any(found.remedies for found in around) and not (message and message.full):
+        remedies = ()  # those of the circumstances are the answer
+    elif evidence.shows_nothing:
+        remedies = (ASK_FOR_LOG, *remedies)
+    title = around[0].title if around else CAUSES["not-known"]
+    return Finding("not-known", title, tuple(proofs), held, remedies, "possible", evidence.line)

@@ -1,6 +1,6 @@
-"""Out-of-memory messages of every kind and version as the noun Message: what was asked, and what the card held.
+"""Out-of-memory messages of every library and version as the noun Message: the request, and what the card held.
 
-Each field is found by its own words, so that cut and quoted messages give what they have. Sizes are bytes.
+Each field has its own pattern, so that cut and quoted messages give what they have. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Literal
 from memfit.units import GIB, KIB, MIB
 
 Kind = Literal[
-    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "tensorflow", "jax", "on-chip", "host"
+    "cuda", "hip", "xpu", "mps", "driver", "cublas", "cudnn", "nccl", "bitsandbytes", "vllm", "tensorflow", "jax",
+    "on-chip", "host"
 ]  # fmt: skip
 LONGEST = 4000  # characters that one message may take
 ASKS = "tried to allocate"
 APART = 300  # characters between the two halves of a message
 MOST = 64  # messages read of one text: one per rank is usual
 
-# what a message begins with. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
-# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu, TensorFlow's
-# op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
+# how a message begins. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
+# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu,
+# TensorFlow's op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
 BEGINS: tuple[tuple[Kind, str], ...] = (
     ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"
@@ -43,30 +44,41 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("on-chip", r"out of resources?: shared memory"),
     ("cuda", r"cuda out of memory|tried to allocate"),
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
-             r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code| status)?[ :(with]*-9\b"
-             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|cannot allocate memory"),
+             r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code|"
+             r" status)?[ :(with]*-9\b"
+             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|"
+             r"cannot allocate memory"),
 )  # fmt: skip
-_BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)  # of small letters: three times as fast as no case
+_BEGIN = tuple(
+    (kind, re.compile(words)) for kind, words in BEGINS
+)  # for lower-case text, three times as fast as ignoring case
 # a message whose beginning was cut off
 _HALF = re.compile(
-    r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|is allocated by pytorch"
+    r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|"
+    r"is allocated by pytorch"
 )
-# one of these stands in whatever a message begins with: looked for first, as bytes, where a log is too long to be kept
+# every beginning of a message contains one of these; a long log is searched for them first, as bytes
 WORDS = (
-    b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda", b"available memory",
-    b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator", b"unable to allocate", b"memoryerror",
-    b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate", b"at least one request",
+    b"out of memory", b"out_of_memory", b"tried to allocate", b"alloc_failed", b"memoryallocation", b"to cuda",
+    b"available memory",
+    b"on startup is less", b"stored in kv cache", b"warming up sampler", b"defaultcpuallocator",
+    b"unable to allocate", b"memoryerror",
+    b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate",
+    b"at least one request",
     b"cudamalloc failed", b"out of resource", b"oom when allocating",
 )  # fmt: skip
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
-    "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|allocating {_SIZE} on device",
-    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|\([\d.]+/{_SIZE}\) on startup",
+    "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|"
+             rf"allocating {_SIZE} on device",
+    "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|"
+             rf"\([\d.]+/{_SIZE}\) on startup",
     "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free|available kv cache memory \({_SIZE}\)"
             r"|free memory on device[^(]{0,12}\((\d{1,5}\.\d{1,3})/[\d.]+ (gib)\)",
     "in_process": rf"this process has {_SIZE}",
     "allowed": rf"{_SIZE} allowed",
-    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|mps allocated: {_SIZE}",
+    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|{_SIZE} allocated\b|"
+                 rf"mps allocated: {_SIZE}",
     "private": rf"with {_SIZE} allocated in private pools",
     # "cached" of 1.0 to 1.3 leaves allocated bytes out
     "unallocated": rf"{_SIZE} (?:is )?reserved(?: by pytorch)?(?: but |-but-|-)unallocated|{_SIZE} cached",
@@ -74,26 +86,29 @@ _FIELDS: dict[str, str] = {
 }  # fmt: skip
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
-# TensorFlow tells what it asked for as a shape
+# TensorFlow prints the request as a shape
 _SHAPE = re.compile(r"tensor with shape ?\[([\d, ]{1,80})\] and type (\w{1,16})")
 _WIDTH = {"half": 2, "bfloat16": 2, "float": 4, "int32": 4, "double": 8, "int64": 8, "bool": 1, "uint8": 1, "int8": 1}
 _FACTOR = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
 FULL = 0.9  # of the card: the rest is context, and pieces as they are in any cache
-WSL = 1 << 60  # bytes no process has: what Windows' accounting gives where it does not know (17179869184 GiB)
+WSL = 1 << 60  # more bytes than any process has: Windows reports 17179869184 GiB where it does not know a size
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One out-of-memory. Bytes are None where the text does not give them; `others` are (process, bytes) besides this."""
+    """One out-of-memory message.
+
+    Sizes are None where it does not give them; `others` are (process, bytes) besides this one.
+    """
 
     kind: Kind
     tried: int | None = None
     total: int | None = None
     free: int | None = None
     allocated: int | None = None
-    unallocated: int | None = None  # reserved by PyTorch, no tensor has it
+    unallocated: int | None = None  # reserved by PyTorch, without a tensor
     reserved: int | None = None
-    in_process: int | None = None  # all of this process, its context included
+    in_process: int | None = None  # all of this process, including its context
     private: int | None = None  # of CUDA graphs' pools
     allowed: int | None = None  # by set_per_process_memory_fraction
     others: tuple[tuple[int, int], ...] = ()
@@ -101,29 +116,29 @@ class Message:
 
     @property
     def outside(self) -> int | None:
-        """Bytes of the card that PyTorch's allocator of this process does not have; None where it cannot be told."""
+        """Bytes of the card outside this process's PyTorch allocator; None where they are not known."""
         if self.total is None or self.free is None or self.reserved is None:
             return None
         return max(self.total - self.free - self.reserved, 0)
 
     @property
     def full(self) -> float:
-        """The share of the card that tensors of this process take, 0 where it is not told or leaves room for another cause."""
+        """The share of the card that tensors of this process fill, 0 where it is not known or below FULL."""
         share = self.allocated / self.total if self.allocated and self.total else 0.0
         return share if share >= FULL else 0.0
 
     @property
     def facts(self) -> int:
-        """How many of the sizes are given."""
+        """The number of sizes that are given."""
         return sum(getattr(self, f.name) is not None for f in fields(self) if f.name in _FIELDS)
 
 
 def begun(text: str) -> Iterator[tuple[int, Kind]]:
-    """(where, which kind) of every message that begins in a text of small letters, in order."""
+    """Yield (position, kind) of every message that begins in a lower-case text, in order."""
     hits = (
         (hit.start(), order, hit, kind) for order, (kind, words) in enumerate(_BEGIN) for hit in words.finditer(text)
     )
-    last, asked, end = -APART, True, 0  # the message under way has said what it asked for; where its first words end
+    last, asked, end = -APART, True, 0  # asked: the current message has its request; end: of its first words
     for begin, _, hit, kind in sorted(hits, key=lambda row: row[:2]):
         if begin < end:
             continue
@@ -136,7 +151,7 @@ def begun(text: str) -> Iterator[tuple[int, Kind]]:
 
 
 def messages(text: str) -> tuple[Message, ...]:
-    """The messages in a text, the same one of many ranks once; the fullest first."""
+    """Return the messages in a text, those with most sizes first; the same message of several ranks counts once."""
     text = text.lower()
     starts = list(islice(begun(text), MOST))
     if not starts and (half := _HALF.search(text)):

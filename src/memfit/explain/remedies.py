@@ -1,12 +1,15 @@
-"""What to change for each cause: the setting, its cost, and the Recipe fields that price it. Advice of others is checked."""
+"""What to change for each cause.
+
+The setting, its cost, and the fields of a Recipe by which the planner can price it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from memfit.explain.concepts import CONVOLUTIONS
 from memfit.explain.evidence import KEEPERS, Evidence
+from memfit.explain.frames import CONVOLUTIONS
 from memfit.nouns.finding import Cause, Remedy
 
 NONE, SLOWER, QUALITY = "no cost", "slower", "changes what is learned"
@@ -17,7 +20,7 @@ CHECKPOINTING = Remedy(
 )
 BATCH_1 = Remedy("per_device_train_batch_size=1, and as many gradient_accumulation_steps", NONE, (("micro_batch", 1),))
 EIGHT_BIT = Remedy('optim="adamw_bnb_8bit"', "negligible in most fine-tunes", (("optimizer", "adamw-8bit"),))
-PAGED = Remedy('optim="paged_adamw_8bit": states go to host RAM where the card is full', "slower where they move")
+PAGED = Remedy('optim="paged_adamw_8bit": states move to host RAM when the card is full', "slower while they move")
 FUSED_STEP = Remedy(
     'optim="adamw_torch_fused" (fused=True): no copy of all weights in the step', NONE, (("optimizer", "adamw"),)
 )
@@ -39,7 +42,7 @@ MAX_SPLIT = Remedy(
     "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 (torch 1.10 and later); torch 2.1 has expandable_segments:True", NONE
 )
 NEWER = Remedy(
-    "a newer torch: 1.10 has max_split_size_mb, 2.1 expandable_segments:True; this one has no such setting", NONE
+    "a newer torch: 1.10 has max_split_size_mb, 2.1 has expandable_segments:True; this one has neither", NONE
 )
 SAME_SHAPES = Remedy("pad to a multiple, or to one length: fewer shapes, fewer holes", "some padding is computed")
 ON_CPU = Remedy('torch.load(..., map_location="cpu"), and del it after load_state_dict', NONE)
@@ -56,17 +59,21 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "logits": (FUSED, BATCH_1),
     "attention": (FLASH, BATCH_1),
     "kv-cache": (Remedy("use_cache=False in training", NONE),),
-    "long-sample": (Remedy("put the longest batch first, so that it fails at once or not at all", NONE), SHORTER, BATCH_1),
+    "long-sample": (Remedy("put the longest batch first, so that it fails at once or not at all", NONE), SHORTER,
+        BATCH_1),
     "image-tokens": (Remedy("limit the pixels: max_pixels, image_max_pixels", "less detail"), BATCH_1),
     "pairs": (SHORTER, BATCH_1, Remedy("a smaller max_length: it counts twice", "long pairs are cut")),
     "group-batch": (Remedy("fewer num_generations, or a smaller per_device_train_batch_size", QUALITY), FUSED),
     "reference-model": (Remedy("precompute_ref_log_probs=True, or train with LoRA: no second model", NONE), LORA),
     "optimizer-states": (EIGHT_BIT, SHARDED, OFFLOADED, LORA),
     "optimizer-step": (FUSED_STEP, EIGHT_BIT, SHARDED),
-    "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE), Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
+    "eval-logits": (Remedy("preprocess_logits_for_metrics=argmax, or prediction_loss_only=True", NONE),
+        Remedy("eval_accumulation_steps=1: to the host after each batch", SLOWER)),
     "eval-batch": (EVAL_1,),
-    "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own", SLOWER),),
-    "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
+    "eval-generate": (Remedy("per_device_eval_batch_size=1, fewer max_new_tokens, or evaluate in a run of its own",
+        SLOWER),),
+    "eval-leftovers": (Remedy("optimizer.zero_grad(set_to_none=True) before, torch.cuda.empty_cache() around the "
+        "evaluation", NONE), Remedy("per_device_eval_batch_size=1", SLOWER)),
     "eval-graph": (Remedy("with torch.no_grad(): around the evaluation", NONE),),
     "resume-states": (ON_CPU, EIGHT_BIT, BATCH_1),
     "stale-checkpoint": (ON_CPU, Remedy("del checkpoint; gc.collect(); torch.cuda.empty_cache()", NONE)),
@@ -79,12 +86,14 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "modules-to-save": (Remedy("trainable_token_indices, or LoRA on the embedding, instead of modules_to_save", NONE),),
     "dequantized": (Remedy("train from the 16-bit checkpoint, sharded (ZeRO-3, FSDP)", NONE), SHARDED),
     "quantize-peak": (Remedy("fewer loading workers, or a checkpoint that is quantised already", SLOWER),),
-    "load-peak": (Remedy("fsdp_cpu_ram_efficient_loading: true, sync_module_states: true (QLoRA: qlora_sharded_model_loading)", NONE),),
+    "load-peak": (Remedy("fsdp_cpu_ram_efficient_loading: true, sync_module_states: true (QLoRA: "
+        "qlora_sharded_model_loading)", NONE),),
     "replicated": (SHARDED, Remedy("no device_map in a sharded run", NONE)),
     "zero3-init": (Remedy("make the training arguments (HfDeepSpeedConfig) before from_pretrained", NONE),),
     "quantized-unsharded": (Remedy("bnb_4bit_quant_storage: bfloat16, so that FSDP shards the 4-bit weights", NONE),),
     "fsdp-wrap": (Remedy("wrap each layer: auto_wrap_policy TRANSFORMER_BASED_WRAP with its layer class", NONE),),
-    "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card", "disk space"), QLORA),
+    "companion-models": (Remedy("compute latents and text embeddings once, then take the encoders off the card",
+        "disk space"), QLORA),
     "ranks-on-one-gpu": (LAUNCH, ON_CPU),
     "data-parallel": (Remedy("torchrun (DDP) instead of python; or CUDA_VISIBLE_DEVICES=0", NONE),),
     "inference-engine": (Remedy("a smaller vllm_gpu_memory_utilization", "slower generation"), SLEEP),
@@ -94,21 +103,26 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "fragmentation": (EXPANDABLE, SAME_SHAPES),
     "leak": (Remedy("keep numbers, not tensors: loss.item(), .detach().cpu()", NONE),),
     "exception": (Remedy("handle it outside the except block, then gc.collect() and torch.cuda.empty_cache()", NONE),),
-    "temporaries": (Remedy("work in place and one tensor at a time; del what is used up; no second list of all weights", NONE), Remedy("torch.no_grad() where no backward follows", NONE)),
+    "temporaries": (Remedy("work in place and one tensor at a time; del what is used up; no second list of all "
+        "weights", NONE), Remedy("torch.no_grad() where no backward follows", NONE)),
     "host-ram": (Remedy("more host memory, or one process that loads for all: low_cpu_mem_usage", "larger machine"),),
-    "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller recipe", NONE),),
-    "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": False}', NONE),),
-    "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot()", NONE),),
+    "spill": (Remedy("driver setting 'CUDA - Sysmem Fallback Policy: Prefer No Sysmem Fallback', then a smaller "
+        "recipe", NONE),),
+    "input-grads": (Remedy('model.enable_input_require_grads(), or gradient_checkpointing_kwargs={"use_reentrant": '
+        'False}', NONE),),
+    "not-known": (Remedy("memfit explain on a snapshot: torch.cuda.memory._record_memory_history(), then "
+        "_dump_snapshot()", NONE),),
 }  # fmt: skip
 
-# what to do beside the above by what it is that a variable keeps; of models it is all there is to do
+# the remedy for a leak by what a variable keeps; that of "models" stands alone, the others are added
 KEPT = {
-    "graph": Remedy("backward() of each loss instead of their sum: it frees the graph at once", NONE),
-    "state": Remedy("state.detach() between steps, or every few calls: what it was made from stays until its backward", QUALITY),
-    "hook": Remedy("handle.remove() when the hook has done its work", NONE),
-    "models": Remedy("del the model and its optimizer, and what holds them, before the next is made; keep a state_dict() on the CPU", NONE),
+    "graph": Remedy("call backward() on each loss instead of their sum: each call frees its graph", NONE),
+    "state": Remedy("state.detach() between steps, or every few calls: its graph stays until the backward", QUALITY),
+    "hook": Remedy("handle.remove() when the hook is no longer needed", NONE),
+    "models": Remedy("del the model, its optimizer and whatever holds them before making the next; keep a "
+        "state_dict() on the CPU", NONE),
 }  # fmt: skip
-# of weights, averages of them and what was computed from data: nothing there is a number
+# for copies and averages of weights, where .item() is no remedy
 COPIES = (Remedy("keep one copy, on the CPU: {k: v.detach().cpu() for k, v in model.state_dict().items()}", NONE),)
 SHOWN_LAST = (
     Remedy(
@@ -116,25 +130,36 @@ SHOWN_LAST = (
         NONE,
     ),
 )
-FLOAT = Remedy(".float() for the model and for its data: numpy's numbers have 64 bits, and make others so", NONE)
+FLOAT = Remedy(
+    ".float() for the model and its data: numpy's floats have 64 bits, and so has what is computed with them", NONE
+)
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
-# the words of a message that asks for something else than its cause usually does
-ASKED: tuple[tuple[Cause, str, Remedy], ...] = (
-    ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what else holds the card", "slower generation")),
+ASK_FOR_LOG = Remedy("run memfit explain on the log, with the whole error message and its traceback", NONE)
+# (cause, pattern of the text, remedy) where a message needs another remedy than its cause usually does
+BY_MESSAGE: tuple[tuple[Cause, str, Remedy], ...] = (
+    ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what "
+        "else holds the card", "slower generation")),
     ("optimizer-states", r"bit16_groups|partition_of_fp32|fp32_groups", OFFLOADED),
-    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
-    ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context (-c), or a smaller quantisation", SLOWER)),
-    # allocators that torch.cuda.memory's history does not record
-    ("not-known", r"oom when allocating tensor with shape", Remedy("the memory page of TensorBoard's profiler (tf.profiler.experimental.start) names the holders", NONE)),
-    ("not-known", r"resource_?exhausted: out of memory", Remedy("jax.profiler.save_device_memory_profile(...), before the step that fails, names the holders", NONE)),
-    ("not-known", r"mps backend out of memory", Remedy("print torch.mps.current_allocated_memory() and driver_allocated_memory() in each phase", NONE)),
-    ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error", Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
-    ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit", Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
+    ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|"
+        r"available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
+    ("capacity", r"\bggml|llama_model_load|llama\.cpp", Remedy("fewer layers on the card (-ngl), a shorter context "
+        "(-c), or a smaller quantisation", SLOWER)),
+    # errors of allocators that torch.cuda.memory's history does not record
+    ("not-known", r"oom when allocating tensor with shape", Remedy("the memory page of TensorBoard's profiler "
+        "(tf.profiler.experimental.start) names the holders", NONE)),
+    ("not-known", r"resource_?exhausted: out of memory", Remedy("jax.profiler.save_device_memory_profile(...), "
+        "before the step that fails, names the holders", NONE)),
+    ("not-known", r"mps backend out of memory", Remedy("print torch.mps.current_allocated_memory() and "
+        "driver_allocated_memory() in each phase", NONE)),
+    ("host-ram", r"shared memory|/dev/shm|\bshm\b|bus error",
+        Remedy("more shared memory (docker run --shm-size=16g or --ipc=host), or fewer num_workers", NONE)),
+    ("host-ram", r"slurm|oomkilled|cgroup|kubernetes|(?<!shared )memory limit",
+        Remedy("a higher limit of the job: sbatch --mem, resources.limits.memory of the pod", "larger machine")),
 )  # fmt: skip
-# settings by which a text shows that a remedy is taken already, and what goes further where something does
+# (remedy, pattern of the settings that show it is in use already, the stronger remedy to name instead, if any)
 TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
-    (remedy, re.compile(words), further)
-    for remedy, words, further in (
+    (remedy, re.compile(words), stronger)
+    for remedy, words, stronger in (
         (CHECKPOINTING, r"gradient_checkpointing\W{1,4}(?:true|on\b|yes|1\b)|gradient_checkpointing_enable\(", None),
         (BATCH_1, r"(?<!eval_)(?<!eval )(?:batch[_ ]size|micro_batch\w*|\bm?bs)\W{0,4}1\b(?![.,]?\d)", None),
         (EVAL_1, r"eval_batch_size\W{1,4}1\b(?![.,]?\d)", None),
@@ -150,24 +175,26 @@ TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
     )
 )  # fmt: skip
 _ESTIMATE = re.compile(r"estimated maximum model length is (\d+)")
-_OLD = re.compile(r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)")  # messages before 2.1, and before 1.5
+_OLD = re.compile(
+    r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)"
+)  # messages before torch 2.1, and before 1.5
 _NOT_SO_OLD = re.compile(r"torch\W{0,3}v?2\.[1-9]")
-ALREADY = Remedy("expandable segments are on already: the error's own hint changes nothing", NONE)
+ALREADY = Remedy("expandable segments are on already: the hint of the error message changes nothing", NONE)
 BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
 
 
 def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
-    """The remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
+    """Return the remedies that apply. The hint in PyTorch's own message is repeated only where it can help."""
     found = (EARLIER,) if cause == "not-known" and evidence.memory else REMEDIES[cause]
-    asked = tuple(remedy for of, words, remedy in ASKED if of == cause and re.search(words, evidence.text))
-    if asked:
-        found = asked if cause in ("inference-engine", "capacity", "not-known") else (*asked, *found)
+    special = tuple(remedy for of, words, remedy in BY_MESSAGE if of == cause and re.search(words, evidence.text))
+    if special:
+        found = special if cause in ("inference-engine", "capacity", "not-known") else (*special, *found)
     if cause == "not-known" and evidence.message and evidence.message.full:
         found = (*found, BATCH_1, CHECKPOINTING)
     if cause == "wrong-dtype" and any(root.is_double for root in evidence.roots):
         found = (FLOAT,)
     if cause == "leak":
-        found = _of_a_leak(found, evidence)
+        found = _for_a_leak(found, evidence)
     if cause == "activations" and (most := evidence.root(*KEEPERS)) is not None and most.what == "state":
         found = (KEPT["state"], *found)
     if cause == "exception" and (error := evidence.root("exception")) is not None and error.name.startswith("sys."):
@@ -177,18 +204,21 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
-        found = (*found, Remedy(f"max_model_len={longest[1]}, what the engine says has room", "no longer prompts"))
+        found = (
+            *found,
+            Remedy(f"max_model_len={longest[1]}, the largest that the engine estimates to fit", "no longer prompts"),
+        )
     return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
 
 
 def _no_text(evidence: Evidence) -> bool:
-    """Convolutions are what it is made of: there are no tokens to cut."""
+    """Is the model made of convolutions, so that there are no tokens to cut?"""
     labels = " ".join(group.module for group in evidence.memory.groups) if evidence.memory else ""
-    return re.search(rf"{CONVOLUTIONS}|convolution", f"{evidence.traced} {labels}") is not None
+    return re.search(rf"{CONVOLUTIONS}|convolution", f"{evidence.failure} {labels}") is not None
 
 
-def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, ...]:
-    """By what it is that is kept: models of earlier runs, or what the variable that keeps most of the rest holds."""
+def _for_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, ...]:
+    """Return the remedies by what is kept: models of earlier runs, or what the variable that keeps most holds."""
     if evidence.memory is not None and evidence.memory.repeated[0]:
         return (KEPT["models"],)
     most = evidence.root(*KEEPERS)
@@ -198,17 +228,20 @@ def _of_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, .
 
 
 def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
-    """The remedies whose settings the text does not show already, or what goes further."""
-    taken = {remedy: further for remedy, pattern, further in TAKEN if remedy in found and pattern.search(text)}
+    """Yield the remedies that the text does not show in use, and the stronger one in place of those it shows."""
+    taken = {remedy: stronger for remedy, pattern, stronger in TAKEN if remedy in found and pattern.search(text)}
     for remedy in found:
         if remedy not in taken:
             yield remedy
-        elif (further := taken[remedy]) is not None:
-            yield further
+        elif (stronger := taken[remedy]) is not None:
+            yield stronger
 
 
 def not_expandable(evidence: Evidence) -> Remedy | None:
-    """Why expandable segments, which PyTorch's message suggests every time, are no remedy here."""
+    """Return why expandable segments, which PyTorch's message always suggests, are no remedy here.
+
+    None where they are.
+    """
     if "expandable_segments:true" in evidence.text or (evidence.memory and evidence.memory.expandable):
         return ALREADY
     if any(word in evidence.text for word in ("vllm", "sleep_mode", "cumemallocator")):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memfit.explain import Clue, Evidence, explain, read_text
-from memfit.explain.clue import SHOWN, SURE
+from memfit.explain.evidence import SHOWN, SURE
 from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
 from memfit.live.holders.retained import frames_of, roots_of
@@ -55,7 +55,7 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
             try:
                 text = "".join(traceback.format_exception(error))
                 evidence = read_text(text, memory(), roots_of(error))
-                found.evidence = replace(evidence, seen=_sums(error, evidence))
+                found.evidence = replace(evidence, clues=_sums(error, evidence))
                 found.findings = explain(found.evidence)
                 (tell or _to_stderr)(_text(found))
             except Exception as failure:

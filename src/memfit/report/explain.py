@@ -1,4 +1,4 @@
-"""An explanation: the cause in a line, its evidence in bytes, who held the memory, and what to set."""
+"""Print an explanation: the cause in a line, its evidence in bytes, who held the memory, and what to change."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memfit.explain.memory import Memory
 from memfit.nouns.finding import Finding, Holder, Part, Proof, Remedy
 from memfit.nouns.tape import WRITTEN
 from memfit.report.layout import Ends, commands, paragraphs, table, text
-from memfit.report.words import DOT, part_word, visible
+from memfit.report.words import DOT, part_word
 from memfit.units import human
 
-MOST_EARLIER = 8  # failures before the last that are told
-SAID = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
+MOST_EARLIER = 8  # earlier failures that are shown
+STYLES = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 
 
 def explain_view(
@@ -28,13 +28,16 @@ def explain_view(
     earlier: Sequence[Finding] = (),
     over: int = 0,
 ) -> Group:
-    """The whole answer of `memfit explain`; `whole` is a recipe of the planner's that needs the shortfall less, `earlier` what
-    failed before in the same log, `over` by how much the run that is priced is too much for the card, by estimate."""
+    """Return everything that `memfit explain` prints.
+
+    whole: a recipe of the planner that needs the shortfall less. earlier: the failures before this one in the same log.
+    over: bytes by which the run that is priced exceeds the card, by estimate.
+    """
     first, *others = findings
     parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
-        shown = WRITTEN if evidence.memory.instant == WRITTEN else "in its highest instant"
-        parts.append(text(f"no failure is recorded in it; what was alive {shown}:", "dim"))
+        shown = WRITTEN if evidence.memory.instant == WRITTEN else "at the peak"
+        parts.append(text(f"no failure is recorded; alive {shown}:", "dim"))
         parts.append(text(_made_of(evidence.memory)))
     if earlier:
         parts += ["", *_before(earlier)]
@@ -42,30 +45,24 @@ def explain_view(
     if first.evidence:
         parts += [paragraphs([("evidence:" if not n else "", proof(p)) for n, p in enumerate(first.evidence)]), ""]
     if first.holders:
-        parts += [who(first.holders), ""]
+        parts += [holders_table(first.holders), ""]
     if first.remedies:
         parts += [*_remedies(first.remedies, evidence.shortfall, over), ""]
     if whole is not None and whole.saves is not None:
         parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
     if lacks := wanted(evidence, findings):
-        parts += [paragraphs([("would tell more:", ", ".join(lacks))]), ""]
+        label = "would tell them apart:" if others else "would show more:"
+        parts += [paragraphs([(label, ", ".join(lacks))]), ""]
     if others:
         parts += [paragraphs([("also:" if not n else "", _short(f)) for n, f in enumerate(others)]), ""]
     return Group(*(parts[:-1] if not next_up else [*parts, commands(next_up)]))
 
 
-def two_lines(finding: Finding) -> tuple[str, str]:
-    """The cause and its first remedy, for programs that go on after an out-of-memory."""
-    at = f" at {visible(finding.line)}" if finding.line else ""
-    remedy = finding.remedies[0].text if finding.remedies else "a snapshot would tell more"
-    return f"{finding.cause} ({finding.confidence}){at}: {finding.title}", f"try: {remedy}"
-
-
 def _before(earlier: Sequence[Finding]) -> list[RenderableType]:
-    """The failures before the one that is told, the last of them in a line each."""
+    """Return one line for each of the last failures before the one that is explained."""
     count = len(earlier) + 1
     most = [f"{n}. {f.cause} ({f.confidence}){_at(f)}: {f.title}" for n, f in enumerate(earlier, 1)][-MOST_EARLIER:]
-    head = text(f"{count} failures in it; this is the last, which ended it. Before it:")
+    head = text(f"{count} failures in this log; the last one ended it. Before it:")
     left = [text(f"{len(earlier) - len(most)} more", "dim")] if len(earlier) > len(most) else []
     return [head, *left, *map(text, most)]
 
@@ -79,7 +76,7 @@ def _cause(finding: Finding) -> Text:
     if finding.cause == "not-known":
         return Text.assemble(("NOT KNOWN", "bold"), f"  {finding.title}{at}")
     return Text.assemble(
-        (finding.cause.upper(), SAID[finding.confidence]), f"  {finding.confidence}{DOT}{finding.title}{at}"
+        (finding.cause.upper(), STYLES[finding.confidence]), f"  {finding.confidence}{DOT}{finding.title}{at}"
     )
 
 
@@ -89,7 +86,7 @@ def _short(finding: Finding) -> str:
 
 
 def _made_of(memory: Memory) -> str:
-    """The roles, largest first, with their share."""
+    """Return the roles with their shares, the largest first."""
     sizes: dict[Part, int] = {}
     for group in memory.groups:
         sizes[group.role] = sizes.get(group.role, 0) + group.bytes
@@ -100,43 +97,43 @@ def _made_of(memory: Memory) -> str:
 
 
 def _numbers(evidence: Evidence) -> str:
-    """What was asked and what there was, in one line."""
+    """Return the sizes of the request and of the card in one line."""
     m, memory = evidence.message, evidence.memory
     named: list[tuple[str, int | None]] = []
     if memory is not None:
         named = [
-            ("asked", memory.asked or None),
+            ("requested", memory.asked or None),
             ("allocated", memory.allocated),
             ("reserved", memory.reserved),
-            ("room", memory.capacity if memory.asked else None),
+            ("available", memory.capacity if memory.asked else None),
         ]
     elif m is not None:
         named = [
-            ("asked", m.tried),
+            ("requested", m.tried),
             ("card", m.total),
             ("free", m.free),
             ("allocated", m.allocated),
             ("reserved, no tensor", m.unallocated),
         ]
-    return DOT.join(f"{word} {human(size)}" for word, size in named if size is not None) or "no sizes in it"
+    return DOT.join(f"{word} {human(size)}" for word, size in named if size is not None) or "no sizes"
 
 
 def proof(p: Proof) -> str:
-    """One line of evidence; its size is said unless the sentence has it."""
+    """Return one line of evidence, with its size unless the sentence has it already."""
     return p.text if p.bytes is None or human(p.bytes) in p.text else f"{p.text}: {human(p.bytes)}"
 
 
-def who(held: Sequence[Holder]) -> RenderableType:
-    """The holders as a table: what they are, and the line and place they were born at."""
-    made = table("what it is", "born at", ">tensors", ">size")
+def holders_table(held: Sequence[Holder]) -> RenderableType:
+    """Return the holders as a table: what they are, and where they were allocated."""
+    made = table("what it is", "allocated at", ">tensors", ">size")
     for h in held:
-        born = "  ".join(part for part in (h.line, h.module) if part)
-        made.add_row(part_word(h.role).title, text(born), str(h.count), human(h.bytes))
+        place = "  ".join(part for part in (h.line, h.module) if part)
+        made.add_row(part_word(h.role).title, text(place), str(h.count), human(h.bytes))
     return made
 
 
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> list[RenderableType]:
-    """What to change as a table; what this run has already, or would need as much with, is only named."""
+    """Return what to change as a table; remedies that save nothing in this run are only listed."""
     idle = [r for r in remedies if r.saves is not None and r.saves <= 0]
     useful = [r for r in remedies if r not in idle]
     priced = any(r.saves is not None for r in useful)
@@ -146,7 +143,7 @@ def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> l
         enough = " (enough)" if missing is not None and r.saves is not None and r.saves >= missing else ""
         saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
         made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
-    said = [
+    listed = [
         paragraphs([("saves nothing in the run as described:" if not n else "", r.text) for n, r in enumerate(idle)])
     ]
-    return [*([made] if useful else []), *(said if idle else [])]
+    return [*([made] if useful else []), *(listed if idle else [])]

@@ -1,1 +1,1 @@
-"""What a recorded or watched history shows of its cause: who was alive, since when, and who kept it."""
+"""Clues from a recorded history: which tensors were alive, since when, and what kept them."""

@@ -1,7 +1,8 @@
-"""Findings from a recorded history: who was alive when memory ran out, since when, and what the pass under way asks for.
+"""Clues from a recorded history: which tensors were alive when memory ran out, since when, and what the current pass
+needs.
 
-The passes before the one that failed are its measure: what it starts with more than they did was kept (a leak, optimizer
-states), what it asks for more than they did is its own (a longer sample, another batch).
+The current pass is compared with the passes before it. What it starts with beyond them was kept (a leak, optimizer
+states); what it needs beyond them is its own (a longer sample, another batch).
 """
 
 from __future__ import annotations
@@ -10,35 +11,40 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memfit.explain.clue import SHOWN, STRONG, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import SAVED, Evidence
+from memfit.explain.evidence import SAVED, SHOWN, STRONG, SURE, TOLD, WEAK, Clue, Evidence
 from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.nouns.finding import Part, Proof
 from memfit.nouns.tape import GRADIENTS_ON, WRITTEN
 from memfit.units import human
 
-MORE = 1.15  # what a pass may ask more than the ones before it and still be like them
-LARGER = 1.25  # times as large as any before: what a pass has made until it failed tells what it comes to
-ORDINARY = 0.05  # share of a full card that lies in pieces in any run
-SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always there
-# share of what is reserved that a healthy run leaves unused for a while. Source: recorded runs, up to 0.2
+MORE = 1.15  # a pass may need so many times what those before it needed and still be like them
+LARGER = 1.25  # times as large as before, from which the tensors of an unfinished pass show that it needs more
+ORDINARY = 0.05  # share of a full card that is in pieces in any run
+SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always unused
+# share of reserved memory that no healthy run leaves unused. Source: recorded runs, up to 0.2
 CACHED = 0.25
-ROUNDS = 0.1  # by which the sizes of gradients and states may miss a whole ratio
-ALONE = 0.5  # share of a card from which one request says more than all that is there
-SOME, MANY = 0.5, 4.5  # times the weights that a checkpoint of them has: weights alone, with states and master weights
-COLLECTED = 5  # tensors of one line from which they are collected; without gradients a pass keeps two or three layers'
+ROUNDS = 0.1  # largest distance of the ratio of states to gradients from a whole number
+ALONE = 0.5  # share of a card from which one request explains more than what is alive
+SOME, MANY = 0.5, 4.5  # times the weights that a checkpoint has: from weights alone to states and master weights
+COLLECTED = (
+    5  # tensors of one line from which they are collected; a pass without gradients keeps those of two or three layers
+)
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
 _ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)(?<!log)softmax|scaled_dot_product", re.IGNORECASE)
-_SOFTMAX = re.compile(r"(?<!log_)(?<!log)softmax", re.IGNORECASE)  # not a loss's
-_PRODUCTS = re.compile(r"\b(?:bmm|baddbmm|native_dropout)\b|Backward")  # of score matrices, where they are as large
-_NODE = re.compile(r"Backward\d")  # without its nodes a history takes the workspace of a backward for a gradient
+_SOFTMAX = re.compile(r"(?<!log_)(?<!log)softmax", re.IGNORECASE)  # not that of a loss
+_PRODUCTS = re.compile(
+    r"\b(?:bmm|baddbmm|native_dropout)\b|Backward"
+)  # operators on score matrices, where the sizes match
+# a gradient that is surely one: without nodes and names, a history cannot tell it from the workspace of a backward
+_NODE = re.compile(r"Backward\d")
+_GRADIENT = re.compile(r"Backward\d|^gradient of ")
 _STATES = re.compile(r"zero|full|exp_avg|momentum|_init_group", re.IGNORECASE)
 
 
 def memory_clues(evidence: Evidence) -> list[Clue]:
-    """Everything the history and the live process point at."""
+    """Return everything that the history and the variables of the process point at."""
     memory = evidence.memory
     assert memory is not None
     return [clue for rule in RULES if (clue := rule(memory, evidence))]
@@ -55,11 +61,11 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         proof = Proof(f"{human(free)} are free, but not in one piece of {human(m.asked)}", free)
         _, growing = m.growing
         remade = growing is not None and growing.line == m.line and m.asked > growing.largest
-        if remade or free <= max(kept, _more(m)):
+        if remade or free <= max(kept, _excess(m)):
             return Clue("fragmentation", WEAK + 10, proof)
-        if (m.turn >= 0 and not m.passed) or m.asker.startswith(OF_CACHE):  # what was still to come is not known
+        if (m.turn >= 0 and not m.passed) or m.asker.startswith(OF_CACHE):  # how much more was to come is not known
             return Clue("fragmentation", WEAK + 10, proof)
-        if m.phase == "load" and not e.roots:  # a file does not say how much was to come
+        if m.phase == "load" and not e.roots:  # nor does a file show it while loading
             return Clue("fragmentation", WEAK, proof)
         much = m.passed or free >= CACHED * m.capacity
         return Clue("fragmentation", SURE + SHOWN + 5 if much else TOLD, proof)
@@ -78,37 +84,37 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
     states = sum(g.fresh for g in fresh if g.role == "optimizer_states" or _STATES.search(g.module))
     passing = sum(g.fresh for g in fresh) - states
     inner = " ".join(f"{frame.function} {frame.code}" for frame in e.frames[-6:])
-    makes = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing
+    making = bool(_STATES.search(inner + m.asker)) if inner or m.asker else states >= passing
     so_far = Proof(_states_so_far(m, states), states + m.asked)
-    if makes:
+    if making:
         return Clue("optimizer-states", SURE + SHOWN, so_far, e.line)
     times = None if inner else _times(m, states)
     if times is not None and times > 1 and abs(times - round(times)) > ROUNDS:
         return Clue("optimizer-states", TOLD, so_far, e.line)
-    proof = Proof("temporaries of the step, beside states that are there", passing + m.asked)
+    proof = Proof("temporaries of the optimizer step, beside existing states", passing + m.asked)
     return Clue("optimizer-step", TOLD if not inner and states and times is None else SURE + SHOWN, proof, e.line)
 
 
 def _times(m: Memory, states: int) -> float | None:
-    """How large the states are beside the gradients: of all weights they are that a whole number of times; None: not told."""
+    """Return the ratio of states to gradients, None if unknown. It is whole once every weight has its states."""
     gradients = sum(g.bytes for g in m.groups if g.role == "gradients" and _NODE.search(g.module))
     return states / gradients if gradients else None
 
 
 def _states_so_far(m: Memory, made: int) -> str:
-    """What the first step has made, and what it comes to for all weights."""
+    """Describe the states that the first step has made, and how much they will be for all weights."""
     needed = _all_states(m)
     of = f" of {human(needed)} so far" if needed > made + m.asked else ""
-    return f"the first step makes the states: {human(made + m.asked)}{of}"
+    return f"the first step allocates the states: {human(made + m.asked)}{of}"
 
 
 def _all_states(m: Memory) -> int:
-    """Bytes of the optimizer's states once every weight with a gradient has them, by the weights that have; 0: not told."""
+    """Return the bytes of the states once every weight with a gradient has them, by those that do; 0 if unknown."""
     weights = {g.module: g for g in _joined(m, "parameters")}
     trained = {g.module.removeprefix("gradient of ") for g in m.groups if g.role == "gradients"} & weights.keys()
-    times: dict[
-        str, float
-    ] = {}  # of a weight's bytes, for each of its states; the largest tells, as some may lack theirs yet
+    # weight -> bytes of its states per byte of it, by the largest tensors: some of a group may not have their states
+    # yet
+    times: dict[str, float] = {}
     for g in _joined(m, "optimizer_states"):
         name = g.module.partition(" of ")[2]
         if name in trained:
@@ -119,7 +125,7 @@ def _all_states(m: Memory) -> int:
 
 
 def _joined(m: Memory, role: Part) -> list[Group]:
-    """The groups of a role, those born at several lines as one."""
+    """Return the groups of a role, merging those of one module that were allocated at several lines."""
     found: dict[str, Group] = {}
     for g in (g for g in m.groups if g.role == role):
         one = found.get(g.module)
@@ -130,29 +136,30 @@ def _joined(m: Memory, role: Part) -> list[Group]:
 
 
 def _too_much(m: Memory, e: Evidence) -> Clue | None:
-    """The first step shows it: weights, gradients and all states are more than the card has."""
+    """Return a clue where the first step shows that weights, gradients and all states are more than the card has."""
     states = _all_states(m) if m.instant.startswith("optimizer step") else 0
     need = m.of("parameters", "gradients") + states
     if not states or m.capacity is None or need <= m.capacity:
         return None
-    said = f"weights, gradients and {human(states)} of states need {human(need)}, the card has room for {human(m.capacity)}"
-    return Clue("capacity", SURE - 5, Proof(said, need), e.line)
+    needed = f"weights, gradients and {human(states)} of states need {human(need)}"
+    proof = Proof(f"{needed}, the card has room for {human(m.capacity)}", need)
+    return Clue("capacity", SURE - 5, proof, e.line)
 
 
 def _demand(m: Memory) -> tuple[int, int]:
-    """What the pass under way has asked for, and the most that one before it did."""
+    """Return the bytes that the current pass needs, and the most that a pass before it needed."""
     return m.demand, max((m.peaks[t] - m.floors[t] for t in m.passed), default=m.demand)
 
 
-def _more(m: Memory) -> int:
-    """By how much the pass under way is larger than any before it, where it is no longer like them: that much has to be found."""
+def _excess(m: Memory) -> int:
+    """Return by how many bytes the current pass exceeds every one before it, 0 where it is like them."""
     demand, before = _demand(m) if m.floors else (0, 0)
-    demand = max(demand, round(m.scale * before))  # what it comes to, by the tensors that it has made so far
+    demand = max(demand, round(m.scale * before))  # extrapolated from the tensors made so far
     return demand - before if demand > MORE * before else 0
 
 
 def _saved_modules(m: Memory, e: Evidence) -> Clue | None:
-    """Modules that PEFT trains whole beside the adapters: copies with gradients and states of their own."""
+    """Return a clue for modules that PEFT trains whole: copies with their own gradients and states."""
     part = e.root("part")
     size = max(sum(g.bytes for g in m.groups if SAVED in g.module), part.bytes if part else 0)
     if size < ALONE * m.requested:
@@ -162,12 +169,12 @@ def _saved_modules(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _grown(m: Memory, e: Evidence) -> Clue | None:
-    """What this pass starts with, and asks for, more than an earlier one of its kind."""
+    """Compare what this pass starts with, and what it needs, with earlier passes of its kind."""
     alike = [t for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
     if not alike or m.instant.startswith("optimizer") or m.phase == "load" or m.asker.startswith((FROM_FILE, COPIED)):
         return None
     demand, before = _demand(m)
-    stepped = sum(m.trained[: m.turn]) > 1  # the states are no news: a step had room beside them
+    stepped = sum(m.trained[: m.turn]) > 1  # then a step had room beside the states
     floor = m.floors[m.turn] - m.batch - min(m.floors[t] for t in (alike[1:] if stepped else ()) or alike)
     if demand > MORE * before and demand - before > floor - m.of("optimizer_states") * (len(alike) == 1):
         proof = Proof(f"this pass needs {human(demand)}, none before it more than {human(before)}", demand - before)
@@ -175,40 +182,46 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
     if m.passed and m.scale > LARGER:
         more = round((m.scale - 1) * before)
         proof = Proof(
-            f"its tensors are {m.scale:.1f} times as large as those of any pass before it, and it needs more than they did",
+            f"its tensors are {m.scale:.1f} times as large as those of any pass before it, which needed less",
             more,
         )
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE, proof, e.line)
     states = m.of("optimizer_states")
     frozen = sum(root.bytes for root in e.models if not root.trained)
-    if states < (frozen if e.models else m.of("parameters") - states):  # a file does not say which weights are trained
+    if states < (frozen if e.models else m.of("parameters") - states):  # a file does not show which weights are trained
         return None
     if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2 and not stepped:
-        proof = Proof(f"the first step had room; since it ended, {human(states)} of optimizer states are there", states)
+        proof = Proof(f"the first step had room; since its end there are {human(states)} of optimizer states", states)
         return Clue("optimizer-states", SURE + 3, proof, e.line)
     return None
 
 
 def _resuming(m: Memory, e: Evidence) -> Clue | None:
-    """A checkpoint is read onto the card, beside a model and its optimizer."""
+    """Return a clue for a checkpoint that is read onto the card, beside a model and its optimizer."""
     if not m.asker.startswith(FROM_FILE):
         return None
     read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE)) + m.asked
     if not m.of("optimizer_states") or read < TELLS * m.requested:
         return None
     return Clue(
-        "resume-states", SURE + SHOWN, Proof("is read from a file onto the card, beside what is there", read), e.line
+        "resume-states",
+        SURE + SHOWN,
+        Proof("are being read from a file onto the card, beside the model and its states", read),
+        e.line,
     )
 
 
 def _read(m: Memory, e: Evidence) -> Clue | None:
-    """What was read from a file before the first pass is still there; about as large as the model, it is a checkpoint."""
+    """Return a clue for tensors read from a file before the first pass.
+
+    About as large as the model, they are a checkpoint.
+    """
     held = [g for g in m.groups if g.module.startswith(FROM_FILE) and g.turns == (-1,)]
     size, weights = sum(g.bytes for g in held), m.of("parameters")
     if m.turn < 0 or size < 2 * TELLS * m.requested or not SOME * weights <= size <= MANY * weights:
         return None
-    proof = Proof("were read from a file, and are still there", size)
-    return Clue("stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, seen=False)  # or data, as large by chance
+    proof = Proof("were read from a file and are still alive", size)
+    return Clue("stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, measured=False)  # or data of that size
 
 
 def _evaluating(m: Memory, e: Evidence) -> Clue | None:
@@ -218,27 +231,28 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
         return Clue("eval-graph", SURE, Proof("the evaluation runs with gradients on"), e.line)
     gradients = m.of("gradients")
     if gradients >= TELLS * m.requested and gradients >= m.asked:
-        return Clue("eval-leftovers", SURE, Proof("gradients of training are still there", gradients), e.line)
+        known = any(_GRADIENT.search(g.module) for g in m.groups if g.role == "gradients")
+        proof = Proof("gradients of training are still alive", gradients)
+        return Clue("eval-leftovers", SURE if known else TOLD, proof, e.line)
     if m.scale > LARGER and any(m.trained) and not any(m.evals[: m.turn]):
-        said = f"its tensors are {m.scale:.1f} times as large as those of any pass of the training"
-        return Clue("eval-batch", SURE + SHOWN + 1, Proof(said, m.demand), e.line)
-    cached = [g for g in m.groups if g.module.startswith(OF_CACHE)]  # each token is a pass of its own
+        proof = Proof(f"its tensors are {m.scale:.1f} times as large as those of any training pass", m.demand)
+        return Clue("eval-batch", SURE + SHOWN + 1, proof, e.line)
+    cached = [g for g in m.groups if g.module.startswith(OF_CACHE)]  # each token is one pass
     size = sum(g.bytes for g in cached) + m.asked * m.asker.startswith(OF_CACHE)
     if size >= max(2 * TELLS * m.requested, ALONE * m.demand):
-        proof = Proof("keys and values of what is generated in the evaluation", size)
+        proof = Proof("keys and values of the cache, while the evaluation generates", size)
         return Clue("eval-generate", SURE, proof, e.line or (cached[0].line if cached else ""))
     alike = max(m.groups, key=lambda g: g.now, default=None)
     if alike and alike.recent >= COLLECTED and alike.now > 0.5 * m.demand:
         proof = Proof(
-            f"{alike.recent} tensors of {alike.line or alike.module} are kept, and no backward is to come", alike.now
+            f"{alike.recent} tensors of {alike.line or alike.module} are kept, though no backward follows", alike.now
         )
         return Clue("eval-logits", SURE - 5, proof, alike.line)
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
     if not trained:
         return None
     if m.demand > MORE * max(trained) and not m.kept:
-        said = f"this pass needs {human(m.demand)}, none of the training's more than {human(max(trained))}"
-        proof = Proof(said, m.demand)
+        proof = Proof(f"this pass needs {human(m.demand)}, no training pass more than {human(max(trained))}", m.demand)
         return Clue("eval-batch", SURE, proof, e.line)
     return Clue(
         "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line
@@ -246,7 +260,7 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
-    """Bytes of the pass under way born at places that match, the failed request among them; and the largest's line."""
+    """Return the bytes of the current pass, with the failed request, where the pattern matches; and their main line."""
     found = [
         g
         for g in m.groups
@@ -270,7 +284,7 @@ def _logits(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _attention(m: Memory, e: Evidence) -> Clue | None:
-    """Only score matrices make attention's own places hold most of what a pass keeps."""
+    """Return a clue for score matrices: without them attention does not hold most of what a pass keeps."""
     size, line = _share(m, _ATTENTION)
     wide = {g.largest for g in m.groups if _SOFTMAX.search(g.module)}
     scores = wide | {2 * s for s in wide} | {s // 2 for s in wide}  # in 16 bits and in 32
@@ -284,22 +298,25 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
     return Clue("attention", SURE - 3, Proof("score matrices and what is computed from them", size), line or e.line)
 
 
-def _untold(m: Memory, e: Evidence) -> Clue | None:
-    """Most of a peak is older than the history, or has no stack. (Of an out-of-memory the rest may still tell the cause.)"""
+def _unrecorded(m: Memory, e: Evidence) -> Clue | None:
+    """Return a clue where most of a peak is older than the history or has no stack.
+
+    The rest may still show a failure's cause.
+    """
     if m.instant == WRITTEN:
-        said = "no history was recorded: neither what came before nor whether this was the most is known"
-        return Clue("not-known", SURE + SHOWN, Proof(said))
+        proof = Proof("no history was recorded: neither what came before nor whether this was the peak is known")
+        return Clue("not-known", SURE + SHOWN, proof)
     size = m.of("unknown")
     if size < 0.5 * m.requested or not size:
         return None
     older = any(g.role == "unknown" and g.turns == (-1,) and g.label.startswith("before") for g in m.groups)
-    why = "were there before the recording began" if older else "were recorded without a stack"
+    why = "were allocated before the recording began" if older else "were recorded without a stack"
     proof = Proof(f"{human(size)} of {human(m.requested)} {why}", size)
     return Clue("not-known", WEAK if m.asked else SURE + SHOWN, proof)
 
 
 def _mirror(m: Memory, e: Evidence) -> Clue | None:
-    """A list with a tensor for each weight: perturbations, an average, a copy."""
+    """Return a clue for a list with one tensor per weight: perturbations, an average, a copy."""
     weights = [(g.count, g.bytes) for g in m.groups if g.role == "parameters" and g.count >= 3]
     twin = next((g for g in m.groups if g.role == "temporaries" and (g.count, g.bytes) in weights), None)
     if twin is None or twin.bytes < TELLS * m.requested:
@@ -309,28 +326,28 @@ def _mirror(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _data(m: Memory, e: Evidence) -> Clue | None:
-    """What the program itself made before the first pass and holds since then: its data, as a rule."""
+    """Return a clue for what the program made before the first pass and still holds, usually its data."""
     born = (g for g in m.groups if g.role not in LASTING and g.role != "unknown" and g.turns == (-1,))
     most = max(born, key=lambda g: g.bytes, default=None)
     if most is None or most.bytes < ALONE * (m.requested + m.asked):
         return None
     model = e.root("model")
-    if m.turn < 0 and (model is None or model.bytes >= TELLS * m.requested):  # perhaps the model, in the making
+    if m.turn < 0 and (model is None or model.bytes >= TELLS * m.requested):  # perhaps the model itself
         return None
     what = f"{most.count} tensors" if most.count > 1 else "one tensor"
-    proof = Proof(f"{what} of the program's own, made before the first forward pass", most.bytes)
+    proof = Proof(f"{what} that the program made before the first forward pass", most.bytes)
     return Clue("temporaries", SURE + SHOWN - 2 if m.turn >= 0 else STRONG, proof, most.line)
 
 
 def _room(m: Memory, e: Evidence) -> Clue | None:
-    """Nothing special: what lasts, or what the pass keeps, is too much."""
+    """Return the ordinary cause: what stays between steps, or what the pass keeps, is too much."""
     if m.of("unknown") >= 0.5 * m.requested > 0:
         return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
     if m.phase == "load" and (m.of("parameters") or e.when == "load"):
         waiting = sum(root.waiting for root in e.models)
         need = (m.of("parameters") or m.requested) + max(waiting, m.asked)
-        several = len(e.models) > 1 and max(root.bytes + root.waiting for root in e.models) <= m.limit  # each has room
+        several = len(e.models) > 1 and max(root.bytes + root.waiting for root in e.models) <= m.limit  # each would fit
         sure = waiting and need > m.limit and not several
         return Clue("capacity", SURE - 2 if sure else WEAK + 10, Proof("the weights alone", need), e.line)
     if lasting >= 0.7 * m.limit:
@@ -339,7 +356,7 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     size = sum(g.now if m.turn >= 0 else g.bytes for g in working)
     kept = sum(g.now if m.turn >= 0 else g.bytes for g in working if g.role == "activations")
     if m.asked >= ALONE * m.limit:
-        return Clue("activations", WEAK, Proof("a single tensor is asked for", m.asked), e.line)
+        return Clue("activations", WEAK, Proof("a single tensor is requested", m.asked), e.line)
     if not working or size < TELLS * m.requested:
         mostly = lasting >= ALONE * m.limit
         return (
@@ -350,13 +367,13 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     line = e.line or max(working, key=lambda g: g.bytes).line
     if kept >= 0.5 * size:
         return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), line)
-    if m.asked:  # it failed before a backward pass could show what it keeps
+    if m.asked:  # it failed before a backward pass could show what is kept
         return Clue("activations", WEAK, Proof("made in this pass and still alive", size), line)
-    what = "temporaries of the backward pass" if m.instant == "backward" else "no backward pass keeps them"
+    what = "temporaries of the backward pass" if m.instant == "backward" else "not kept for a backward pass"
     return Clue("temporaries", WEAK + 10, Proof(what, size - kept), line)
 
 
 RULES: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
     _fragmented, *HOLDING, _stepping, _saved_modules, _too_much, _grown, _resuming, _read, _evaluating, _logits,
-    _attention, _untold, _mirror, _data, _room,
+    _attention, _unrecorded, _mirror, _data, _room,
 )  # fmt: skip

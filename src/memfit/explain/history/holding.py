@@ -1,23 +1,25 @@
-"""Findings from who keeps what: variables, models, optimizers and errors of the program, beside what passes left behind."""
+"""Clues from what keeps tensors alive.
+
+Variables, models, optimizers and errors of the program, and leftovers of passes.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-from memfit.explain.clue import SHOWN, SURE, TOLD, WEAK, Clue
-from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, Evidence, Root
+from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, SHOWN, SURE, TOLD, WEAK, Clue, Evidence, Root
 from memfit.explain.memory import LASTING, Memory
 from memfit.nouns.finding import Cause, Proof
 from memfit.nouns.tape import GRADIENTS_ON
 from memfit.units import human
 
-TELLS = 0.10  # share of what is alive from which a holder explains anything
-HALF = 0.5  # share of what is kept that a variable must keep to be the one who keeps it
-MOST_OF_IT = 0.60  # share from which it explains nearly everything
-GROWS = 1.5  # how much larger the largest of many is than their mean where each is longer than the last
+TELLS = 0.10  # share of what is alive from which a holder counts
+HALF = 0.5  # share of what is kept from which a variable is its keeper
+MOST_OF_IT = 0.60  # share of what is alive from which what is kept explains the failure
+GROWS = 1.5  # largest over mean size of tensors that grow from one to the next
 
-# begin the labels of what a library's function made for something: what was read from a file, copied, generated with
+# begin the labels of what a library function made: read from a file, copied, cached while generating
 FROM_FILE, COPIED, OF_CACHE = "torch.load", "deepcopy", "DynamicCache"
 _CACHE = re.compile(r"past|key_value|\bkv|kv_?cache|dynamiccache", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORECASE)
@@ -25,15 +27,15 @@ _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
 
 
 def _again(m: Memory, e: Evidence) -> Clue | None:
-    """Experiments or stages, each with a model or an optimizer of its own, none of which is let go of."""
+    """Return a clue for models or optimizers of earlier experiments or stages that are still alive."""
     size, line = m.repeated
     error = e.root("exception")
     if size < max(TELLS * m.requested, m.asked) or (error is not None and error.bytes >= HALF * size):
         return None
     root = e.root("models")
     size = max(size, root.bytes if root else 0)
-    said = f"{human(size)} of models and optimizer states are of earlier ones that are still kept"
-    proof = Proof(f"{said}, by '{root.name}'" if root else said, size)
+    kept = f"{human(size)} belong to earlier models and optimizers that are still kept"
+    proof = Proof(f"{kept}, by '{root.name}'" if root else kept, size)
     return Clue("leak", SURE + 3 * SHOWN, proof, root.line if root else line)
 
 
@@ -47,49 +49,53 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     most = max(m.kept, key=lambda g: g.old)
     passes = len([t for t in most.turns if 0 <= t < m.turn])
     proof = Proof(
-        f"{human(held)} of {passes} earlier forward passes are still alive, born at {most.line or most.module}", held
+        f"{human(held)} of {passes} earlier forward passes are still alive, allocated at {most.line or most.module}",
+        held,
     )
     root = e.root(*KEEPERS)
     if root is not None and root.bytes < HALF * held:
         root = None
-    grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # a token more each time
+    grows = most.module.endswith("cat") and most.largest * most.count > GROWS * most.bytes  # one token more each time
     grows |= bool(_CACHE.match(most.module))
     cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
-    # before the backward that all of them may wait for, only who keeps them tells
+    # before a backward has run, all of them may still wait for it, unless a variable shows who keeps them
     sure = root is not None or m.phase == "eval" or m.outlived
     return Clue(cause, SURE + SHOWN if sure else TOLD, proof, (root.line if root else "") or most.line)
 
 
 def _growing(m: Memory) -> Clue | None:
-    """One tensor that every pass makes anew, and larger."""
+    """Return a clue for a tensor that every pass recreates larger."""
     grown, most = m.growing
     if most is None or grown < TELLS * m.requested:
         return None
     where = most.line or most.module
-    proof = Proof(f"every pass begins with more than the one before; the tensor of {where} is made anew, larger", grown)
+    proof = Proof(f"every pass begins with more than the one before: the tensor of {where} is recreated larger", grown)
     return Clue(_kept_by(None, m), SURE + SHOWN, proof, most.line)
 
 
 def _swollen(m: Memory) -> int:
-    """How much more the pass under way needs than the least of those like it: what is kept may be read again in every pass."""
+    """Return how much more the current pass needs than the least of those like it.
+
+    What is kept may be read in every pass.
+    """
     needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
     return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
 
 
 def _kept_by(root: Root | None, m: Memory) -> Cause:
-    """What it is that a variable keeps."""
+    """Return the cause, by what a variable keeps."""
     if root is not None and _CACHE.search(f"{root.name} {root.of}"):
         return "kv-cache"
     if m.phase == "eval" and not m.older_than_training:
         graph = m.instant == GRADIENTS_ON or (root is not None and root.what == "graph")
         return "eval-graph" if graph else "eval-logits"
     if root is not None and root.what == "state" and not m.outlived:
-        return "activations"  # unrolled: all calls of a step wait for its backward
+        return "activations"  # all calls of one step wait for its backward
     return "leak"
 
 
 def _hoarded(m: Memory, e: Evidence) -> Clue | None:
-    """A variable of the program that holds much: a container of tensors, or a tensor with its whole graph."""
+    """Return a clue for a variable that keeps much: a container of tensors, or a tensor with its whole graph."""
     root = e.root(*KEEPERS)
     if root is None or root.bytes < TELLS * m.requested:
         return None
@@ -99,7 +105,7 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     if root.copies:
         return _copied(root)
     earlier = any(0 <= t < m.turn for g in m.groups if g.role not in LASTING for t in g.turns)
-    # a graph of the pass under way alone: a recurrent net reaches a weight often
+    # a graph of the current pass alone: a recurrent net uses a weight often
     if root.what in ("graph", "state") and m.floors and not earlier:
         return None
     if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
@@ -107,13 +113,16 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     before = sum(g.old for g in m.groups if g.role not in LASTING and any(0 <= t < m.turn for t in g.turns))
     fresh = root.what == "collection" and m.floors and before < HALF * root.bytes
     cause = _kept_by(root, m)
-    if m.steady and cause == "leak":  # a buffer that is full: it was so when there was room
+    if m.steady and cause == "leak":  # a full buffer, which was as large when there was room
         return Clue("temporaries", WEAK, proof, root.line)
     return Clue("temporaries" if fresh and cause == "leak" else cause, SURE, proof, root.line)
 
 
 def _loaded(root: Root, m: Memory) -> bool:
-    """A checkpoint, by its name and by what it has: all before the first pass, or the weights of a model, not made in training."""
+    """Is it a checkpoint, by its name and content.
+
+    Made before the first pass, or the weights of a model not made in training?
+    """
     if root.what != "collection":
         return False
     read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE))
@@ -125,7 +134,10 @@ def _loaded(root: Root, m: Memory) -> bool:
 
 
 def _copied(root: Root) -> Clue:
-    """A container with a tensor for each weight of a model: a copy of it, an average, states of an optimizer of one's own."""
+    """Return a clue for a container with a tensor per weight of a model.
+
+    A copy, an average, states of a hand-written optimizer.
+    """
     times = "" if root.copies == 1 else f" {root.copies} times over"
     proof = Proof(f"'{root.name}' has a tensor for each weight of the model{times}", root.bytes)
     cause: Cause = "two-copies" if root.copies == 1 else "leak"
@@ -143,7 +155,10 @@ def _exception(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
-    """Tensors of a pass that ran out of memory and was caught: its traceback keeps them, as long as somebody keeps that."""
+    """Return a clue for tensors of a pass that ran out of memory and was caught.
+
+    A traceback that is kept keeps them.
+    """
     caught = {turn for turn in m.caught if turn < m.turn}
     left = (
         g for g in m.groups if g.role not in LASTING and set(g.turns) & caught and set(g.turns) <= {*caught, m.turn}
@@ -151,41 +166,41 @@ def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
     size = sum(g.old for g in left)
     if size < max(2 * TELLS * m.requested, m.asked):
         return None
-    return Clue("exception", TOLD, Proof("are left of passes that ran out of memory before, and were caught", size))
+    return Clue("exception", TOLD, Proof("are left of earlier passes that ran out of memory and were caught", size))
 
 
 def _copying(m: Memory, e: Evidence) -> Clue | None:
-    """It failed in copying a model, or whatever has as much."""
+    """Return a clue where copying a model, or something as large, failed."""
     if not m.asker.startswith(COPIED):
         return None
     size = m.asked + sum(g.bytes for g in m.groups if g.module.startswith(COPIED) and g.line == m.line)
     if size < TELLS * (m.requested + m.asked):
         return None
-    return Clue("two-copies", SURE + SHOWN, Proof("of a copy that is being made (copy.deepcopy)", size), e.line)
+    return Clue("two-copies", SURE + SHOWN, Proof("belong to a copy that was being made (copy.deepcopy)", size), e.line)
 
 
 def _twice(m: Memory, e: Evidence) -> Clue | None:
-    """Two models of a size on the card, or one there and another on its way."""
-    models = sorted(e.models, key=_whole, reverse=True)
+    """Return a clue for two models of about one size on the card, or one there and one being moved there."""
+    models = sorted(e.models, key=_all_weights, reverse=True)
     if len(models) < 2 or not _alike(models) or models[1].bytes < TELLS * m.requested:
         return None
     second = next((root for root in models if OTHER_MODEL.search(root.name)), models[1])
     names = " and ".join(f"'{root.name}'" for root in models[:2])
     cause: Cause = "reference-model" if REFERENCE.search(second.name) else "two-copies"
-    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", _whole(models[1])), second.line)
+    return Clue(cause, SURE + SHOWN - 1, Proof(f"{names} are both on the card", _all_weights(models[1])), second.line)
 
 
-def _whole(model: Root) -> int:
-    """Bytes of the weights that are on the card, and of those that were still to come."""
+def _all_weights(model: Root) -> int:
+    """Return the bytes of all weights of a model, on the card or still to be moved there."""
     return model.bytes + model.waiting
 
 
 def _alike(models: Sequence[Root]) -> bool:
-    return _whole(models[1]) >= HALF * _whole(models[0])
+    return _all_weights(models[1]) >= HALF * _all_weights(models[0])
 
 
 def _companions(m: Memory, e: Evidence) -> Clue | None:
-    """Frozen models hold most of the card, beside the one that is trained."""
+    """Return a clue where frozen models hold most of the card, beside the one that is trained."""
     frozen = [root for root in e.models if not root.trained]
     size = sum(root.bytes for root in frozen)
     if not frozen or len(frozen) == len(e.models) or size < HALF * m.requested:
@@ -195,22 +210,23 @@ def _companions(m: Memory, e: Evidence) -> Clue | None:
         len(e.models) == 2
         and not reference
         and m.phase == "load"
-        and _alike(sorted(e.models, key=_whole, reverse=True))
+        and _alike(sorted(e.models, key=_all_weights, reverse=True))
     ):
-        return None  # which of two that are alike is to be trained is not known yet
+        return None  # which of two similar models will be trained is not known yet
     names = ", ".join(f"'{root.name}'" for root in frozen)
     cause: Cause = "reference-model" if reference else "companion-models"
     return Clue(cause, SURE + SHOWN, Proof(f"{names}: weights of models that are not trained", size), frozen[0].line)
 
 
 def _wide(m: Memory, e: Evidence) -> Clue | None:
-    """Weights in 32 bits that would have had room in 16, or in 64 where 32 would do."""
+    """Return a clue for weights in 32 bits that would fit in 16, or in 64 that would fit in 32."""
     model = e.root("model")
     if model is None or m.capacity is None:
         return None
     if model.is_double and (m.requested + m.asked) // 2 <= m.capacity:
         proof = Proof(
-            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is all that it computes", model.double
+            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is everything computed with it",
+            model.double,
         )
         return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
     if model.wide < TELLS * m.requested or m.phase != "load":
@@ -219,18 +235,18 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
     if m.requested + max(model.waiting, m.asked) - wide // 2 > m.capacity:
         return None
     proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits", wide)
-    return Clue("wrong-dtype", SURE, proof, e.line, seen=not model.trained)  # training may want them so
+    return Clue("wrong-dtype", SURE, proof, e.line, measured=not model.trained)  # training may need them in 32 bits
 
 
 def _upcast(m: Memory, e: Evidence) -> Clue | None:
-    """A model in 16 bits whose embedding or head is in 32; adapters that are trained are meant to be."""
+    """Return a clue for a model in 16 bits with an embedding or head in 32; trained adapters belong in 32 bits."""
     model = e.root("model")
     if model is None or model.wide > 0.9 * model.bytes:
         return None
     wide = max(model.wide - model.trained, 0) if model.trained < model.bytes else model.wide
     if wide < TELLS * m.requested:
         return None
-    proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits, the rest is narrower", wide)
+    proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits, the rest in fewer", wide)
     return Clue("kbit-upcast", SURE, proof, model.line)
 
 

@@ -1,1 +1,1 @@
-"""What the text of a failed run shows of its cause: signs, figures and settings."""
+"""Clues from the text of a failed run: signs, numbers of messages, arithmetic and settings."""

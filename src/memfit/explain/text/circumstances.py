@@ -1,4 +1,7 @@
-"""What a text says of the failure beside its cause: that none was one of the card's memory, that the run went on, whose limit it was."""
+"""What a text shows beside the cause.
+
+That no memory of the card ran out, that the run went on, or whose limit it met.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,39 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.explain.clue import Clue
-from memfit.explain.concepts import GROWS
-from memfit.explain.evidence import Evidence
-from memfit.explain.printed import is_printed
+from memfit.explain.evidence import Clue, Evidence
+from memfit.explain.frames import is_printed
 from memfit.explain.remedies import NONE
 from memfit.nouns.finding import Proof, Remedy
 from memfit.units import human
 
-TOO_LARGE = 60  # weight of activations where half the batch went through: they, and little else, grow with it
-GOES_ON = 400  # characters after the last words of an error in which the next try is told
-POOLS = 0.25  # of what is allocated: private pools from which they are worth telling
+TOO_LARGE = 60  # weight of "activations" where a smaller batch went through: little else grows with the batch
+RETRY = 800  # characters after an error in which its handler announces the next try
+POOLS = 0.25  # share of what is allocated from which private pools are reported
 
-# the line of an error: printed too, but people quote it in what they write
+# the line of an error, quoted in a text that no program printed
 _QUOTED = re.compile(r"\b[a-z_.]*(?:error|exception): ")
 _RAN_OUT = re.compile(
-    r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|not enough (?:\w+ ){0,3}(?:memory|v?ram)"
-    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|exceed\w* (?:\w+ ){0,2}memory|oom_kill"
+    r"\boom|out of memory|outofmemory|tried to allocate|(?:unable|failed|not|can't|cannot) (?:to )?allocate|"
+    r"not enough (?:\w+ ){0,3}(?:memory|v?ram)"
+    r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|"
+    r"exceed\w* (?:\w+ ){0,2}memory|oom_kill"
     r"|paging file is too small|enough gpu ram|dataloader worker \(pid|no space left on device\W+/dev/shm"
     r"|exit ?code\W{1,4}-9\b|signal 9\b"  # of one process: torchrun and Slurm then stop the others by other signals
 )
-# what is said of a setting, and has not happened
+# mentions of an out-of-memory that did not happen
 _AVOIDED = re.compile(
-    r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|oom\w*|running out)(?: errors?)?"
+    r"\b(?:avoid\w*|prevent\w*|against|(?:risk|chance)s? of) (?:\w+ ){0,2}?(?:out[- ]of[- ]memory|outofmemory\w*|"
+    r"oom\w*|running out)(?: errors?)?"
     r"|\boom[- ]?killer (?:is |was )?(?:disabled|off|not)\b"
 )
 _KILLED = re.compile(r"\bkilled\b|bus error")
 _STOPPED = re.compile(
-    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|(?<!closing signal )sigterm|signal 15|exit ?code\W+-15"
+    r"due to time limit|due to preemption|\bcancelled (?:at|by)\b|keyboardinterrupt|(?<!closing signal )sigterm|"
+    r"signal 15|exit ?code\W+-15"
 )
-# what people tell of memory without an error: it grows, it is more than it should be, it lies in the host's
-_TROUBLE = re.compile(
-    rf"{GROWS}|\bleak|fragment|spill|shared (?:gpu|video|system) memory|sysmem|instead of ~?\d|does not require grad"
-    r"|(?:too much|more|insufficient|extra|twice the|double the|high|excessive|lots? of) (?:\w+ ){0,2}(?:memory|v?ram)\b"
-    r"|\b(?:memory|v?ram)\b\W+(?:\w+\W+){0,5}(?:full|exceed\w*|exhaust\w*|insufficient|jump\w*|spik\w*|doubl\w*|twice|too (?:high|much|large))"
-)
+# autograd's error where checkpointed blocks have no input that requires a gradient, which is one of the causes
+_NO_GRADIENT = re.compile(r"does not require grad")
 _LAST = re.compile(r".*(?:out of memory|outofmemory\w*|tried to allocate)")
 _WENT_ON = re.compile(
     r"\b(?:train\w*|fit\w*)\W+(?:\w+\W+){0,3}?(?:complet\w+|finish\w+|done)\b|['\"]train_runtime|\bstep \d+:? loss"
@@ -48,7 +49,8 @@ _WENT_ON = re.compile(
 )
 _FAILED = re.compile(r"\w*error\b|traceback|\bkilled\b|exit ?code|\(failed")
 _NEXT = re.compile(
-    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}?\d+)"
+    r"(?:retry\w*|try\w*|again|reduc\w+|decreas\w+|lower\w+|halv\w+|fall\w*|"
+    r"drop\w*)[^.;:]{0,40}?(batch[ _]?size\W{0,4}(?:\w+ ){0,2}?\d+)"
 )
 _ON_CHIP = re.compile(
     r"out of resources?: shared memory,? required:? (\d+),? hardware limit:? (\d+)|out of resources?: shared memory"
@@ -58,74 +60,73 @@ _MIG = re.compile(r"\bmig (?:device )?\W?(\d+g\.\d+gb)|\bmig-[0-9a-f-]{8,}")
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """`title` stands where no cause is known; `proof` and `remedies` come first whatever the cause is."""
+    """`title` is used where no cause is known; `proof` and `remedies` come first whatever the cause is."""
 
     title: str
     proof: Proof
     remedies: tuple[Remedy, ...] = ()
 
 
-def is_log(evidence: Evidence) -> bool:
-    """Did a program print some of it?"""
-    return is_printed(evidence.text)
-
-
 def ran_out(evidence: Evidence) -> bool:
-    """A message, or anybody's words, say that memory ran out. A signal says it where nobody sent it."""
+    """Does the text report that memory ran out? A signal counts unless a person or a scheduler sent it."""
     happened = _AVOIDED.sub(" ", evidence.text)
-    told = happened == evidence.text or any(message.facts > 1 for message in evidence.messages)
-    if (told and any(message.kind != "host" for message in evidence.messages)) or _RAN_OUT.search(happened):
+    reported = happened == evidence.text or any(message.facts > 1 for message in evidence.messages)
+    if (reported and any(message.kind != "host" for message in evidence.messages)) or _RAN_OUT.search(happened):
         return True
-    if not told:
+    if not reported:
         return False
     return bool(evidence.messages or _KILLED.search(evidence.text)) and not _STOPPED.search(evidence.text)
 
 
 def ended_otherwise(evidence: Evidence) -> bool:
-    """A log in which no memory ran out, nor is anything told of it: its words are about something else."""
-    if evidence.memory is not None or evidence.seen or not (is_log(evidence) or _QUOTED.search(evidence.text)):
+    """Is this a log in which no memory ran out?"""
+    if evidence.memory is not None or evidence.clues:
         return False
-    return not (ran_out(evidence) or _TROUBLE.search(evidence.text))
+    if not (is_printed(evidence.text) or _QUOTED.search(evidence.text)):
+        return False
+    return not (ran_out(evidence) or _NO_GRADIENT.search(evidence.text))
 
 
 def only_on_chip(evidence: Evidence) -> bool:
-    """What ran out is the memory on the chip that one block of a kernel may have, and none of the card."""
+    """Did only the on-chip memory of one block of a kernel run out, and none of the card's?"""
     return bool(evidence.messages) and all(message.kind == "on-chip" for message in evidence.messages)
 
 
 def went_on(evidence: Evidence) -> str | None:
-    """The next try of a log whose run went on after its last error ("batch size 16"), "" where it is not told; None: it ended there."""
+    """Return what a run tried after its last error ("batch size 16"), "" where it is not printed, None if it ended."""
     last = _LAST.match(evidence.text)
-    if last is None or not is_log(evidence):
+    if last is None or not is_printed(evidence.text):
         return None
     rest = evidence.text[last.end() :]
     if not _WENT_ON.search(rest) or _FAILED.search(rest):
         return None
-    found = _NEXT.search(rest[: 2 * GOES_ON])
+    found = _NEXT.search(rest[:RETRY])
     return found[1] if found else ""
 
 
 def smaller_batch(evidence: Evidence) -> Clue | None:
-    """The same run went on with a smaller batch: what grows with the batch was too much."""
+    """Return a clue where the same run went on with a smaller batch."""
     tried = went_on(evidence)
     if not tried:
         return None
-    return Clue("activations", TOO_LARGE, Proof(f"with {tried} it went on: what grows with the batch was too much"))
+    return Clue(
+        "activations", TOO_LARGE, Proof(f"with {tried} the run went on, so what grows with the batch was too much")
+    )
 
 
 def circumstances(evidence: Evidence) -> tuple[Circumstance, ...]:
-    """All that are told, in the order of their weight."""
+    """Return all circumstances that the text shows, the most important first."""
     return tuple(found for rule in _RULES if (found := rule(evidence)))
 
 
 def _on_chip(evidence: Evidence) -> Circumstance | None:
     found = _ON_CHIP.search(evidence.text)
-    if found is None or not only_on_chip(evidence):  # tuning prints it too, and goes on
+    if found is None or not only_on_chip(evidence):  # autotuning prints it too, and goes on
         return None
     sizes = f": {human(int(found[1]))} of {human(int(found[2]))}" if found[1] else ""
     return Circumstance(
-        "a kernel asks for more on-chip memory than there is; none of the card's memory ran out",
-        Proof(f"'shared memory' here is on the chip, for one block of a Triton kernel{sizes}"),
+        "a kernel needs more on-chip memory than there is; none of the card's memory ran out",
+        Proof(f"'shared memory' here is the on-chip memory of one block of a Triton kernel{sizes}"),
         (Remedy("smaller block sizes (BLOCK_M, BLOCK_N) or fewer num_stages of the kernel; a newer triton", NONE),),
     )
 
@@ -138,23 +139,23 @@ def _recovered(evidence: Evidence) -> Circumstance | None:
 
 def _ended_for_another_reason(evidence: Evidence) -> Circumstance | None:
     last = _LAST.match(evidence.text)
-    if last is None or not is_log(evidence):
+    if last is None or not is_printed(evidence.text):
         return None
     on, failed = _WENT_ON.search(evidence.text, last.end()), _FAILED.search(evidence.text, last.end())
     if on is None or failed is None or failed.start() < on.start():
         return None
-    said = "the run went on after it, and ended for another reason"
-    return Circumstance("memory ran out and that was caught; something else ended the run", Proof(said))
+    proof = Proof("the run went on after it, and ended for another reason")
+    return Circumstance("memory ran out and the error was caught; something else ended the run", proof)
 
 
 def _allowed(evidence: Evidence) -> Circumstance | None:
     m = evidence.message
     if m is None or not m.allowed or m.free is None or m.tried is None or m.free < m.tried:
         return None
-    said = f"{human(m.allowed)} are allowed to this process, and {human(m.free)} of the card are free"
+    limit = f"this process may use {human(m.allowed)}, and {human(m.free)} of the card are free"
     return Circumstance(
-        "the limit that was set for this process ran out, not the card",
-        Proof(said, m.allowed),
+        "the limit that was set for this process was reached; the card is not full",
+        Proof(limit, m.allowed),
         (Remedy("a larger torch.cuda.set_per_process_memory_fraction(...), or none", NONE),),
     )
 
@@ -164,8 +165,8 @@ def _pools(evidence: Evidence) -> Circumstance | None:
     if m is None or not m.private or m.private < POOLS * (m.allocated or 0):
         return None
     return Circumstance(
-        "private pools of CUDA graphs hold much of it",
-        Proof(f"{human(m.private)} lie in private pools of CUDA graphs, which nothing else can use", m.private),
+        "private pools of CUDA graphs hold much of the memory",
+        Proof(f"{human(m.private)} are in private pools of CUDA graphs, which nothing else can use", m.private),
         (Remedy("fewer captured shapes, one pool for all graphs (pool=), or no CUDA graphs", "slower launches"),),
     )
 
@@ -176,7 +177,9 @@ def _slice(evidence: Evidence) -> Circumstance | None:
         return None
     name = f" ({found[1]})" if found[1] else ""
     total = evidence.message.total if evidence.message else None
-    return Circumstance("a slice of a card is all there is", Proof(f"the card is a MIG slice of one{name}", total))
+    return Circumstance(
+        "the process has only a slice of the card", Proof(f"the card is a MIG slice of one{name}", total)
+    )
 
 
 _RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (

@@ -1,7 +1,7 @@
-"""A log split at its failures: a run that ran out, was started again and ran out elsewhere has two causes, not a mixture.
+"""Split a log at its failures, so that a run that was restarted and ran out elsewhere gets two causes and no mixture.
 
-Ranks that fail at the same moment are one failure, and so is what follows of it: the traceback printed again, NCCL's and the
-launcher's own words.
+Ranks that fail at the same moment are one failure. So are its consequences: the traceback printed again, and the
+messages of NCCL and of the launcher.
 """
 
 from __future__ import annotations
@@ -14,48 +14,51 @@ from memfit.explain.evidence import HEAD, TAIL
 from memfit.explain.frames import frames_of
 from memfit.explain.oom_message import begun
 
-AFTER = 16 << 10  # characters after a message that still tell of it
-BEFORE = 64 << 10  # characters before a message in which its traceback stands
-MOST = 1000  # messages looked at: the last
-CONSEQUENCES = ("host", "nccl")  # a rank that failed takes the others with it
+AFTER = 16 << 10  # characters after a message that still belong to it
+BEFORE = 64 << 10  # characters before a message that contain its traceback
+MOST = 1000  # messages that are examined, the last ones
+CONSEQUENCES = ("host", "nccl")  # kinds of messages of ranks that another failed rank takes down
 
 _RANK = re.compile(
     r"\W{0,3}(?:default|(?:local_)?rank ?)(\d{1,5})\]?:|\[\d+,(\d{1,5})\]<std\w+>:|(\d{1,5}): |\(\S{1,80} pid=(\d+)"
 )
 _CARD = re.compile(r"\bgpu:? (\d{1,3})\b")
-_ASKED = re.compile(r"tried to allocate (?:more than )?([\d.]+ ?\w+)")
+_REQUEST = re.compile(r"tried to allocate (?:more than )?([\d.]+ ?\w+)")
 _LAUNCHER = re.compile(r"torch/distributed/(?:run|launcher|elastic)|torchrun|accelerate/commands")
 _TRACEBACK = re.compile(r'traceback \(most recent|file "')
-# another run begins; a run works
+# another run begins
 _BEGINS = re.compile(
     r"\bre-?start(?:ing|ed)?\b|\bresum(?:ing|ed)\b|\bretry(?:ing)?\b|\battempt \d|loading checkpoint shards|^\$ ",
     re.MULTILINE,
 )
-_STEPS = re.compile(r"^(?!\s).*\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d", re.MULTILINE)  # no code of a frame
+_STEPS = re.compile(
+    r"^(?!\s).*\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d", re.MULTILINE
+)  # steps are taken; not the code of a frame
 _BAR = re.compile(r"\d(?:it/s|s/it)\b")
-BARS = 2  # a single one is redrawn where it ends
+BARS = 2  # progress bars that show steps; a single one may be redrawn at the end
 _CHAINED = re.compile(r"during handling of the above|direct cause of the following")
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A message from its first word to the end of its line: whose it is, what it asked for, and the innermost frame above it."""
+    """A message to the end of its line, with its rank and card, its request and the innermost frame above."""
 
     begin: int
     end: int
     kind: str
-    who: tuple[str, str]  # rank and card, "" where not said
-    asked: str
+    who: tuple[str, str]  # rank and card, "" where not printed
+    request: str
     site: str
 
 
 def split(text: str) -> tuple[str, ...]:
-    """The text of each failure in order: what the log begins with, and what stands between the message before and its own.
+    """Return the text of each failure in order: the head of the log, and what lies between the previous message and its
+    own.
 
-    A text with one failure, or with none that a message tells of, is that text; a long one ends soon after the message.
+    A text with one failure or without any message is returned whole; a long one is cut soon after its message.
     """
     low = text.lower()
-    if len(low) != len(text):  # a few letters become two
+    if len(low) != len(text):  # lowering turns a few letters into two
         low = "".join(c.lower() if c.isascii() else c for c in text)
     groups = _groups(text, low)
     if not groups or (len(groups) == 1 and len(text) <= HEAD + TAIL):
@@ -73,7 +76,7 @@ def split(text: str) -> tuple[str, ...]:
 
 
 def _end(group: Sequence[_Event]) -> int:
-    """Where the failure has been told: what a launcher says much later is no part of it."""
+    """Return where the failure ends; what a launcher prints much later is no part of it."""
     end = group[0].end
     for event in group:
         if event.begin > end + AFTER:
@@ -93,32 +96,32 @@ def _groups(text: str, low: str) -> list[list[_Event]]:
 
 
 def _same(group: Sequence[_Event], event: _Event, between: str) -> bool:
-    """Is it one more word of the same failure?"""
+    """Does the event belong to the same failure as the group?"""
     before_traceback = between[: found.start() if (found := _TRACEBACK.search(between)) else len(between)]
-    # what is printed late may stand behind the error
-    if not event.site and (not event.asked or event.kind in CONSEQUENCES):
+    # output of before the error may be printed after it
+    if not event.site and (not event.request or event.kind in CONSEQUENCES):
         return not (_BEGINS.search(before_traceback) and _works(before_traceback))
-    # another rank, or the same printed again
-    if any((old.site, old.asked) == (event.site, event.asked) for old in group):
+    # another rank, or the same message printed again
+    if any((old.site, old.request) == (event.site, event.request) for old in group):
         return True
     chained = max((hit.end() for hit in _CHAINED.finditer(between)), default=0)
     if chained and not (_BEGINS.search(between, chained) and _works(between[chained:])):
         return True
     if _BEGINS.search(before_traceback) or _works(before_traceback):
         return False
-    again = event.who in {old.who for old in group} and any(event.who)  # the same card asks for something else
-    return not (again and event.site and event.asked not in {old.asked for old in group})
+    again = event.who in {old.who for old in group} and any(event.who)  # another request of the same card
+    return not (again and event.site and event.request not in {old.request for old in group})
 
 
 def _works(text: str) -> bool:
-    """Steps were taken in it."""
+    """Were steps taken in this part of a log?"""
     return _STEPS.search(text) is not None or len(_BAR.findall(text)) >= BARS
 
 
 def _events(text: str, low: str) -> list[_Event]:
-    """`low`: the text in small letters, as long as it."""
+    """Return the events of a text; `low` is the text in lower case, of the same length."""
     found: list[_Event] = []
-    ends: dict[str, int] = {}  # of the last event, of all and of each rank
+    ends: dict[str, int] = {}  # of the last event of each rank, and of all ranks under ""
     for begin, kind in list(begun(low))[-MOST:]:
         start = low.rfind("\n", 0, begin) + 1
         end = low.find("\n", begin)
@@ -132,7 +135,7 @@ def _events(text: str, low: str) -> list[_Event]:
             above = "\n".join(part for part in above.splitlines() if part.lower().startswith(mark[0]))
         frames = [frame for frame in frames_of(above) if not _LAUNCHER.search(frame.path)]
         site = f"{frames[-1].path}:{frames[-1].line}" if frames else ""
-        card, asked = _CARD.search(line), _ASKED.search(line)
-        found.append(_Event(begin, end, kind, (rank, card[1] if card else ""), asked[1] if asked else "", site))
+        card, request = _CARD.search(line), _REQUEST.search(line)
+        found.append(_Event(begin, end, kind, (rank, card[1] if card else ""), request[1] if request else "", site))
         ends[rank] = ends[""] = end
     return found
