@@ -50,14 +50,15 @@ def play(
                 allocator.record_stream(live[event.id], event.stream)
             elif type(event) is Oom and not skips:
                 block = malloc(event.size)
+                yield index, event, block
+                free(block)
+                continue
         except OutOfMemory as error:
             yield index, event, error
             if go_on and type(event) is Oom:
                 continue
             return
         yield index, event, block
-        if type(event) is Oom:
-            free(block)
 
 
 def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
 
-from memfit.allocator import UNLIMITED, Allocator, OutOfMemory
+from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.player import begun, play
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
@@ -96,6 +96,8 @@ def timeline_of(
     spans: list[Span] = []
     mark, first, at, top = _START, 0, 0, -1
     index = -1
+    event: Event = _START
+    block: Block | OutOfMemory | None = None
     oom: OutOfMemory | None = None
 
     def end() -> None:
@@ -104,7 +106,7 @@ def timeline_of(
         spans.append(Span(mark.phase, mark.instant, first, at, peak))
 
     try:
-        for index, event, block in play(allocator, begun(allocator, start), events, go_on=go_on):
+        for index, event, block in play(allocator, begun(allocator, start), events, go_on=go_on):  # noqa: B007
             if type(event) is Alloc:
                 if allocator.allocated > top:
                     top, at = allocator.allocated, index
@@ -113,8 +115,8 @@ def timeline_of(
                     end()
                 mark, first, at, top = event, index, index, allocator.allocated
                 allocator.reset_peak_stats()
-            if type(block) is OutOfMemory and not (go_on and type(event) is Oom):
-                oom = block
+        if isinstance(block, OutOfMemory) and not (go_on and isinstance(event, Oom)):  # the last one, which ended it
+            oom = block
     except OutOfMemory as error:  # what was there at the start does not fit
         oom, index = error, 0
     if index >= first:
