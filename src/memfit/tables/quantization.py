@@ -63,7 +63,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
     )
 }  # fmt: skip
 
-# What a checkpoint can arrive in: frozen bases that are not chosen but downloaded. Source: auto-gptq 0.5.1, group 128
+# Quantised checkpoints that are downloaded, so no choice of the planner. Source: auto-gptq 0.5.1, group 128
 CHECKPOINTS: dict[str, Quantization] = {
     row.key: row
     for row in (
