@@ -33,19 +33,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--oom", type=Path, default=DATA / "measured_oom.csv", help="runs that ran out of memory")
     parser.add_argument("--fits", type=Path, default=DATA / "measured_fits.csv", help="runs that fitted")
-    asked = parser.parse_args()
-    runs, refused = list(fits(asked.fits)), Counter[str]()
-    for row in read_rows(asked.oom):
+    options = parser.parse_args()
+    runs, refused = list(fits(options.fits)), Counter[str]()
+    for row in read_rows(options.oom):
         try:
             runs.append(out_of_memory(row))
         except NotCovered as reason:
             refused[str(reason)] += 1
     counts, wrong = Counter[tuple[bool, str]](), []
     for run in runs:
-        said, text = verdict(run)
-        counts[run.fitted, said] += 1
-        if (run.fitted, said) in FORBIDDEN:
-            wrong.append(f"{said}, but it {'ran' if run.fitted else 'ran out of memory'}: {text}")
+        answer, text = verdict(run)
+        counts[run.fitted, answer] += 1
+        if (run.fitted, answer) in FORBIDDEN:
+            wrong.append(f"{answer}, but it {'ran' if run.fitted else 'ran out of memory'}: {text}")
     print("| published run | " + " | ".join(VERDICTS) + " |\n|---|" + "---:|" * len(VERDICTS))
     for fitted, name in ((True, "ran"), (False, "out of memory")):
         print(f"| {name} | " + " | ".join(str(counts[fitted, v]) for v in VERDICTS) + " |")

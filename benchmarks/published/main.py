@@ -145,21 +145,21 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of a row's id")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
     parser.add_argument("--check", action="store_true", help="fail when docs/accuracy.md is not what comes out now")
-    asked = parser.parse_args()
-    if not asked.csv.exists():
+    options = parser.parse_args()
+    if not options.csv.exists():
         print(
-            f"error: {asked.csv} does not exist\nhint: name a CSV file with the columns of measured_runs.csv",
+            f"error: {options.csv} does not exist\nhint: name a CSV file with the columns of measured_runs.csv",
             file=sys.stderr,
         )
         return 2
-    rows = [row for row in read_rows(asked.csv) if asked.only in row.id]
+    rows = [row for row in read_rows(options.csv) if options.only in row.id]
     results, refused = run(rows)
     found = traced(rows, {r.row.id: r.predicted for r in results})
     print("\n".join([*listing(results), "", *reasons(refused), "", *table(results)] if results else reasons(refused)))
     print("\n".join(["", *lines(found)]))
-    if asked.write:
+    if options.write:
         _replace(PAGE, page(results, refused, found))
-    if asked.check and PAGE.read_text(encoding="utf-8") != page(results, refused, found):
+    if options.check and PAGE.read_text(encoding="utf-8") != page(results, refused, found):
         print(f"error: {PAGE} is stale\nhint: python benchmarks/accuracy.py --write", file=sys.stderr)
         return 1
     return 0

@@ -106,7 +106,7 @@ def _parts(account: Account, label: str) -> int:
     return account.recipe.num_gpus if sharded else 1
 
 
-Told = tuple[str, list[Summand]]
+Sentence = tuple[str, list[Summand]]
 _WEIGHTS = ("base weights", "quantisation scales", "fp32 copies (k-bit preparation)", "adapter weights")
 _REST = {
     "optimizer states": "scales, tables and counters",
@@ -114,11 +114,11 @@ _REST = {
 }
 
 
-def _plain(account: Account) -> Told:
+def _plain(account: Account) -> Sentence:
     return "", []
 
 
-def _base(account: Account) -> Told:
+def _base(account: Account) -> Sentence:
     s, n = account.static, account.numerics
     row = QUANTIZATIONS.get(account.recipe.quantization) if s.quantised else None
     if row is None:
@@ -129,7 +129,7 @@ def _base(account: Account) -> Told:
     return words, [packed, _product(rest, n.weight)]
 
 
-def _scales(account: Account) -> Told:
+def _scales(account: Account) -> Sentence:
     row = QUANTIZATIONS[account.recipe.quantization]
     per = (
         f"one scale of {row.scale_bytes} B per {row.block} weights" if row.block else f"{row.per_row} B per output row"
@@ -137,13 +137,13 @@ def _scales(account: Account) -> Told:
     return f"what makes packed weights readable: {per}, and tables", []
 
 
-def _upcast(account: Account) -> Told:
+def _upcast(account: Account) -> Sentence:
     s, n = account.static, account.numerics
     words = "prepare_model_for_kbit_training makes everything that is not packed fp32"
     return words, [_product(s.parameters - s.quantised, n.other - n.weight)]
 
 
-def _adapter(account: Account) -> Told:
+def _adapter(account: Account) -> Sentence:
     r, n = account.recipe, account.numerics
     where = {"all-linear": "every linear layer", "attention": "the attention projections"}.get(
         r.lora_targets[0], ", ".join(r.lora_targets)
@@ -152,12 +152,12 @@ def _adapter(account: Account) -> Told:
     return words, [_product(account.static.trained, n.adapter)]
 
 
-def _master(account: Account) -> Told:
+def _master(account: Account) -> Sentence:
     words = "an fp32 copy of every trained weight, so that small updates are not rounded away"
     return words, [_product(account.static.trained, account.numerics.master)]
 
 
-def _gradients(account: Account) -> Told:
+def _gradients(account: Account) -> Sentence:
     n, full = account.numerics, account.recipe.method == "full"
     width = n.weight if full else n.adapter
     return f"one number per trained weight, as wide as the weight ({width} B)", [
@@ -165,7 +165,7 @@ def _gradients(account: Account) -> Told:
     ]
 
 
-def _states(account: Account) -> Told:
+def _states(account: Account) -> Sentence:
     row, s, n = account.optimizer, account.static, account.numerics
     if row.factored:
         return f"{row.title} keeps one number per row and per column of each matrix, in fp32", []
@@ -200,20 +200,20 @@ def _kept_wide(account: Account) -> int:
     )
 
 
-def _batch(account: Account) -> Told:
+def _batch(account: Account) -> Sentence:
     return "token ids, labels and mask of one micro-batch", [_product(account.recipe.tokens, 8, "3 x ")]
 
 
-def _workspaces(account: Account) -> Told:
+def _workspaces(account: Account) -> Sentence:
     words = "scratch memory cuBLAS keeps for each thread that multiplies: forward and backward"
     return words, [Summand(f"2 x {human(account.workspace)}", 2 * account.workspace)]
 
 
-def _said(words: str) -> Callable[[Account], Told]:
+def _only_words(words: str) -> Callable[[Account], Sentence]:
     return lambda account: (words, [])
 
 
-_STATIC: dict[str, Callable[[Account], Told]] = {
+_STATIC: dict[str, Callable[[Account], Sentence]] = {
     "base weights": _base,
     "quantisation scales": _scales,
     "fp32 copies (k-bit preparation)": _upcast,
@@ -223,34 +223,40 @@ _STATIC: dict[str, Callable[[Account], Told]] = {
     "optimizer states": _states,
     "batch": _batch,
     "cuBLAS workspaces": _workspaces,
-    "communication buckets": _said("where gradients are gathered to be sent to the other GPUs"),
-    "gathered blocks": _said(
+    "communication buckets": _only_words("where gradients are gathered to be sent to the other GPUs"),
+    "gathered blocks": _only_words(
         "blocks whose sharded weights exist whole while they compute, and what reduces their gradients"
     ),
-    "optimizer step buffers": _said("temporaries of the optimizer's step"),
-    "weight being converted": _said("one weight on its way from the width it is read in to the width it is kept in"),
-    "whole weight before it is sharded": _said(
+    "optimizer step buffers": _only_words("temporaries of the optimizer's step"),
+    "weight being converted": _only_words(
+        "one weight on its way from the width it is read in to the width it is kept in"
+    ),
+    "whole weight before it is sharded": _only_words(
         "the largest weight, sent whole to every card before each keeps its part"
     ),
-    "whole weights before they are sharded": _said(
+    "whole weights before they are sharded": _only_words(
         "weights read from the checkpoint whole, before each rank keeps its share"
     ),
-    "weights being flattened or sharded": _said(
+    "weights being flattened or sharded": _only_words(
         "weights as the model holds them, beside DeepSpeed's flat copy of them"
     ),
-    "gathered for the state dict": _said("a sharded weight made whole to be saved"),
-    "a weight of the checkpoint, whole": _said(
+    "gathered for the state dict": _only_words("a sharded weight made whole to be saved"),
+    "a weight of the checkpoint, whole": _only_words(
         "one saved weight at a time is whole on the first GPU before it is dealt out"
     ),
-    "states as loaded, beside the live ones": _said("optimizer states read from the checkpoint straight onto each GPU"),
-    "states as they are loaded": _said("a resumed run keeps them wider than before, and paged ones on the card"),
-    "adapters loaded in fp32": _said("PEFT widens 16-bit adapters when it loads them again"),
-    "adapters of the file, before the states": _said("adapters read from the checkpoint, beside the live ones"),
-    "experts one by one for the checkpoint": _said(
+    "states as loaded, beside the live ones": _only_words(
+        "optimizer states read from the checkpoint straight onto each GPU"
+    ),
+    "states as they are loaded": _only_words("a resumed run keeps them wider than before, and paged ones on the card"),
+    "adapters loaded in fp32": _only_words("PEFT widens 16-bit adapters when it loads them again"),
+    "adapters of the file, before the states": _only_words("adapters read from the checkpoint, beside the live ones"),
+    "experts one by one for the checkpoint": _only_words(
         "gate and up projections of all experts, copied out of joint tensors"
     ),
-    "inputs kept by the graph of the step before": _said("a loop that keeps `loss` keeps what its graph still holds"),
-    "delta and merged weight": _said(
+    "inputs kept by the graph of the step before": _only_words(
+        "a loop that keeps `loss` keeps what its graph still holds"
+    ),
+    "delta and merged weight": _only_words(
         "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight"
     ),
 }

@@ -169,8 +169,8 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
 
 def _only_a_start(job: Job, rung: Rung) -> bool:
     """Return whether a rung is the default start in fp32, which is no answer because it is several times slower."""
-    asked = "precision" in dict(job.wanted) or "precision" in job.stated
-    return rung.key == "plain" and rung.recipe.precision == "fp32" and not asked
+    chosen = "precision" in dict(job.wanted) or "precision" in job.stated
+    return rung.key == "plain" and rung.recipe.precision == "fp32" and not chosen
 
 
 def _plain_title(job: Job, start: Recipe) -> str:

@@ -22,9 +22,10 @@ from memfit.tables.trainers import checkpointing_of
 MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
 MATMUL_SHARE_OTHER = 0.75
 TRAINING_SHARE = (
-    0.6  # of that, over a whole step: elementwise kernels and launches between the products; range 0.4 to 0.7
+    # share of that rate over a whole step, with elementwise kernels and launches between products; range 0.4 to 0.7
+    0.6
 )
-BANDWIDTH_SHARE = 0.8  # of the data-sheet bandwidth, streaming kernels
+BANDWIDTH_SHARE = 0.8  # share of the data-sheet bandwidth that streaming kernels reach
 UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_PCIE = 50e12, 500e9, 13e9
 FP32_RATE = 0.25  # fp32 (TF32 off) products against 16-bit ones
 KERNELS_PER_BLOCK = 60  # launches of one block's forward (recorded: 45 to 75); a backward has twice as many
@@ -66,7 +67,8 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
     forward = max(products + attention + logits / 3, launches)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
-    again = products if checkpointing_of(r) == "selective" else products + attention  # it keeps what attention computed
+    # selective checkpointing keeps the output of attention
+    again = products if checkpointing_of(r) == "selective" else products + attention
     recompute = 0.0 if r.checkpointing == "none" else max(again, launches)
     kept = 2.0 * a.width * len(a.layers) * r.tokens
     offloaded = 2 * kept / _pcie(gpu) if r.checkpointing == "offload" else 0.0

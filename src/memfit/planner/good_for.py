@@ -30,7 +30,7 @@ RECIPES: dict[str, Recipe] = {
 }
 # bytes per parameter that every model needs, to skip those that cannot fit: AdamW in 16 bits, 16-bit and 4-bit bases
 _LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
-VENDORS = ("NVIDIA", "AMD")  # those PyTorch's allocator and kernels, as modelled here, run on
+VENDORS = ("NVIDIA", "AMD")  # whose cards run the allocator and kernels that are modelled here
 
 
 class CatalogueModel(Protocol):

@@ -12,8 +12,8 @@ from memfit.nouns.plan import Alternative, Plan
 from memfit.planner.rungs import worded
 from memfit.planner.search import Estimator
 
-SHOWN = 6  # cards
-COUNTS = (2, 4, 8)  # of the same card
+SHOWN = 6  # cards in the answer
+COUNTS = (2, 4, 8)  # how many of the same card are tried
 Progress = Callable[[str, float], None]
 
 
@@ -52,7 +52,7 @@ def _on(job: Job, answer: Callable[[Job], Plan]) -> Alternative | None:
     """Return the plan of the job on another card, None where it does not fit or is impossible."""
     try:
         plan = answer(job)
-    except MemfitError:  # what was asked for is impossible there
+    except MemfitError:  # the job is impossible on that card
         return None
     if plan.judgement.verdict != "fits":
         return None

@@ -157,7 +157,7 @@ SHARDING: tuple[LadderStep, ...] = (
          sets=("shard",)),
 )  # fmt: skip
 
-# what a climb never takes back, each from the most memory to the least
+# values a climb never undoes, each from the most memory to the least
 ORDER: dict[str, tuple[str, ...]] = {
     "method": ("full", "lora", "qlora"),
     "checkpointing": ("none", "selective", "full", "offload"),

@@ -27,7 +27,7 @@ class Candidate:
 
     recipe: Recipe
     judgement: Judgement
-    seconds: float  # of one optimizer step
+    seconds: float  # roofline time of one optimizer step
 
 
 Known = Mapping[Recipe, tuple[Footprint, Judgement]]
@@ -161,6 +161,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
     sure, first = getattr(recipe, name), low
-    while not replayed and low > sure and not fits(low, exact=True):  # quick, and wrong by what an allocator keeps
+    # the closed form may be wrong by what the allocator keeps
+    while not replayed and low > sure and not fits(low, exact=True):
         low = max(sure, low - max(step, first // TRIES // step * step))
     return low

@@ -28,11 +28,11 @@ def _compiled(a: Architecture, r: Recipe) -> str:
     """Say what was traced of compiled steps: 135 M to 1.2 B weights need 37 % less to as much, tiny ones with 2,048
     tokens 59 % more, for the mask.
     """
-    told = "counted as without torch.compile, which mostly needs less (memfit trace compiles)"
+    base = "counted as without torch.compile, which mostly needs less (memfit trace compiles)"
     mask = max((x.attention.heads for x in a.kinds), default=0) * r.micro_batch * r.sequence_length**2 * 2
     if r.attention != "sdpa" or r.padding == "packing" or not mask:
-        return told
-    return f"{told}, but writes a mask out for every head where a model gets one: up to {human(mask)} more"
+        return base
+    return f"{base}, but writes a mask out for every head where a model gets one: up to {human(mask)} more"
 
 
 CAUTIONS: tuple[Caution, ...] = (

@@ -13,8 +13,8 @@ class Liger:
     """The layers of one model type that run as one Triton kernel each; equal ones give equal styles."""
 
     norm: Literal["", "in_place", "copies"] = "in_place"  # whether the gradient is written over the incoming one
-    # norms of queries and keys: those of [B, N, S, H] are copied first; a model that stands already keeps its own where
-    # Liger does not look for them
+    # norms of queries and keys: by_head norms run on [B, N, S, H], which is copied first; own: Liger does not look for
+    # them in a model that exists already
     head_norm: Literal["by_token", "by_head", "own"] = "by_token"
     activation: bool = True  # act(gate) * up, whose gradients are written over gate and up, or a squared ReLU
     rope: bool = True  # queries and keys are turned in place

@@ -27,7 +27,7 @@ class Trainer:
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
     packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
-    warms_cache: bool = True  # transformers 5 asks for all bytes of a model before it loads it onto the card
+    warms_cache: bool = True  # transformers 5 allocates and frees a model's bytes before loading it onto the card
     selective_adapters: bool = True  # selective checkpointing works on a PEFT model
     zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
     optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
@@ -121,8 +121,8 @@ def taken_as(spec: str) -> str:
     if not version or trainer(spec) is not trainer(name):
         return ""
     known = CURRENT[name]
-    asked = _numbers(version)
-    return ".".join(map(str, known)) if asked[: len(known)] > known or asked[0] < known[0] else ""
+    wanted = _numbers(version)
+    return ".".join(map(str, known)) if wanted[: len(known)] > known or wanted[0] < known[0] else ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
         return eager(block, q, k, v, a)
     if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
         return _unpadded(block, q, k, v, a)
-    if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: else the kernel takes grouped heads as they are
+    if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: otherwise the kernel gets grouped heads
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
@@ -149,7 +149,7 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
-    wide = max(weights.itemsize, block.style.weight)  # cat promotes
+    wide = max(weights.itemsize, block.style.weight)  # torch.cat promotes the narrower dtype
     combined = ops.extended(
         rec, ops.cast(rec, weights, wide, "scores as wide as the sinks"), one_more, "scores and sinks"
     )
@@ -165,7 +165,7 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
     return out
 
 
-# Latent attention (MLA): queries, and keys with values, go through a low rank; the cache holds the latents
+# Latent attention (MLA) projects queries, and keys with values, through a low rank; the cache holds the latents
 
 
 def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:

@@ -26,7 +26,8 @@ def scaled_dot_product_attention(
     if mask is not None and mask.itemsize != 1:
         mask = ops.autocast(rec, mask)
     if style.kernel == "math":
-        compute, rec.autocast = rec.autocast, 0  # the call as a whole was autocast, nothing within it is
+        # autocast applies to the call as a whole, not to the operations inside it
+        compute, rec.autocast = rec.autocast, 0
         out = _math(rec, q, k, v, a, dropout, None if mask is None else _bias(rec, mask, q.itemsize))
         rec.autocast = compute
         return out

@@ -24,8 +24,8 @@ class PerLayer:
     """The one table that holds every layer's own embeddings."""
 
     rows: int
-    joint: int  # width of all layers' together
-    own: int  # width of one layer's
+    joint: int  # width of all layers' embeddings together
+    own: int  # width of one layer's embedding
     norm: Norm
 
 
@@ -92,7 +92,7 @@ def forward(block: LayerRun, x: Tensor) -> Tensor:
 
 def _pre(block: LayerRun, x: Tensor) -> Tensor:
     residual = x
-    x = block.norm(x, "input_norm") if block.layer.norms > 1 else x  # ModernBERT's first block has none there
+    x = block.norm(x, "input_norm") if block.layer.norms > 1 else x  # ModernBERT's first block has no input norm
     x = _dropout(block, attention(block, x))
     x = ops.add(block.rec, residual, x, "residual")
     residual = x
@@ -184,7 +184,7 @@ def _gated(block: LayerRun, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     m, rec = block.layer.mlp, block.rec
     if m.fused_gate_up and block.style.liger and block.style.liger.activation:
-        joint = block.linear("gate_up", x, 2 * m.width, "mlp")  # the model's local variables are views of it
+        joint = block.linear("gate_up", x, 2 * m.width, "mlp")  # local variables of the model's code are views of it
         out = block.linear("down", liger.gated_product(rec, *liger.halves(rec, joint)), block.width, "mlp")
         del joint
         return out

@@ -290,7 +290,7 @@ class Rotary:
 
     turn: Callable[[GraphRecorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
-    concatenates: bool = False  # the part that is not rotated, even when there is none
+    concatenates: bool = False  # the part that is not rotated is concatenated again, even an empty one
     wide_table: bool = False  # cos and sin stay in fp32, which widens the products
 
 

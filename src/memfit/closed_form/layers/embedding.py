@@ -20,9 +20,10 @@ class MaskStyle:
     """Which masks a model makes. `windows`: one entry per mask, True where a window shortens the look back."""
 
     windows: tuple[bool, ...] = (False,)
-    given: bool = True  # the batch carries an attention_mask ...
-    padded: bool = False  # ... and it masks something
-    additive: int = 0  # itemsize of a float mask (eager attention); 0: a bool mask, skipped where it can be
+    given: bool = True  # the batch carries an attention_mask
+    padded: bool = False  # the attention_mask masks something
+    # itemsize of a float mask (eager attention); 0: a bool mask, which is skipped where the kernel masks by itself
+    additive: int = 0
     causal: bool = True
     always: bool = False  # Falcon: made even when the kernel could mask by itself
     itemsize: int = 2  # of the hidden states
@@ -108,16 +109,18 @@ class EmbeddingStyle:
     rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
-    awaited: bool = False  # the head's gradient of the tied table waits, to be added to one of an earlier micro-batch
+    awaited: bool = False  # the head's gradient of a tied table waits to be added to that of an earlier micro-batch
     tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
     positions: int = 0  # rows of a learned position table
     types: int = 0  # rows of BERT's token type table
     norm: Norm | None = None  # right after the embedding
     scaled: Literal["none", "module", "model"] = "none"  # see Architecture.embedding_scale
     dropout: float = 0.0
-    module: bool = False  # the embeddings are a module of their own, whose local variables die early
-    leaf: bool = False  # frozen, but its output made to need a gradient: a leaf that stays with the graph, as its .grad
-    checkpointed: bool = False  # blocks keep the masks and tables as arguments until they have run again
+    # the embeddings are a module of their own, so its local variables are freed before the first block
+    module: bool = False
+    # frozen, but its output requires a gradient: a leaf that lives as long as the graph, and so does its .grad
+    leaf: bool = False
+    checkpointed: bool = False  # blocks keep masks and tables as arguments until they have been recomputed
     per_layer: PerLayer | None = None
     masks: MaskStyle = field(default_factory=MaskStyle)
     trained: bool = True
@@ -155,7 +158,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
-    if own and own.requires_grad:  # the sum of its gradients is there from the last block's backward on
+    if own and own.requires_grad:  # the sum of its gradients exists from the last block's backward on
         into_own.append(rec.like(own, "gradient of every layer's input"))
     exits = rec.taken()
     del own
@@ -167,7 +170,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         received = rec.backward(root, gradient)
         rec.lingering |= {received.storage.id} if received and received.storage else set()
         del leaf, received
-        sharded(rec, style, beside=-style.unit)  # the reduction before is done
+        sharded(rec, style, beside=-style.unit)  # the previous reduction has ended
     waited = rec.gradients.pop(rec.awaited, None)
     waiting = waited.storage.id if waited and waited.storage else 0
     del waited

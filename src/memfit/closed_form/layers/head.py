@@ -32,9 +32,9 @@ class HeadStyle:
     transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
     bias: bool = False
     upcast: bool = True  # logits are cast to fp32 for the loss
-    returns_fp32: bool = False  # accelerate makes an fp32 copy of the logits that the loss has left in 16 bits
+    returns_fp32: bool = False  # accelerate copies logits that the loss left in 16 bits to fp32
     causal: bool = True  # labels are shifted
-    pooled: bool = False  # a classifier of sequences sees their first token, through a dense layer and tanh
+    pooled: bool = False  # a classifier of sequences reads their first token through a dense layer and tanh
 
 
 def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     if h.holds_logits and logits.storage:
         rec.lingering.add(logits.storage.id)
     loss = _loss_function(rec, h, logits)
-    if h.returns_fp32 and logits.itemsize != 4:  # else the loss has made a copy as wide already, and let go of it
+    if h.returns_fp32 and logits.itemsize != 4:  # otherwise the loss has made and freed an fp32 copy already
         copied = rec.like(logits, "fp32 copy of the returned logits", 4)
         del copied
     return loss, held
@@ -268,7 +268,7 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         first.clear()
         held.clear()
         del loss
-        if not h.tied:  # else the embedding's gradient comes first
+        if not h.tied:  # a tied head is reduced with the embedding
             sharded(rec, style, beside=style.unit)  # the last block is prefetched
     if not style.grad:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)

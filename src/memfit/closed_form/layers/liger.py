@@ -33,7 +33,7 @@ def gated_product(rec: GraphRecorder, gate: Tensor, up: Tensor) -> Tensor:
 
     def backward(g: Tensor) -> list[Tensor | None]:
         assert rec.running is not None
-        up, gate = rec.running.saved  # in the order in which a node lets go of them
+        up, gate = rec.running.saved  # in the order in which a node releases them
         return [ops.viewed(gate.detach()), ops.viewed(up.detach())]
 
     return rec.record(rec.like(gate, "gated product"), [gate, up], [gate, up], backward)

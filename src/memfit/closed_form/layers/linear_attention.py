@@ -92,7 +92,8 @@ def _causal_conv(block: LayerRun, x: Tensor, kernel: int) -> Tensor:
     rec, style, channels = block.rec, block.style, x.elements["T"]
     w = ops.autocast(rec, ops.weight(channels * kernel, style.weight, "conv1d.weight", style.trained))
     x = ops.autocast(rec, x)
-    need_x, need_w, like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()  # saved all the same
+    # saved whether needed or not
+    need_x, need_w, like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()
     longer: Elements = {"T": channels, "B": (kernel - 1) * channels}
     contiguous = rec.like(x, "contiguous")
     out = rec.new(longer, x.itemsize, "conv output")
@@ -263,7 +264,7 @@ def _scan(
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
     per_state = 4 * state["B"]
     less_first = less_last = (
-        0  # what these chunks keep less: the zeros need no gradient, and nobody the state at the end
+        0  # bytes these chunks keep less: the initial zeros need no gradient, and the final state is not used
     )
     if rec.autocast:  # products keep casts of both operands instead
         per_token = rec.autocast * a.heads * (3 * a.head_dim + 2 * a.value_dim + CHUNK)

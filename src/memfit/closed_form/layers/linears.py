@@ -93,7 +93,7 @@ def four_bits(
     return ops.cast(rec, y, before, "quantised output")
 
 
-# where a family keeps each projection: the first module name found in the layer counts
+# module names of each projection over all families; the first one found in a layer is taken
 NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q_proj", "query", "q_lin", "q", "q_b_proj"),
     "k": ("k_proj", "key", "k_lin", "k"),

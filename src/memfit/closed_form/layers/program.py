@@ -14,8 +14,8 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
 from memfit.nouns.tape import Role
 
-REDUCTION = "reduction"  # label of the moment at which whole gradients are copied together to be reduced
-REDUCED = ("reduced gradients and their cast", "sharded gradients")  # what comes out of it
+REDUCTION = "reduction"  # label of the event at which whole gradients are copied into one buffer to be reduced
+REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the results of the reduction
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
 
 
@@ -28,7 +28,7 @@ class ProgramPart:
     left: Size  # level at the end relative to the start
     sizes: Mapping[int, Size]  # of the program
     roles: Mapping[int, Role]
-    product: int = -1  # events before the first product of cuBLAS is made; -1: it has none
+    product: int = -1  # events before the first cuBLAS product; -1: there is none
 
     @staticmethod
     def of(events: list[int], sizes: dict[int, dict[Basis, int]], roles: dict[int, Role]) -> ProgramPart:
@@ -86,14 +86,14 @@ class Program:
     output: int
     input_gradient: int  # 0: none
     lingering: Size  # see GraphRecorder.lingering
-    attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes: they die with the graph
-    waiting: int = 0  # a gradient that waits for another part's to be added to it; there, what was waiting
+    attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes: they are freed with the graph
+    waiting: int = 0  # id of a gradient that waits for another part's; in that part, of the one that waited
 
 
 def recorder(style: Style) -> GraphRecorder:
     """Return a recorder set up for a style."""
     rec = GraphRecorder(style.autocast, style.grad)
-    # sharded gradients are whole and new in every micro-batch
+    # under FSDP each micro-batch makes whole gradients anew
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
     return rec
 
@@ -202,7 +202,7 @@ def _run_backward(
         del out
         return rec.backward(root, gradient)
     x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
-    kept.clear()  # made again below, where the real run takes what was saved
+    kept.clear()  # the run below makes again what the policy saved
     x.requires_grad = style.input_grad
     root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
     del out
@@ -211,7 +211,7 @@ def _run_backward(
     rec.stop_at, held = saves, len(rec.attributes)
     again = (style.code.block or transformers_block)(block, x)
     rec.stop_at, rec.silent = None, False
-    del rec.attributes[held:]  # what ran again lost its graph, and kept its saved tensors alone
+    del rec.attributes[held:]  # the recomputed graph is gone; only its saved tensors were kept
     rec.exit_autocast()
     rec.recomputed = True
     del again

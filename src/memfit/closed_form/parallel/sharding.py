@@ -44,7 +44,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
     )  # fmt: skip
     if a.tied:
         return share
-    # from its second batch on an evaluation begins with the head that the one before left whole
+    # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
     later = replace(
         gathered,

@@ -17,23 +17,23 @@ class Gathered:
     In the backward it dies at once, but the next group is prefetched and one reduce-scatter input is kept.
     """
 
-    entry: int  # the embedding's group whole, beside its all-gather output and this rank's share of it as it was sent
+    entry: int  # the embedding's group, its all-gather output, and this rank's share as it was sent
     forward: int  # a block: its weights, its all-gather output
     loss: int
     loss_backward: int
     last: int  # backward of the last block, the first to run
     middle: int
     first: int
-    embedding: int  # backward of it
+    embedding: int  # backward of the embedding
 
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
     """Bytes of buffers while FSDP2 gathers a group beside the all-gather output of the one before, and whole ends."""
 
-    first: int  # block, beside the embedding's
-    last: int  # block, beside another's
-    head: int  # beside the last block's; 0: the head is not gathered by itself
+    first: int  # the first block, beside the embedding's
+    last: int  # the last block, beside another block's
+    head: int  # the head, beside the last block's; 0: it is not gathered by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class Streams:
     reducing: int
     gathered: Gathered
     kept: int = 0
-    events: tuple[int, ...] = ()  # of the gathering: n > 0 allocates n bytes, n < 0 frees allocation -n, from 1
-    reduced: tuple[int, ...] = ()  # buffers of the reducing, one after the other
+    # of the gathering stream: n > 0 allocates n bytes, n < 0 frees allocation -n, counted from 1
+    events: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()  # buffers of the reducing stream, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,18 @@ class Share:
     master: int
     nccl: int
     buckets: int = 0  # permanent communication buffers
-    release_gradients: bool = False  # whole gradients die as soon as they exist
+    release_gradients: bool = False  # whole gradients are freed as soon as they are reduced
     gathered: Gathered | None = None  # buffers that come and go in a pass
-    transitions: Transitions | None = None  # between its parts, under FSDP2
+    transitions: Transitions | None = None  # between the parts of a pass, under FSDP2
     streams: Streams | None = None
     first: Share | None = None  # while DeepSpeed still records the order of the modules
-    evaluated: Share | None = None  # during evaluation, where that is not `gathered`
+    evaluated: Share | None = None  # during evaluation, where it differs
     by_block: bool = False  # FSDP2: the gradients of a block are reduced together
     lasting_gradients: bool = False  # ZeRO-3: sharded gradients have a place of their own from the beginning on
     early_states: bool = False  # the optimizer's states exist from loading on
-    loading: int = 0  # what DeepSpeed needs beside the weights while it takes them over
+    loading: int = 0  # what DeepSpeed needs beside the weights while it wraps the model
     late: tuple[int, ...] = ()  # buffers from the first gradient to the end of the backward
-    step_tensors: tuple[tuple[int, ...], ...] = ()  # the large ones among the next, those of a group together
+    step_tensors: tuple[tuple[int, ...], ...] = ()  # the large ones among `step_bytes`; those of a group exist together
     step_bytes: int = 0  # copies that the framework makes of its gradients before it steps
 
 

@@ -46,10 +46,10 @@ class _Parameter:
     """One weight. `handle`: the all-gather it is part of."""
 
     numel: int
-    available: bool  # gathered and waited for; what persists is from the first step on, and counted elsewhere
+    available: bool  # gathered and waited for; a persistent weight always is, and is counted elsewhere
     handle: _Handle | None = None
     used_last: int = -1  # the step up to which it has been fetched
-    block: int = 0  # what it lies in, by number
+    block: int = 0  # number of the allocation it lies in
 
     @property
     def persists(self) -> bool:
@@ -81,8 +81,9 @@ class _Coordinator:
     steps: Sequence[_Step]
     gpus: int
     level: int = 0
-    born: list[int] = field(default_factory=list)  # elements of every block
-    events: list[int] = field(default_factory=list)  # n > 0: a block of n elements; n < 0: the end of block -n, from 1
+    born: list[int] = field(default_factory=list)  # elements of every allocation
+    # n > 0: an allocation of n elements; n < 0: the end of allocation -n, counted from 1
+    events: list[int] = field(default_factory=list)
     available: int = 0
     highest: int = 0
     queue: deque[tuple[_Parameter, int]] = field(default_factory=deque)
@@ -313,7 +314,7 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
     bucket = BUCKET * n.gradient
     apart, waiting = _apart(a, r, n, s)
     reduced, at_end = _reduced(n, s)
-    # of each offloaded gradient there is a copy on the card, and one in fp64 for its norm
+    # each offloaded gradient has a copy on the card, and one in fp64 for its norm
     norm = 0 if on_card else (NORM_BYTES + n.gradient) * part(_largest_trained(a, r, s), r.num_gpus)
     after = at_end + norm * bool(at_end)
     norm = 0 if at_end else norm
@@ -333,7 +334,7 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
         pools = Streams(
             max(level.fetching for level in live), beside + after, used, events=events, reduced=_fills(a, r, n)
         )
-        # the bucket that never filled is reduced while the embedding is still whole
+        # a bucket that never filled is reduced while the embedding is still gathered
         step = max(found.step_bytes, (after + held.embedding) * bool(after))
         return replace(found, gathered=gathered, streams=pools, step_bytes=step)
 
