@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 import memfit.frameworks.names as names
 import memfit.frameworks.process_layout as launch
@@ -303,7 +302,9 @@ def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:
 
 
 def installed(name: str) -> bool:
-    """Return whether a distribution of that name is installed; nothing is imported."""
+    """Return whether a distribution of that name is installed, without importing it."""
+    from importlib import metadata  # slow to import, and no plan needs it
+
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:
