@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: plan test check docs clean
+.PHONY: plan test nightly check docs clean
 
 plan: $(VENV)/.core  ## answer the question for an embedded real model: no GPU, no weights, no network
 	@$(BIN)/memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090
 
 test: $(VENV)/.dev check  ## lint, types, layers, docs freshness, then the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+nightly: $(VENV)/.dev  ## the cases of the long grids that `make test` leaves out
+	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

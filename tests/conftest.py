@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 
 from memfit import cli
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a worker a core is enough
+
 Ran = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _small_heap() -> None:
+    """Let the collector look at what the test makes: what was there before, libraries above all, is most of a heap."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint
 from memfit.tables.cautions import cautions
 from memfit.virtual.tracing import trace_recipe
+from smoke import kinds_of_recipe, smoke
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,7 +85,9 @@ def both(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "card", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else getattr(v, "method", "")
+    ("model", "recipe", "card", "changes"),
+    smoke(CASES, lambda case: kinds_of_recipe(case[1])),
+    ids=lambda v: v if isinstance(v, str) else getattr(v, "method", ""),
 )
 def test_every_phase_needs_what_the_trace_says(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> None:
     formula, traced = both(model, recipe, card, changes)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from memfit.explain.history.reading import memory_of  # noqa: E402
 from memfit.live.holders.retained import roots_of  # noqa: E402
 from memfit.nouns.finding import Cause, Finding  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
+from smoke import smoke  # noqa: E402
 from test_planted_oom import HEAD, MARK, PROGRAMS  # noqa: E402
 
 # causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits. A file alone
@@ -77,9 +79,19 @@ def right_or_uncertain(finding: Finding, planted: Cause) -> bool:
     return finding.cause in (planted, SHOWN_AS.get(planted)) or finding.confidence != "certain"
 
 
+def stories(case: tuple[Path, str]) -> list[object]:
+    """Return what a recording shows of a program: with operators its own, without them as much, less, or less alone."""
+    path, stacks = case
+    if stacks == "all" or path.stem in ALONE_NEEDS_OPERATORS:
+        return [case]
+    return ["process" if planted_cause(path) in NEEDS_PROCESS else "file"]
+
+
+CASES = smoke(product(PROGRAMS, ("all", "python")), stories)
+
+
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
-@pytest.mark.parametrize("stacks", ["all", "python"])
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("path", "stacks"), CASES, ids=lambda value: getattr(value, "stem", value))
 def test_what_a_card_records_shows_the_planted_cause(path: Path, stacks: str) -> None:
     planted, live, alone = explained(path, stacks)
     assert right_or_uncertain(live, planted) and right_or_uncertain(alone, planted)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import oracle
 from memfit.virtual.repeated_blocks import depths
+from smoke import smoke
 
 DATA = json.loads((Path(__file__).parent / "data" / "recorded_runs.json").read_text())
 SMALL = ("smollm2-135m", "qwen2.5-0.5b", "pythia-410m", "gpt2", "qwen3-0.6b", "bert-base-uncased", "llama-3.2-1b")
@@ -37,6 +38,17 @@ def _chosen() -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
+def _kinds(run: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what a run is one of: trainer x tuning x precision, a model, an optimizer, a kind of checkpointing."""
+    case = run["case"]
+    return [
+        (case["method"], case["tune"], case["weights"], case["autocast"]),
+        ("model", case["model"]),
+        ("optim", case["optim"]),
+        ("ckpt", case["method"], case["ckpt"]),
+    ]
+
+
 def _record(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The run as a record of the oracle, with its model's config in the folder."""
     case = run["case"]
@@ -52,7 +64,7 @@ def _wrong(run: dict[str, Any], peaks: oracle.Peaks) -> list[tuple[str, int, int
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("run", _chosen(), ids=lambda run: run["id"])
+@pytest.mark.parametrize("run", smoke(_chosen(), _kinds), ids=lambda run: run["id"])
 def test_the_traced_run_is_the_recorded_one(run: dict[str, Any], tmp_path: Path) -> None:
     outcome = oracle.traced(_record(run, tmp_path), tmp_path)
     assert outcome is not None and _wrong(run, outcome.peaks) == []

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,7 @@ def test_maxima_of_blocks_keep_one_number_each() -> None:
 # --- whatever is compiled, and however it is watched ---
 
 
+@cache
 def trained(how: str, watched: bool) -> tuple[int, int]:
     """Peaks in allocated bytes of the first and the third step of two blocks."""
     with virtual_gpu(CARD) as card:
