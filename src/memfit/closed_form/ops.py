@@ -178,12 +178,12 @@ def unary(rec: GraphRecorder, x: Tensor, label: str, *, keeps: str = "input", bu
 
 
 def scale(rec: GraphRecorder, x: Tensor, label: str = "scaled") -> Tensor:
-    """x times a number."""
+    """x * number, or -x."""
     return unary(rec, x, label, keeps="nothing")
 
 
 def shift(rec: GraphRecorder, x: Tensor, label: str = "shifted") -> Tensor:
-    """x plus a number: the gradient passes through."""
+    """x + number: the gradient passes through."""
     return rec.record(rec.like(x, label), [x], [], lambda g: [g])
 
 
@@ -278,11 +278,6 @@ def slice(rec: GraphRecorder, x: Tensor, elements: Elements) -> Tensor:
     return rec.record(
         x.view(elements), [x], [], lambda g: [rec.new(whole, g.itemsize, "slice gradient", heads_first=True)]
     )
-
-
-def negate(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """-x."""
-    return scale(rec, x, "negated")
 
 
 def split(rec: GraphRecorder, x: Tensor, widths: Sequence[int], *, by_head: bool = False) -> list[Tensor]:
