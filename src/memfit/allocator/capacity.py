@@ -24,7 +24,7 @@ Progress = Callable[[str, float], None]
 class Slack:
     """The reserved peak on a card without a limit, split into four parts.
 
-    `tensors` are requested bytes. `rounding` lies inside blocks: 512-byte steps and remainders too small to split.
+    `tensors` are requested bytes. `rounding` is inside blocks: 512-byte steps and remainders too small to split.
     `fragmentation` is free memory that the smallest card needs too, in pieces too small or in the wrong place. `cache`
     is free memory that the allocator would release before it fails.
     """

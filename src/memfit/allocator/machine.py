@@ -149,14 +149,14 @@ class Allocator(Reserve):
             self.inactive_split_peak = split
 
     def record_stream(self, block: Block | None, stream: int) -> None:
-        """recordStream: note that `stream` uses the block too, so that it is not reused before that stream has caught up."""
+        """recordStream: let the block's reuse wait for `stream`, which uses it too."""
         if block is not None and stream != block.pool.stream:
             uses = self._stream_uses.setdefault(block, [])
             if stream not in uses:
                 uses.append(stream)
 
     def set_memory_fraction(self, fraction: float) -> None:
-        """torch.cuda.set_per_process_memory_fraction: limit the allocator to a fraction of `total_memory` from now on."""
+        """torch.cuda.set_per_process_memory_fraction: set the limit to a fraction of `total_memory`."""
         self.settings = replace(self.settings, per_process_memory_fraction=fraction)
         self.allowed = self._allowed_memory_maximum()
         self._collects = self.allowed is not None and self._ages

@@ -1,7 +1,7 @@
 """The tape player: apply a tape's events to an allocator one by one, and yield after each.
 
-Replay, explain, figures and snapshots loop over `play`, so that an out-of-memory, caught or not, and a damaged tape mean
-the same everywhere. `begun` restores the blocks that the allocator held when the recording began.
+Replay, explain, figures and snapshots loop over `play`, so that all treat an out-of-memory, caught or not, and a
+damaged tape alike. `begun` restores the blocks that the allocator held when the recording began.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def play(
 ) -> Iterator[tuple[int, Event, Block | OutOfMemory | None]]:
     """Apply each event to the allocator, then yield it with its index and its block.
 
-    `live` holds the blocks in use and is kept up to date. The request of an Oom is made again; if it succeeds, its block
-    is yielded and then freed. For a request that fails the OutOfMemory is yielded in place of the block, and the
-    generator ends. With `go_on` it continues after a failed Oom, because the recorded program caught it, and skips the
+    `live` holds the blocks in use and is kept up to date. The request of an Oom is made again; if it succeeds,
+    its block is yielded and then freed. For a request that fails the OutOfMemory is yielded instead, and the generator
+    ends. With `go_on` it continues after a failed Oom, because the recorded program caught it, and skips the
     request on a card without a limit, where it would not fail. Raises BadInput for a Free of an unknown id, an id that
     is allocated twice, or a negative size.
     """

@@ -1,7 +1,7 @@
 """Tape x allocator -> Timeline: what a run reserves, phase by phase, and where it runs out of memory.
 
-`replay` plays a tape on any card. `retrace` and `as_recorded` play it on the card it was recorded on: the first compares
-the model of the allocator with PyTorch's own, the second returns the timeline of the recorded run.
+`replay` plays a tape on any card. `retrace` and `as_recorded` play it on the card it was recorded on: one compares the
+model of the allocator with PyTorch's own, the other returns the timeline of the recorded run.
 """
 
 from __future__ import annotations

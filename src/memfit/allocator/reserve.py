@@ -1,4 +1,4 @@
-"""The state of the allocator: segments taken from the driver, the limits on them, and the counters of memory_stats()."""
+"""The state of the allocator: segments taken from the driver, limits on them, and the counters of memory_stats()."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Reserve:
         self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def _allowed_memory_maximum(self) -> int | None:
-        """setMemoryFraction: return the limit, which any fraction sets up to torch 2.9, and one below 1 from 2.10 on."""
+        """setMemoryFraction: return the limit, if any: up to torch 2.9 any fraction sets one, later one below 1."""
         fraction = self.settings.per_process_memory_fraction
         if fraction is None or (fraction >= 1.0 and self.torch >= (2, 10)):
             return None

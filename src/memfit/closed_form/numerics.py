@@ -33,7 +33,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     meant, quantised = meaning(recipe), recipe.method == "qlora"
     weight = BYTES[meant.stored]
     autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
-    # FSDP2 wants one dtype in a group, so nothing is upcast there
+    # FSDP2 requires one dtype in a group, so nothing is upcast there
     other = 4 if quantised and trainer.kbit_prepare and backend(recipe) != "fsdp" else weight
     return Numerics(
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
@@ -113,7 +113,7 @@ STACKED_EXPERTS = {
 
 
 def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """Return the modules that get an adapter by name, and stacked parameters by a suffix such as "experts.down_proj"."""
+    """Return the names of modules with an adapter, and of stacked parameters as suffixes ("experts.down_proj")."""
     modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
     if targets == ("all-linear",):
         modules |= renamed.keys()

@@ -71,7 +71,7 @@ def checkpointed_activations(architecture: Architecture, batch: int, sequence: i
 
 
 def attention_scores(architecture: Architecture, batch: int, sequence: int, itemsize: int = 2) -> int:
-    """Return the bytes of one layer's score matrix [B, N, S, S], which eager attention makes and fused kernels do not."""
+    """Return the bytes of one layer's score matrix [B, N, S, S], made by eager attention and no fused kernel."""
     style = Style(kernel="eager", weight=itemsize, residual=itemsize)
     program = block_program(architecture.layers[0], style, architecture.width)
     scores = next(id for id, label in program.labels.items() if label.endswith(".scores"))

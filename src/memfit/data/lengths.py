@@ -1,8 +1,8 @@
 """Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
 
 A run must fit its *longest* batch: memory depends on the tokens of one micro-batch, and batches are drawn at random, so
-the longest sample may come at step 2000. Plans are therefore made for `longest_batch`; `padding_waste` and `packed` only
-concern time.
+the longest sample may come at step 2000. Plans are therefore made for `longest_batch`; `padding_waste` and `packed`
+concern time only.
 
 Everything is computed from the number of samples of each length, which is exact, and small for data of any size.
 """
@@ -40,7 +40,7 @@ class Lengths:
 
     @classmethod
     def counted(cls, counts: Mapping[int, int]) -> Lengths:
-        """Return the lengths of {tokens: samples}. Raises BadInput without a sample, ValueError for a negative number."""
+        """Return the lengths of {tokens: samples}. Raises BadInput if empty, ValueError if negative."""
         kept = tuple(sorted((t, n) for t, n in counts.items() if n))
         if any(t < 0 or n < 0 for t, n in kept):
             raise ValueError("lengths and counts cannot be negative")
@@ -217,7 +217,7 @@ def packed(lengths: Lengths, sequence_length: int) -> int:
 
 
 def _move(bins: Counter[int], rooms: list[int], room: int, sequences: int) -> None:
-    """Add (or with a negative number remove) sequences with that much room; keep `rooms` equal to the keys of `bins`."""
+    """Add sequences with that much room (a negative number removes them); keep `rooms` the keys of `bins`."""
     if not bins[room]:
         insort(rooms, room)
     bins[room] += sequences

@@ -1,4 +1,4 @@
-"""Attention sub-blocks, one function per kind: projections, rotary embedding and kernel in the order of the model code."""
+"""Attention sub-blocks, one function per kind: projections, rotary embedding and kernel, as in the model code."""
 
 from __future__ import annotations
 

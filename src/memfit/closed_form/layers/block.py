@@ -55,7 +55,7 @@ def inputs(rec: GraphRecorder, p: PerLayer, x: Tensor, width: int, itemsize: int
 
 
 def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
-    """Return x + norm(up(act(down(x)) * the layer's own input)), whose gradient is written into zeros for all layers."""
+    """Return x + norm(up(act(down(x)) * own input)); the own input's gradient is written into zeros for all layers."""
     rec, style = block.rec, block.style
     given = Tensor(None, {"T": own}, x.itemsize, style.own_input_grad)
     if given.requires_grad:

@@ -77,7 +77,7 @@ def _by_token(rec: GraphRecorder, x: Tensor, label: str, part: bool = False) -> 
 
 
 def experts(rec: GraphRecorder, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, width: int, k: int) -> Tensor:
-    """LigerFusedMoEFunction: saves the inputs and the joint projection of every row; makes all gradients, needed or not."""
+    """LigerFusedMoEFunction: saves its inputs and the joint projection; makes all gradients, needed or not."""
     joint: Elements = {"T": 2 * width * k}
     hidden: Elements = {basis: n * k for basis, n in x.elements.items()}
     before = rec.new(joint, x.itemsize, "joint projection")

@@ -123,10 +123,10 @@ def _chunk_rule(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, g: Tensor, bet
     cumulated = _cumsum(rec, decay)
     pairwise = _pairwise(rec, cumulated)
     square = pairwise.elements
-    lie = _laid_by_token if before == 4 else lambda _, x: x
-    system = ops.bmm(rec, lie(rec, k_beta), lie(rec, k), square, "k_beta @ keys")
+    laid = _laid_by_token if before == 4 else lambda _, x: x
+    system = ops.bmm(rec, laid(rec, k_beta), laid(rec, k), square, "k_beta @ keys")
     system = ops.mul(rec, system, pairwise, "ut_system")
-    intra = ops.bmm(rec, lie(rec, q), lie(rec, k), square, "queries @ keys")
+    intra = ops.bmm(rec, laid(rec, q), laid(rec, k), square, "queries @ keys")
     intra = ops.mul(rec, intra, pairwise, "attention within chunks")
     decayed = ops.mul(rec, k_beta, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed k_beta")
     new_values = _solve_triangular(rec, system, v_beta)
@@ -234,7 +234,7 @@ def _scan(
     rec: GraphRecorder, core: Tensor, new_values: Tensor, seen: Tensor, q: Tensor, k: Tensor, intra: Tensor,
     a: Attention,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the loop over the chunks, each of which saves its new values and its initial state; return the last state too."""
+    """Run the loop over the chunks, which save their new values and initial states; return the last state too."""
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
     per_state = 4 * state["B"]
     # bytes that the first and last chunk save less: the initial zeros need no gradient, the final state is not used

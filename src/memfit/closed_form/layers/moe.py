@@ -5,7 +5,7 @@ tokens routed to an expert changes no size: every product runs over all tokens t
 
 Stacked experts and routers are not nn.Linear, so PEFT adapts them with peft.tuners.lora.ParamWrapper: while the wrapped
 module runs, its weight is a parametrization. W + s * B A is computed in full, once for the check at registration and
-once for the product, and is cached until the module returns. autograd saves the second one, and its gradient is as large
+once for the product, and cached until the module returns. autograd saves the second one, and its gradient is as large
 again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 """
 

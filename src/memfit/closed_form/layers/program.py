@@ -132,8 +132,8 @@ def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: 
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
         added(lingering, rec.sizes[id])
-    waits = rec.gradients.get(rec.awaited)
-    waiting = waits.storage.id if waits is not None and waits.storage else 0
+    awaited = rec.gradients.get(rec.awaited)
+    waiting = awaited.storage.id if awaited is not None and awaited.storage else 0
     attributes = tuple(sorted({t.storage.id for t in rec.attributes if t.storage}))
     return Program(
         forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering,

@@ -55,7 +55,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
 
 
 def whole_at_load(a: Architecture, n: Numerics) -> int:
-    """Return the bytes of whole weights while FSDP2 shards them: a block, or embedding and head, if these are larger."""
+    """Return the bytes of whole weights while FSDP2 shards them: the larger of a block, or embedding and head."""
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
     ends = sum(w.numel for w in tables) * n.weight
     return max(ends, max(x.parameters for x in a.kinds) * n.weight)

@@ -226,7 +226,7 @@ def fills(a: Architecture) -> tuple[int, ...]:
 def _modules(
     a: Architecture, rank: int, targets: frozenset[str]
 ) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
-    """Return the parameters of each module in the order of the calls: those of embedding and head, and of every block."""
+    """Return the parameters of each module in the order of calls: of embedding and head, and of every block."""
 
     def of(weights: Iterable[Weight]) -> list[tuple[_Parameter, ...]]:
         modules: dict[str, list[_Parameter]] = {}
@@ -361,7 +361,7 @@ def _left(r: Recipe, size: int) -> int:
 
 
 def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """Return the bytes of the largest gradient above a bucket, and of a tied one, which exists until its second half."""
+    """Return the bytes of the largest gradient above a bucket, and of a tied one, kept until its second half."""
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
@@ -393,13 +393,13 @@ def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
 
 
 def _flattened(r: Recipe, s: Static) -> int:
-    """Return the bytes of the second copy of trained weights while ZeRO-1 and -2 flatten them, less the later master."""
+    """Return the bytes beyond the master weights of a second copy, while ZeRO-1 and -2 flatten trained weights."""
     trained = s.base if r.method == "full" else s.adapter
     return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
 
 
 def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
-    """Return the bytes of a whole weight and its share on the way to the host, and in full fine-tuning of the bucket."""
+    """Return the bytes of a whole weight, its share on the way to the host, and in full fine-tuning the bucket."""
     whole = s.base + s.scales if r.method == "qlora" else s.largest * n.weight
     arriving = whole + (part(whole, r.num_gpus) if r.offload == "parameters" else 0)
     if r.method != "full":

@@ -176,7 +176,7 @@ class Account:
     def _gathered(
         self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
     ) -> list[Instant]:
-        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights part by part."""
+        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights."""
         special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
         share = special or self.share
         whole, streams = share.gathered, share.streams
@@ -266,10 +266,14 @@ class Account:
 
     @property
     def again(self) -> Static:
-        """Return what lies on the card after resuming."""
+        """Return the static bytes after resuming.
+
+        PEFT loads 16-bit adapters in fp32, and bitsandbytes loads paged states onto the card.
+        """
         if not self.resumes:
             return self.static
-        return loaded_again(self.architecture, self.recipe, self.numerics, self.optimizer, self.trainer)
+        wide = self.numerics if self.recipe.method == "full" else replace(self.numerics, adapter=4)
+        return static_of(self.architecture, self.recipe, wide, replace(self.optimizer, paged=False), self.trainer)
 
     def resume(self) -> Instant:
         """Return the worst instant of resuming.
@@ -376,15 +380,6 @@ def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
         return 0
     weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
     return sum(w.numel for w in weights) * n.weight
-
-
-def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
-    """Return what lies on the card after resuming.
-
-    PEFT loads 16-bit adapters in fp32, and bitsandbytes loads paged states onto the card.
-    """
-    wide = n if r.method == "full" else replace(n, adapter=4)
-    return static_of(a, r, wide, replace(o, paged=False), t)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Describe and build a decoder family.
 
-The makers of weights come first, with the names and shapes of PyTorch's modules; then `Dialect`, one row per family with
-its config keys and its differences from Llama; then `decoder`, which builds an Architecture from a config and a row.
+The makers of weights come first, with the names and shapes of PyTorch's modules; then `Dialect`, one row per family
+with its config keys and its differences from Llama; then `decoder`, which builds an Architecture from config and row.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ DECODERS: dict[str, Dialect] = {
         rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked,
         mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
-            shared_width=lambda f: f.size("intermediate_size"), sparse=_llama4_sparse, transposed=True, every_token=True,
-            dense=partial(gated_mlp, key="intermediate_size_mlp"),
+            shared_width=lambda f: f.size("intermediate_size"), sparse=_llama4_sparse, transposed=True,
+            every_token=True, dense=partial(gated_mlp, key="intermediate_size_mlp"),
         ),
     ),
 }  # fmt: skip
