@@ -64,7 +64,7 @@ class QuickPool(ABC):
         self.starts[block & ADDRESS] = self.ends[(block & ADDRESS) + (block >> SHIFT)] = block
 
     def remove(self, block: int) -> None:
-        """Take a free block out again."""
+        """Remove a free block."""
         del self.keys[bisect_left(self.keys, block)]
         del self.starts[block & ADDRESS], self.ends[(block & ADDRESS) + (block >> SHIFT)]
 
