@@ -75,7 +75,7 @@ def predicted(case: dict[str, Any]) -> dict[str, int]:
         padded=case["mask"] == "pad", mask_given=case["mask"] != "none" and case["method"] != "sft",
         use_cache=case["method"] == "torch" and case["ckpt"] == "none" and model.task == "causal-lm",
     )  # fmt: skip
-    micro = micro_step_of(model, recipe, n, row, o, divmod(case["cc"], 10), situation)
+    micro = micro_step_of(model, recipe, n, row, divmod(case["cc"], 10), situation)
     workspace = 33_554_432 if case["cc"] >= 90 else 8_519_680
     lingering = meter.bytes(micro.lingering) if case["method"] == "torch" else 0
     before = static.weights + static.states + 2 * workspace + 24 * case["mb"] * case["seq"] + lingering

@@ -11,25 +11,25 @@ name their twins there):
     stays inside a large block and counts as allocated (`should_split`). The rest is free in the same segment.
  5. If none suffices, a segment is taken from the driver: 2 MiB for a small request, 20 MiB (`large_segment_size`)
     below 10 MiB, else the size rounded up to 2 MiB (`get_allocation_size`).
- 6. Before that, with a memory fraction and `garbage_collection_threshold`, old cached large segments go back.
- 7. If the driver or the fraction refuses: with `max_split_size`, oversize cached blocks go back and it is tried again;
-    then every segment that is wholly free goes back and it is tried once more (`num_alloc_retries`). Then OutOfMemory.
- 8. free merges a block with its free neighbours of the same segment and keeps it: memory returns to the driver only by
-    6, 7 and empty_cache. A block that other streams used (record_stream) is free again only once they caught up.
+ 6. Before that, with a memory fraction and `garbage_collection_threshold`, old cached large segments are released.
+ 7. If the driver or the fraction refuses: with `max_split_size`, oversize cached blocks are released for a second try;
+    then all wholly free segments are released for a last one (`num_alloc_retries`). If that fails: OutOfMemory.
+ 8. free merges a block with free neighbours in its segment and caches it: memory returns to the driver only by 6, 7 and
+    empty_cache. A block that other streams used (record_stream) becomes free once they have caught up.
  9. Blocks of `max_split_size` and more are never split, and serve only requests at most
     `max_non_split_rounding` smaller.
 10. With `expandable_segments` there is one growing segment per pool and stream: 2 MiB granules (small) or 20 MiB ones
-    (large) are mapped right after the last, any rest of 512 B is split off, and whole free granules are unmapped in 7.
+    (large) are mapped after the last one, rests from 512 B on are split off, and 7 unmaps whole free granules.
 
 `requested <= allocated <= reserved <= capacity` holds at every moment, except that while freed blocks wait for other
 streams their bytes still count as requested, and as active instead of allocated.
 
 Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend, PYTORCH_NO_CUDA_MEMORY_CACHING,
-free-memory callbacks, settings changed half-way, several devices, IPC, malloc hints. The driver is a counter: it hands
-out `capacity` bytes without fragments of its own, at addresses that only grow, which decides ties for torch up to
-2.11, where real addresses may be reused; a recording's own addresses can be given. Other streams have always caught up
-by the next malloc. Statistics are those over both pools. What changed between torch 2.4 and 2.13 beyond the tie-break,
-the memory fraction's rule and the keys of the settings was not examined.
+free-memory callbacks, settings changed during a run, several devices, IPC, malloc hints. The driver is a counter: it
+gives `capacity` bytes without fragmentation, at addresses that only grow. Real addresses may be reused, and decide ties
+up to torch 2.11, so recorded ones can be given. Other streams have always caught up by the next malloc. Statistics
+cover both pools. Changes between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the
+keys of the settings were not examined.
 """
 
 from collections.abc import Mapping

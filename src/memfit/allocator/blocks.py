@@ -1,8 +1,9 @@
-"""The parts of the caching allocator: constants, sizes, Blocks of segments, Pools of free blocks in best-fit order."""
+"""The parts of the caching allocator: constants, size rules, Blocks of segments, Pools of free blocks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import attrgetter
 from typing import Final
 
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
@@ -42,7 +43,7 @@ class Block:
     age_base: int
 
     def __init__(self, size: int, addr: int, pool: Pool, prev: Block | None, next_: Block | None) -> None:
-        # The other slots are set when they first mean something: millions of blocks are made in a replay.
+        # the other slots are set at their first use, because a replay makes millions of blocks
         self.size = size
         self.addr = addr
         self.pool = pool
@@ -62,8 +63,8 @@ class Block:
 class Pool:
     """The free blocks of one stream and kind, as `BlockPool`: `keys` sorted ascending, `blocks` by key.
 
-    `unmapped` holds the unmapped parts of expandable segments by address. A block is split when more than `slack`
-    bytes would be left and the request is below `split_below` (should_split).
+    `unmapped` holds the unmapped parts of expandable segments by address. A block is split if more than `slack` bytes
+    would be left and the request is below `split_below` (should_split).
     """
 
     __slots__ = ("blocks", "by_order", "granule", "keys", "slack", "small", "split_below", "stream", "unmapped")
@@ -71,7 +72,7 @@ class Pool:
     def __init__(self, stream: int, granule: int, slack: int, split_below: int, *, small: bool, by_order: bool) -> None:
         self.stream = stream
         self.small = small
-        self.granule = granule  # what an expandable segment grows by
+        self.granule = granule  # bytes by which an expandable segment grows
         self.slack = slack
         self.split_below = split_below
         self.by_order = by_order
@@ -87,14 +88,14 @@ class Pool:
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Take a free block out again."""
+        """Remove a free block."""
         del self.keys[bisect_left(self.keys, block.key)]
         del self.blocks[block.key]
 
     def insert_unmapped(self, block: Block) -> None:
-        """Remember an unmapped part of an expandable segment."""
+        """Add an unmapped part of an expandable segment."""
         block.state = UNMAPPED
-        insort(self.unmapped, block, key=_address)
+        insort(self.unmapped, block, key=attrgetter("addr"))
 
     def in_order(self) -> list[Block]:
         """Return a copy of the free blocks in their order, so that the caller may remove some."""
@@ -103,10 +104,6 @@ class Pool:
     def lower_bound(self, size: int) -> int:
         """Return the position in `keys` of the smallest free block of at least `size` bytes."""
         return bisect_left(self.keys, size << KEY_SHIFT)
-
-
-def _address(block: Block) -> int:
-    return block.addr
 
 
 def round_up_power2(size: int, divisions: int) -> int:

@@ -1,4 +1,4 @@
-"""A tape on a card: does it run there, what is the smallest card, and where do the bytes above its tensors go."""
+"""Replay a tape on a card: its verdict, the smallest card it runs on, and the reserved bytes above its tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from memfit.nouns.plan import BAND_SHARE, Judgement, Verdict
 from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 
-# What a card's CUDA context may differ from its row in the table, in bytes. Source: published values per card, which
-# spread by 60 MiB where several exist; 100 MiB where there is only one.
-CONTEXT_BAND = {False: 60 * MIB, True: 100 * MIB}  # by: is the row's value unverified
+# Bytes by which a card's CUDA context may differ from its row in the table, by whether that value is unverified.
+# Source: published values per card, which spread by 60 MiB where several exist; 100 MiB where there is only one.
+CONTEXT_BAND = {False: 60 * MIB, True: 100 * MIB}
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """Bytes reserved above the tensors' own on a card without a limit; with `tensors` they add up to the peak reserved.
+    """The reserved peak on a card without a limit, split into four parts.
 
-    `rounding` is in the blocks: 512-byte steps and remainders too small to split. `fragmentation` is needed although no
-    tensor has it: free pieces too small or in the wrong place, which the smallest card has too. `cache` is free memory
-    that the allocator would give back before it fails.
+    `tensors` are requested bytes. `rounding` is inside blocks: 512-byte steps and remainders too small to split.
+    `fragmentation` is free memory that the smallest card needs too, in pieces too small or in the wrong place. `cache`
+    is free memory that the allocator would release before it fails.
     """
 
     tensors: int
@@ -39,12 +39,11 @@ class Slack:
 class Capacity:
     """The answer of `memfit replay`; sizes in bytes.
 
-    `free` is the run on a card without a limit, `timeline` the run on the given card (the same where none is).
-    `smallest` is the smallest capacity it runs on with its own settings, `other` with expandable segments instead
-    (or without them, where they were set); both are only lower bounds where the run `died` of an out-of-memory, because
-    what it would have needed afterwards is not in its tape. `reproduced` compares the segments that the model took and
-    gave back with the recording's: None where the tape has none or the settings are others, "" where all agree, else
-    the first difference.
+    `free` is the run on a card without a limit, `timeline` the run on the given card, or `free` if none is given.
+    `smallest` is the smallest capacity it runs on with its own settings, `other` with `expandable_segments` switched
+    over. Both are lower bounds if the run `died` of an out-of-memory, because its tape lacks what came after.
+    `reproduced` compares the segments of the replay with the recorded ones: "" if all agree, else the first difference;
+    None if the tape has none or was recorded with other settings.
     """
 
     free: Timeline
@@ -61,7 +60,7 @@ def capacity(
     tape: Tape, settings: AllocSettings, torch: Torch = LATEST_TORCH, gpu: Gpu | None = None, reserve: int = 0,
     progress: Progress = lambda text, share: None, free: Timeline | None = None,
 ) -> Capacity:  # fmt: skip
-    """Replay a tape without a limit, on a card, and on ever smaller cards; `free` where the first is known already.
+    """Replay a tape without a limit (unless `free` is given), on a card, and on ever smaller cards.
 
     Raises BadInput for a tape that is damaged.
     """
@@ -81,7 +80,7 @@ def capacity(
         timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
-    # the cache of a card without a limit is given back before a run fails: it is not what is missing
+    # a run releases the cache before it fails, so what is missing is counted from the smallest card
     if judgement and judgement.verdict == "misfit" and smallest > judgement.usable:
         judgement = replace(judgement, need=smallest, headroom=judgement.usable - smallest)
     progress("the same with the other kind of segments", 0.6)
@@ -98,8 +97,8 @@ def _on_card(
     """Return the run on a card and its verdict.
 
     fits: it also runs with a band less; misfit: it does not run with a band more; tight: anything between. A tape that
-    ends in an out-of-memory is never said to fit, and where it fails it needs an unknown amount more. The band is the
-    uncertainty of the card's context, and for a predicted tape that of the prediction.
+    ends in an out-of-memory never fits, and is a misfit wherever it runs out, because it needs an unknown amount more.
+    The band is the uncertainty of the card's context, and for a predicted tape also that of the prediction.
     """
     usable, need = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
@@ -107,7 +106,7 @@ def _on_card(
         band = max(band, int(need * BAND_SHARE))
 
     def on(room: int) -> Timeline:
-        if need <= room and only_compared(settings):  # the same happens as without a limit
+        if need <= room and only_compared(settings):  # equals the run without a limit
             return free.beside(gpu.context_bytes)
         return replay(
             tape.events, capacity=max(room, 0), settings=settings, torch=torch, context=gpu.context_bytes,
@@ -130,11 +129,10 @@ def _slack(free: Timeline, smallest: int) -> Slack:
 
 
 def _reproduced(tape: Tape, settings: AllocSettings, torch: Torch) -> str | None:
-    """Return what `retrace` says of a recorded tape under its own settings; None for any other."""
+    """Return the difference that `retrace` finds for a tape recorded with these settings; None for any other."""
     if settings != parse_alloc_conf(tape.about.get("alloc_conf", ""), torch):
         return None
     segments = any(isinstance(event, SegmentAlloc | SegmentFree) for event in tape.events)
     if tape.source != "measured" or not (segments or tape.start):
         return None
-    difference, _ = retrace(tape, settings, torch)
-    return difference
+    return retrace(tape, settings, torch)[0]

@@ -1,12 +1,12 @@
-"""The compact form of a tape, for speed: one integer for each event.
+"""The compact form of a tape: one integer per event, for speed.
 
     n >= 0        allocates n bytes; allocations are numbered from 0 in their order
     ~k            frees allocation k, so -1 frees the first
     EMPTY_CACHE   empty_cache()
     use(k, s)     record_stream of allocation k on stream s
 
-`streams` names the allocations that are not on stream 0, by number. `to_ops` makes this form of a tape's events,
-`to_events` makes events of it, `play_ops` does it to an allocator.
+`streams` maps the numbers of allocations outside stream 0 to their streams. `to_ops` converts a tape's events,
+`to_events` converts them back, `play_ops` plays them on an allocator.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from memfit.allocator.player import alive_at_start, bad_event
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, Segment
 
 ONE_STREAM: Mapping[int, int] = {}
-NOBODY = -1  # stands in `streams` for a tape with a `use`, whose allocations may all be on stream 0
+NOBODY = -1  # the key in `streams` that a tape with a `use` has even if all its allocations are on stream 0
 EMPTY_CACHE = -(1 << 62)
 _STREAM_BITS = 64  # bits of the stream in a `use`, so that every `use` is below EMPTY_CACHE
 
 
 def use(number: int, stream: int) -> int:
-    """Return the operation of a record_stream; a tape with one must have something in `streams`: NOBODY."""
+    """Return the operation of a record_stream; `streams` must then have the key NOBODY."""
     return -((number + 1) << _STREAM_BITS | stream)
 
 
@@ -37,7 +37,7 @@ def used(op: int) -> tuple[int, int]:
 def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list[int], dict[int, int]]:
     """Turn events into operations and `streams`.
 
-    What was alive at the start has the first numbers, in the order it lay. Raises BadInput as `replay` does.
+    Allocations alive at the start get the first numbers, in the order of `start`. Raises BadInput as `replay` does.
     """
     ops: list[int] = []
     streams: dict[int, int] = {}
@@ -74,8 +74,7 @@ def to_events(
 ) -> Iterator[Event]:
     """Turn operations into the events of a tape, each mark before the operation at its position.
 
-    `allocation` makes the event of an allocation from its number and size: an Oom where the request was refused, the
-    free of which is then left out.
+    `allocation` makes an event of the number and size of an allocation. Where it makes an Oom, the free is left out.
     """
     at: dict[int, list[Mark]] = {}
     for position, mark in marks:
@@ -100,7 +99,7 @@ def to_events(
 
 
 def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blocks: list[Any]) -> None:
-    """Do the operations to any allocator (a quick one has no streams), and append each new block to `blocks`.
+    """Play the operations on an allocator (a quick one needs empty `streams`), and append each new block to `blocks`.
 
     Raises OutOfMemory.
     """

@@ -13,7 +13,7 @@ from memfit.allocator.reserve import Reserve
 def allocate_expandable(reserve: Reserve, pool: Pool, size: int) -> Block | None:
     """try_allocate_expandable_block: take a mapped block of at least `size` bytes from its pool; None without memory.
 
-    What was mapped before the driver refused stays mapped and cached.
+    Granules that were mapped before the driver refused stay mapped and cached.
     """
     block = _find_expandable_block(reserve, pool, size)
     if block.state == UNMAPPED and not _map_block(reserve, block, min(block.size, size)):
@@ -22,17 +22,19 @@ def allocate_expandable(reserve: Reserve, pool: Pool, size: int) -> Block | None
         following = block.next
         if following is None or not _map_block(reserve, following, min(size - block.size, following.size)):
             return None
-        block = following  # it swallowed the free block before it
+        block = following  # mapping merged it with the free block before it
     pool.remove(block)
     return block
 
 
 def best_fit(pool: Pool, position: int) -> int:
-    """From the smallest sufficient block on, prefer the next one while it could expand less than this one."""
-    keys, blocks = pool.keys, pool.blocks
-    while position + 1 < len(keys) and _expandable_size(blocks[keys[position + 1]]) < _expandable_size(
-        blocks[keys[position]]
-    ):
+    """Advance from the smallest sufficient block while the next one could expand less."""
+    keys = pool.keys
+
+    def room(at: int) -> int:
+        return _expandable_size(pool.blocks[keys[at]])
+
+    while position + 1 < len(keys) and room(position + 1) < room(position):
         position += 1
     return position
 
@@ -93,7 +95,7 @@ def _map_block(reserve: Reserve, block: Block, size: int) -> bool:
 
 
 def _unmap_block(reserve: Reserve, block: Block) -> None:
-    """unmap_block: return the whole granules inside a free block; what sticks out on either side stays free."""
+    """unmap_block: unmap the whole granules inside a free block; the rest on either side stays free."""
     pool, granule = block.pool, block.pool.granule
     begin, end = -(-block.addr // granule) * granule, (block.addr + block.size) // granule * granule
     if begin >= end:

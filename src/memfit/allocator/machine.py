@@ -1,4 +1,4 @@
-"""The caching allocator's two verbs, malloc and free, with streams, retries and out-of-memory."""
+"""malloc and free of the caching allocator, with streams, retries and out-of-memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 class Allocator(Reserve):
     """One device's caching allocator, empty at first.
 
-    `capacity` is what the driver can hand out in bytes (None: any number), `total_memory` what a memory
-    fraction refers to (default: the capacity), `torch` the version whose rules hold.
+    `capacity`: bytes that the driver can give (None: any number). `total_memory`: bytes that a memory fraction refers
+    to (default: the capacity). `torch`: the version whose rules apply.
     """
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
@@ -75,16 +75,15 @@ class Allocator(Reserve):
             yield from pools
 
     def is_cached(self, size: int, stream: int = 0) -> bool:
-        """Return whether malloc would serve this without asking the driver. Changes nothing."""
+        """Return whether malloc would find a cached block. Changes nothing."""
         rounded = round_size(size, self.settings.roundup_power2_divisions)
-        pool = self.pools_of(stream)[rounded > K_SMALL_SIZE]
-        age = self._age
-        found = self._find(pool, rounded) < len(pool.keys)
+        pool, age = self.pools_of(stream)[rounded > K_SMALL_SIZE], self._age
+        cached = self._find(pool, rounded) < len(pool.keys)
         self._age = age
-        return found
+        return cached
 
     def _split(self, rest: Block, rounded: int) -> Block:
-        """alloc_found_block: make the front a new Block of `rounded` bytes; the old Block is the free rest."""
+        """alloc_found_block: make a new Block of the first `rounded` bytes; the old Block stays free with the rest."""
         before = rest.prev
         front = Block(rounded, rest.addr, rest.pool, before, rest)
         if self._by_order:
@@ -106,7 +105,7 @@ class Allocator(Reserve):
         return front
 
     def free(self, block: Block | None) -> None:
-        """Give a block back, to be cached. One used on other streams waits for them until the next malloc."""
+        """Free a block, which stays cached. If other streams used it, it becomes available at the next malloc."""
         if block is None:
             return
         if block.state != ALLOCATED:
@@ -116,7 +115,9 @@ class Allocator(Reserve):
         if self._stream_uses and block in self._stream_uses:
             self._insert_events(block)
             return
-        pool = block.pool  # from here on free_block: merge with free neighbours of the segment, then into the pool
+        pool = (
+            block.pool
+        )  # from here on free_block: merge with free neighbours in the segment, then insert into the pool
         self.requested -= block.requested
         split = self.inactive_split
         before, after = block.prev, block.next
@@ -148,21 +149,21 @@ class Allocator(Reserve):
             self.inactive_split_peak = split
 
     def record_stream(self, block: Block | None, stream: int) -> None:
-        """recordStream: the block is also used on `stream`, so its reuse must wait for that stream."""
+        """recordStream: let the block's reuse wait for `stream`, which uses it too."""
         if block is not None and stream != block.pool.stream:
             uses = self._stream_uses.setdefault(block, [])
             if stream not in uses:
                 uses.append(stream)
 
     def set_memory_fraction(self, fraction: float) -> None:
-        """torch.cuda.set_per_process_memory_fraction: of the card's memory, from now on."""
+        """torch.cuda.set_per_process_memory_fraction: set the limit to a fraction of `total_memory`."""
         self.settings = replace(self.settings, per_process_memory_fraction=fraction)
         self.allowed = self._allowed_memory_maximum()
         self._collects = self.allowed is not None and self._ages
         self._plain = self._plain and not self._collects
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache(): give every segment back that is wholly free (release_cached_blocks)."""
+        """torch.cuda.empty_cache(): release every wholly free segment to the driver (release_cached_blocks)."""
         self._process_events()
         for kind in (1, 0):  # the large pool first
             for stream in sorted(self._pools):
@@ -173,7 +174,7 @@ class Allocator(Reserve):
                     self._release_whole_segments(pool)
 
     def _insert_events(self, block: Block) -> None:
-        """insert_events: let a freed block that other streams used wait once for each of them."""
+        """insert_events: make a freed block wait for every other stream that used it."""
         block.state = PENDING
         self.pending += block.size
         for stream in self._stream_uses[block]:
@@ -199,13 +200,9 @@ class Allocator(Reserve):
         tight = K_MIN_BLOCK_SIZE - 1
         small = Pool(stream, K_SMALL_BUFFER, tight, UNLIMITED, small=True, by_order=self._by_order)
         large = Pool(
-            stream,
-            self.settings.large_segment_size,
-            tight if grows else K_SMALL_SIZE,
-            UNLIMITED if grows or max_split_size is None else max_split_size,
-            small=False,
-            by_order=self._by_order,
-        )
+            stream, self.settings.large_segment_size, tight if grows else K_SMALL_SIZE,
+            UNLIMITED if grows or max_split_size is None else max_split_size, small=False, by_order=self._by_order,
+        )  # fmt: skip
         self._pools[stream] = pools = (small, large)
         return pools
 
@@ -219,7 +216,7 @@ class Allocator(Reserve):
         settings = self.settings
         if settings.expandable_segments:
             following = pool.blocks[pool.keys[position]].next
-            if following is not None and following.state == UNMAPPED:  # others cannot expand more than the next
+            if following is not None and following.state == UNMAPPED:  # only then could it expand more than the next
                 position = best_fit(pool, position)
         if settings.max_split_size is None:
             return position
@@ -229,7 +226,7 @@ class Allocator(Reserve):
         return end if size >= rounded + settings.max_non_split_rounding else position
 
     def _grow(self, pool: Pool, rounded: int, requested: int) -> Block:
-        """Take a segment from the driver, because no cached block fits; free the cache if the driver has no more."""
+        """Take a segment from the driver, because no cached block fits; release the cache if the driver has no more."""
         size = allocation_size(rounded, self.settings.large_segment_size)
         if self._collects:
             self._collect_garbage()
@@ -257,13 +254,8 @@ class Allocator(Reserve):
         return self._cuda_malloc(pool, size)
 
     def out_of_memory(self, tried: int, requested: int) -> OutOfMemory:
-        """Return the error for a request of `requested` bytes, for which `tried` bytes were asked of the driver."""
+        """Return the error for a tensor of `requested` bytes, for which the driver refused `tried` bytes."""
         return OutOfMemory(
-            requested=requested,
-            tried=tried,
-            device_total=self.total_memory,
-            device_free=self.capacity - self.reserved - self.padding,
-            allowed=self.allowed,
-            allocated=self.allocated,
-            reserved=self.reserved,
-        )
+            requested=requested, tried=tried, allowed=self.allowed, device_total=self.total_memory,
+            device_free=self.capacity - self.reserved - self.padding, allocated=self.allocated, reserved=self.reserved,
+        )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The tape player: do a tape's events to an allocator one by one, and let the caller look in between.
+"""The tape player: apply a tape's events to an allocator one by one, and yield after each.
 
-Replay, explain, pictures and snapshots loop over `play`, so that an out-of-memory, one that the program caught, and a
-damaged tape mean the same everywhere. `begun` lays out what the allocator held when the recording began.
+Replay, explain, figures and snapshots loop over `play`, so that all treat an out-of-memory, caught or not, and a
+damaged tape alike. `begun` restores the blocks that the allocator held when the recording began.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Live = dict[int, Block | None]  # the block of each allocation by its id; None f
 def play(
     allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bool = False
 ) -> Iterator[tuple[int, Event, Block | OutOfMemory | None]]:
-    """Do each event to the allocator, then yield it with its index and the block that it is about.
+    """Apply each event to the allocator, then yield it with its index and its block.
 
-    `live` holds the blocks in use and is kept up to date. The request of an Oom is made again: where it can be served
-    its block is yielded, and given back afterwards. For a request that cannot be served the OutOfMemory is yielded in
-    place of the block, and the play ends; with `go_on` it goes on after that of an Oom, which the recorded program
-    caught, and on a card without a limit, where it would not fail, that request is not made. Raises BadInput for a Free
-    of an unknown id, an id that is allocated twice, or a negative size.
+    `live` holds the blocks in use and is kept up to date. The request of an Oom is made again; if it succeeds,
+    its block is yielded and then freed. For a request that fails the OutOfMemory is yielded instead, and the generator
+    ends. With `go_on` it continues after a failed Oom, because the recorded program caught it, and skips the
+    request on a card without a limit, where it would not fail. Raises BadInput for a Free of an unknown id, an id that
+    is allocated twice, or a negative size.
     """
     malloc, free = allocator.malloc, allocator.free
     skips = go_on and allocator.capacity >= UNLIMITED
@@ -62,11 +62,10 @@ def play(
 
 
 def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:
-    """Bring an empty allocator to the start of a tape; returns the blocks in use by id.
+    """Bring an empty allocator to the start of a tape, and return the blocks in use by id.
 
-    With the setting it was recorded under the segments lie as they lay; if the card is too small for them, cached ones
-    are given back. With or without expandable segments where the recording was the other way, what was alive is
-    allocated anew, in the order it lay. Raises OutOfMemory.
+    If `expandable_segments` is set as in the recording, the segments are restored, and cached ones are released if the
+    card is too small for all. Otherwise the live tensors are allocated anew, segment by segment. Raises OutOfMemory.
     """
     if all(segment.expandable == allocator.settings.expandable_segments for segment in start):
         live: Live = dict(restore(allocator, start))
@@ -81,17 +80,17 @@ def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:
 
 
 def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Block]:
-    """Put these segments into an empty allocator; returns the block of each allocation by its id.
+    """Put these segments into an empty allocator, and return the block of each allocation by its id.
 
-    Segments count as taken in the order given, which decides ties from torch 2.13 on. What is in use is charged as if
-    it had been allocated just now; whether the driver has the memory is not checked.
+    Segments are created in the order given, which decides ties from torch 2.13 on. Blocks in use count as allocated
+    now; whether the driver has the memory is not checked.
     """
     held: dict[int, Block] = {}
     for segment in segments:
         pool = allocator.pools_of(segment.stream)[not segment.small]
         sizes = sum(piece.size for piece in segment.pieces)
         length = sizes
-        if segment.expandable:  # its addresses go on behind what is mapped
+        if segment.expandable:  # its range of addresses continues after the mapped pieces
             room = allocator.total_memory + allocator.total_memory // 8
             length = max(sizes, -(-room // pool.granule) * pool.granule)
         address = allocator.reserve_address(length, pool.granule if segment.expandable else 1)
@@ -127,7 +126,7 @@ def _inactive(segment: Segment) -> int:
 
 
 def alive_at_start(start: Sequence[Segment]) -> list[Alloc]:
-    """Return the allocations a tape began with, in the order they lay."""
+    """Return the allocations that a tape began with, in the order of its segments and pieces."""
     return [piece.alloc for segment in start for piece in segment.pieces if piece.alloc is not None]
 
 
@@ -145,7 +144,7 @@ def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ())
 
 
 def bad_event(index: int, event: Alloc | Free | RecordStream) -> BadInput:
-    """Return the error for an event that cannot follow those before it."""
+    """Return the error for an event that contradicts those before it."""
     if isinstance(event, RecordStream):
         wrong = f"uses {event.id}, which is not allocated"
     elif isinstance(event, Free):

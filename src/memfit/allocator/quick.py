@@ -1,4 +1,4 @@
-"""The quick allocators, for planners and searches: one stream, blocks as integers, default or expandable segments.
+"""Quick allocators for planner and searches: one stream, blocks as integers, default or expandable segments.
 
 They follow rules 1 to 5, 7, 8 and 10 of the package with the tie-break of torch 2.13, count no requests and check no
 frees; tests hold them equal to `Allocator`. Measured on the median of seven runs: without them `memfit plan` takes 13 %
@@ -23,14 +23,14 @@ SHIFT: Final = 40  # addresses up to 512 TiB
 ADDRESS: Final = (1 << SHIFT) - 1
 SMALL: Final = K_SMALL_SIZE // K_MIN_BLOCK_SIZE
 LARGE_SEGMENT: Final = AllocSettings().large_segment_size
-Charge = Callable[[int], bool]  # units taken from the driver; False where it has not got them
+Charge = Callable[[int], bool]  # takes units from the driver; returns False if it has not as many left
 
 
 class QuickPool(ABC):
-    """The free blocks of one kind: `keys` in best-fit order, `starts` and `ends` by the address each begins or ends at.
+    """The free blocks of one kind: `keys` in best-fit order, `starts` and `ends` by their first and end address.
 
-    A block is split when more than `slack` units would be left. `unmapped` says where the gaps of expandable segments
-    begin and end.
+    A block is split when more than `slack` units would be left. `unmapped` maps the first address of each gap in
+    expandable segments to its end.
     """
 
     __slots__ = ("ends", "keys", "slack", "starts", "unmapped")
@@ -44,27 +44,27 @@ class QuickPool(ABC):
 
     @abstractmethod
     def map(self, wanted: int, charge: Charge) -> int:
-        """Return a new free block of at least `wanted` units; 0 where the driver has not got them."""
+        """Return a new free block of at least `wanted` units; 0 if the driver has not as many left."""
 
     @abstractmethod
     def release(self) -> int:
-        """release_blocks: give back what is wholly free; returns how many units."""
+        """release_blocks: release wholly free memory to the driver; return how many units."""
 
     @abstractmethod
     def copy(self, capacity: int) -> QuickPool:
         """Return a pool with the same blocks on a card of another capacity."""
 
     def best_fit(self, position: int) -> int:
-        """Return the position of the block to take, given that of the smallest sufficient one, before a gap."""
+        """Return the position of the block to take; `position` is that of the smallest sufficient one."""
         return position
 
     def insert(self, block: int) -> None:
-        """Make a block available as it is, between blocks that are in use."""
+        """Add a free block without merging it."""
         insort(self.keys, block)
         self.starts[block & ADDRESS] = self.ends[(block & ADDRESS) + (block >> SHIFT)] = block
 
     def remove(self, block: int) -> None:
-        """Take a free block out again."""
+        """Remove a free block."""
         del self.keys[bisect_left(self.keys, block)]
         del self.starts[block & ADDRESS], self.ends[(block & ADDRESS) + (block >> SHIFT)]
 
@@ -75,9 +75,9 @@ class QuickPool(ABC):
 
 
 class QuickAllocator:
-    """What both quick allocators do; their pools differ.
+    """The base of both quick allocators, which differ in their pools.
 
-    `capacity` is what the driver can hand out in bytes (None: any number).
+    `capacity`: bytes that the driver can give (None: any number).
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class QuickAllocator:
         if position == len(keys):
             position = self._grow(pool, wanted, size)
         elif pool.unmapped and ((block := keys[position]) & ADDRESS) + (block >> SHIFT) in pool.unmapped:
-            position = pool.best_fit(position)  # only a block before a gap could grow more than the next
+            position = pool.best_fit(position)  # only a block before a gap could expand more than the next
         block = keys.pop(position)
         address, have = block & ADDRESS, block >> SHIFT
         starts = pool.starts
@@ -129,7 +129,7 @@ class QuickAllocator:
         return block
 
     def free(self, block: int) -> None:
-        """Give a block back, to be cached; 0 is nothing."""
+        """Free a block, which stays cached; 0 is none."""
         if not block:
             return
         address, size = block & ADDRESS, block >> SHIFT
@@ -149,11 +149,11 @@ class QuickAllocator:
         starts[address] = ends[end] = merged
 
     def empty_cache(self) -> None:
-        """Give back what is wholly free, segments or granules."""
+        """Release wholly free segments or granules to the driver."""
         self._reserved -= self._large.release() + self._small.release()
 
     def _grow(self, pool: QuickPool, wanted: int, requested: int) -> int:
-        """Return the position of a new free block; the cache is given back where the driver has no more."""
+        """Return the position of a new free block; release the cache if the driver has no more."""
         block = pool.map(wanted, self._charge)
         if not block:
             self.empty_cache()
@@ -177,7 +177,7 @@ class QuickAllocator:
         return True
 
     def reset_peak_stats(self) -> None:
-        """Every peak becomes the current value."""
+        """Set every peak to the current value."""
         self._allocated_peak, self._reserved_peak = self._allocated, self._reserved
 
     @property
@@ -205,7 +205,7 @@ class QuickAllocator:
 
 
 class SegmentPool(QuickPool):
-    """A pool of segments from cudaMalloc, which are kept as blocks. `next`: where the next one will lie."""
+    """A pool of segments from cudaMalloc, each remembered as a block. `next`: address of the next one."""
 
     __slots__ = ("next", "segments")
 
@@ -226,7 +226,7 @@ class SegmentPool(QuickPool):
         return segment
 
     def release(self) -> int:
-        """Give every segment back that is one free block."""
+        """Release every segment that is one free block."""
         free = self.segments.intersection(self.keys)
         for segment in free:
             self.remove(segment)
@@ -253,7 +253,7 @@ class PlainAllocator(QuickAllocator):
 
 
 class ExpandablePool(QuickPool):
-    """A pool of expandable segments: `length` units each, one behind the other with a granule between them."""
+    """A pool of expandable segments of `length` units each, at increasing addresses with a granule between them."""
 
     __slots__ = ("granule", "length", "next")
 
@@ -269,7 +269,7 @@ class ExpandablePool(QuickPool):
         return max(1, -(-(capacity + capacity // 8) // (self.granule * K_MIN_BLOCK_SIZE))) * self.granule
 
     def map(self, wanted: int, charge: Charge) -> int:
-        """Back the lowest place with memory, gap by gap; what the driver gave before it refused stays mapped."""
+        """Map memory at the lowest place, gap by gap; granules mapped before the driver refused stay mapped."""
         start = self.candidate(wanted)
         while (have := (before := self.starts.get(start, 0)) >> SHIFT) < wanted:
             gap = start + have
@@ -287,12 +287,12 @@ class ExpandablePool(QuickPool):
         return before
 
     def room(self, block: int) -> int:
-        """Return what a block could grow to without moving: its size and the gap behind it."""
+        """Return the size that a block could expand to: its own and that of the gap after it."""
         end = (block & ADDRESS) + (block >> SHIFT)
         return (block >> SHIFT) + self.unmapped.get(end, end) - end
 
     def best_fit(self, position: int) -> int:
-        """From the smallest sufficient block on, prefer the next one while it could grow less than this one."""
+        """Advance from the smallest sufficient block while the next one could expand less."""
         keys = self.keys
         while position + 1 < len(keys) and self.room(keys[position + 1]) < self.room(keys[position]):
             position += 1
@@ -313,12 +313,12 @@ class ExpandablePool(QuickPool):
         return address
 
     def behind(self, address: int) -> int:
-        """Return where the free block or the gap that begins at an address ends; the address itself if neither does."""
+        """Return the end of the free block or gap that begins at an address; the address itself if there is none."""
         block = self.starts.get(address)
         return address + (block >> SHIFT) if block else self.unmapped.get(address, address)
 
     def release(self) -> int:
-        """Give the whole granules inside free blocks back, and forget segments that are all gap; returns how much."""
+        """Release the whole granules inside free blocks, and forget unmapped segments; return the released units."""
         released = 0
         for block in self.keys.copy():
             address, stop = block & ADDRESS, (block & ADDRESS) + (block >> SHIFT)
@@ -346,7 +346,7 @@ class ExpandablePool(QuickPool):
         return released
 
     def copy(self, capacity: int) -> ExpandablePool:
-        """Return the pool on a card whose segments have another length, which must not have mattered yet."""
+        """Return the pool on a card with segments of another length, which must not have mattered yet."""
         other = self._copy_to(ExpandablePool(self.granule * K_MIN_BLOCK_SIZE, capacity))
         if self.next > self.granule:
             other.unmapped[max(other.unmapped)] = other.granule + other.length

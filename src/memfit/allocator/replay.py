@@ -1,7 +1,7 @@
-"""Tape x allocator -> Timeline: what a run's events reserve on a card, where they run out, and on the recorded card.
+"""Tape x allocator -> Timeline: what a run reserves, phase by phase, and where it runs out of memory.
 
-`replay` asks what would happen on some card. `retrace` and `as_recorded` play a recorded run on the card it ran on, to
-see whether the model does what PyTorch's allocator did, and what the run peaked at.
+`replay` plays a tape on any card. `retrace` and `as_recorded` play it on the card it was recorded on: one compares the
+model of the allocator with PyTorch's own, the other returns the timeline of the recorded run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from memfit.nouns.tape import Alloc, Event, Mark, Oom, Phase, Segment, SegmentAl
 
 DEFAULTS = AllocSettings()
 BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
-_START = Mark("load", "start")  # where events before the first mark belong
+_START = Mark("load", "start")  # the mark of events before the first one
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The events from one Mark to the next; `peak` is the highest of each level, including what was there before.
+    """The events from one Mark to the next. `peak` is the maximum of each level, bytes from before included.
 
     `first` is the index of its first event, `at` that of the event after which most was allocated.
     """
@@ -40,10 +40,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A replayed tape, span by span. `peak` holds each level's own maximum; they need not fall together.
+    """A replayed tape, span by span. `peak` holds each level's own maximum, which need not coincide.
 
-    `retries` counts how often the cache had to be given back to go on. At an out-of-memory the replay ends: `oom`
-    holds its numbers, `oom_at` the index of the event; it happened in the last span.
+    `retries` counts how often the cache was released to serve a request. An out-of-memory ends the replay in the last
+    span: `oom` holds its numbers, `oom_at` the index of the event.
     """
 
     spans: tuple[Span, ...]
@@ -62,7 +62,7 @@ class Timeline:
         return replace(self, spans=spans, peak=with_context(self.peak))
 
     def until(self, index: int) -> Timeline:
-        """Return the part before event `index`, at which a span begins; only for a replay without retries."""
+        """Return the part before event `index`, where a span must begin; only for a replay without retries."""
         spans = tuple(span for span in self.spans if span.first < index)
         return replace(self, spans=spans, peak=reduce(highest, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
@@ -72,7 +72,7 @@ class Timeline:
         return self.spans[-1] if self.oom is not None and self.spans else None
 
     def worst_of(self, phase: Phase) -> Span:
-        """Return the span of a phase (which there must be) that allocates most; reserved bytes stay high long after."""
+        """Return the span of a phase that allocates most; the timeline must have one of that phase."""
         spans = (span for span in self.spans if span.phase == phase)
         return max(spans, key=lambda span: (span.peak.allocated, span.peak.reserved))
 
@@ -85,14 +85,10 @@ class Timeline:
 
 
 def timeline_of(
-    allocator: Allocator,
-    events: Iterable[Event],
-    start: Sequence[Segment] = (),
-    context: int = 0,
-    *,
+    allocator: Allocator, events: Iterable[Event], start: Sequence[Segment] = (), context: int = 0, *,
     go_on: bool = False,
-) -> Timeline:
-    """Play a tape on an empty allocator to its end, or to the out-of-memory that ends it; `go_on`: see `play`."""
+) -> Timeline:  # fmt: skip
+    """Play a tape on an empty allocator to its end or an out-of-memory; `go_on`: see `play`."""
     spans: list[Span] = []
     mark, first, at, top = _START, 0, 0, -1
     index = -1
@@ -115,9 +111,9 @@ def timeline_of(
                     end()
                 mark, first, at, top = event, index, index, allocator.allocated
                 allocator.reset_peak_stats()
-        if isinstance(block, OutOfMemory) and not (go_on and isinstance(event, Oom)):  # the last one, which ended it
+        if isinstance(block, OutOfMemory) and not (go_on and isinstance(event, Oom)):  # the last event ended the play
             oom = block
-    except OutOfMemory as error:  # what was there at the start does not fit
+    except OutOfMemory as error:  # the tape's start does not fit
         oom, index = error, 0
     if index >= first:
         end()
@@ -126,48 +122,40 @@ def timeline_of(
 
 
 def replay(
-    events: Iterable[Event],
-    *,
-    capacity: int | None = None,
-    settings: AllocSettings = DEFAULTS,
-    torch: Torch = LATEST_TORCH,
-    context: int = 0,
-    total_memory: int | None = None,
-    start: Sequence[Segment] = (),
-) -> Timeline:
-    """Run a tape's events on a card whose driver can hand out `capacity` bytes (None: any number).
+    events: Iterable[Event], *, capacity: int | None = None, settings: AllocSettings = DEFAULTS,
+    torch: Torch = LATEST_TORCH, context: int = 0, total_memory: int | None = None, start: Sequence[Segment] = (),
+) -> Timeline:  # fmt: skip
+    """Replay a tape's events on a card whose driver can give `capacity` bytes (None: any number).
 
     `context` bytes are added to `reserved` to give the level `device`; they are not taken from the capacity.
-    `total_memory` is what an out-of-memory says the card has in all, `start` what the tape began with (`begun`). What
-    the tape has of segments is not read, because the allocator takes its own; the request of an Oom is made, and given
-    back at once where it succeeds. Raises BadInput for a damaged tape, as `play` does.
+    `total_memory` is the card's total in the message of an out-of-memory, `start` the tape's start (see `begun`). The
+    tape's own segments are not read. Raises BadInput for a damaged tape, as `play` does.
     """
     allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
     return timeline_of(allocator, events, start, context)
 
 
 def retrace(tape: Tape, settings: AllocSettings = DEFAULTS, torch: Torch = LATEST_TORCH) -> tuple[str, Allocator]:
-    """Do to the allocator what a recorded run did to PyTorch's own, on a card of the recorded capacity.
+    """Replay a recorded run on a card of the recorded capacity, and compare the segments with the recorded ones.
 
-    Returns what differs first ("" when every segment was taken and given back as recorded) and the allocator at the
-    end. Raises BadInput as `replay` does.
+    Return the first difference ("" if all agree) and the allocator at the end. Raises BadInput as `replay` does.
     """
     allocator = allocator_of(tape, settings, torch)
     recorded = [event for event in tape.events if isinstance(event, SegmentAlloc | SegmentFree)]
     failed_at = timeline_of(allocator, tape.events, tape.start, go_on=True).oom_at
     if failed_at is not None:
         return f"event {failed_at} runs out of memory, the recorded run did not", allocator
-    for number, (there, here) in enumerate(zip_longest(recorded, allocator.driver_calls)):
-        if there is None or here is None or (type(there), there.size) != (type(here), here.size):
-            return f"segment call {number}: recorded {there}, here {here}", allocator
+    for number, (call, replayed) in enumerate(zip_longest(recorded, allocator.driver_calls)):
+        if call is None or replayed is None or (type(call), call.size) != (type(replayed), replayed.size):
+            return f"segment call {number}: recorded {call}, here {replayed}", allocator
     return "", allocator
 
 
 def as_recorded(tape: Tape, context: int = 0) -> Timeline:
-    """Play a run once more on the card it was recorded on: what failed there fails again, and is no part of its peaks.
+    """Replay a run on the card it was recorded on, so that requests that failed there fail again and raise no peak.
 
-    Where the model runs out of memory and the recorded run did not, a card without a limit is taken instead. Raises
-    BadInput as `replay` does, and for settings that are none.
+    If the model runs out of memory where the recorded run did not, it is replayed on a card without a limit. Raises
+    BadInput as `replay` does, and for invalid settings.
     """
     torch, _ = made_with(tape)
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
@@ -180,8 +168,8 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
 
 def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
     """Return the PyTorch version and the settings of a tape; the latest and the defaults if not recorded."""
-    found = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
-    torch = (int(found[1]), int(found[2])) if found else LATEST_TORCH
+    version = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
+    torch = (int(version[1]), int(version[2])) if version else LATEST_TORCH
     try:
         return torch, parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     except BadInput:
@@ -189,15 +177,15 @@ def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
 
 
 def room_of(tape: Tape) -> int | None:
-    """Return the bytes the allocator had at its disposal, where they were recorded."""
+    """Return the recorded capacity in bytes; None if it was not recorded."""
     capacity = tape.about.get("capacity", "")
     return int(capacity) if capacity.isdecimal() else None
 
 
 def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator:
-    """Return an empty allocator on the card a tape was recorded on, with the recorded addresses where they decide ties.
+    """Return an empty allocator on the card of a tape's recording, with the recorded addresses if they decide ties.
 
-    The card's total memory sets the length of expandable segments; where it is not known they never end.
+    The card's total memory sets the length of expandable segments; if it is not known, they have no end.
     """
     total = tape.about.get("total_memory", "")
     allocator = Allocator(
@@ -213,8 +201,6 @@ def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator
 def highest(one: Levels, other: Levels) -> Levels:
     """Return each level's own maximum."""
     return Levels(
-        max(one.requested, other.requested),
-        max(one.allocated, other.allocated),
-        max(one.reserved, other.reserved),
+        max(one.requested, other.requested), max(one.allocated, other.allocated), max(one.reserved, other.reserved),
         max(one.device, other.device),
-    )
+    )  # fmt: skip

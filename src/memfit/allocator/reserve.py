@@ -1,4 +1,4 @@
-"""What the allocator holds: segments taken from the driver, the limits on them, and the counters of memory_stats()."""
+"""The state of the allocator: segments taken from the driver, limits on them, and the counters of memory_stats()."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from memfit.nouns.tape import SegmentAlloc, SegmentFree
 from memfit.units import MIB, human
 
 DRIVER_PAGE = 2 * MIB  # cudaMalloc gives physical memory by the page of 2 MiB
-UNLIMITED = 1 << 44  # stands for the size of a card without a limit: above any card, below what addresses can hold
+UNLIMITED = 1 << 44  # capacity of a card without a limit: above any real card, below the largest address
 
 
 class OutOfMemory(MemfitError):
-    """The card is full, with the numbers of torch.OutOfMemoryError; all sizes in bytes.
+    """An out-of-memory with the numbers of torch.OutOfMemoryError, in bytes.
 
-    `tried` is what the message calls "Tried to allocate" (the segment asked for), `requested` the tensor's bytes,
-    `allowed` the limit of a memory fraction, `device_free` what the driver could still give.
+    `tried`: "Tried to allocate", the size of the segment. `requested`: the tensor's bytes. `allowed`: the limit of a
+    memory fraction. `device_free`: bytes that the driver could still give.
     """
 
     exit_code = EXIT_MISFIT
 
     def __init__(
-        self,
-        *,
-        requested: int,
-        tried: int,
-        device_total: int,
-        device_free: int,
-        allowed: int | None,
-        allocated: int,
+        self, *, requested: int, tried: int, device_total: int, device_free: int, allowed: int | None, allocated: int,
         reserved: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.requested, self.tried = requested, tried
         self.device_total, self.device_free, self.allowed = device_total, device_free, allowed
         self.allocated, self.reserved = allocated, reserved
@@ -82,17 +75,13 @@ class Stats:
 class Reserve:
     """DeviceCachingAllocator without malloc and free: pools, segments, limits, counters.
 
-    Counters are plain attributes, in bytes, because malloc and free touch them at every event.
+    Counters are plain attributes, in bytes, because malloc and free update them at every event.
     """
 
     def __init__(
-        self,
-        capacity: int | None = None,
-        settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
-        torch: Torch = LATEST_TORCH,
-        *,
-        total_memory: int | None = None,
-    ) -> None:
+        self, capacity: int | None = None, settings: AllocSettings = AllocSettings(),  # noqa: B008  (frozen)
+        torch: Torch = LATEST_TORCH, *, total_memory: int | None = None,
+    ) -> None:  # fmt: skip
         if settings.backend != "native":
             raise Unsupported(
                 f"the allocator backend {settings.backend} is not modelled", hint="use backend:native, the default"
@@ -108,7 +97,7 @@ class Reserve:
         self.allocated = self.allocated_peak = 0
         self.pending = self._active_at_reset = 0
         self.reserved = self.reserved_peak = 0
-        self.padding = 0  # what the driver's whole pages hold beyond `reserved`: an odd large_segment_size leaves some
+        self.padding = 0  # bytes of the driver's pages beyond `reserved`, with an odd large_segment_size
         self.least_refused = UNLIMITED  # the smallest `reserved` that the driver refused to grow to
         self.inactive_split = self.inactive_split_peak = 0
         self.segments = self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
@@ -118,8 +107,8 @@ class Reserve:
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> (small, large)
         self._heads: dict[int, Block] = {}  # address of a segment -> its first block, oldest segment first
         self._next_address = 0
-        self._places: dict[int, list[int]] = {}  # size -> where a recording's driver put segments, oldest first
-        self._taken: dict[int, int] = {}  # address -> size of what the driver gave
+        self._places: dict[int, list[int]] = {}  # size -> addresses of recorded segments, oldest first
+        self._taken: dict[int, int] = {}  # address -> size of memory that the driver gave
         self._next_order = 0
         self._by_order = torch == (2, 12)  # BlockComparatorRegistrationCounter; older and newer order by address
         self._ages = settings.garbage_collection_threshold > 0.0
@@ -131,14 +120,14 @@ class Reserve:
         self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def _allowed_memory_maximum(self) -> int | None:
-        """setMemoryFraction: return the limit; up to 2.9 any fraction sets one, from 2.10 on only one below 1."""
+        """setMemoryFraction: return the limit, if any: up to torch 2.9 any fraction sets one, later one below 1."""
         fraction = self.settings.per_process_memory_fraction
         if fraction is None or (fraction >= 1.0 and self.torch >= (2, 10)):
             return None
         return int(fraction * self.total_memory)
 
     def _rejection_limit(self) -> int | None:
-        """throw_on_cudamalloc_oom: return the limit on segments, by the settings' fraction, not one set by a call."""
+        """throw_on_cudamalloc_oom: return the limit on segments, by the fraction in the settings."""
         if not self.settings.throw_on_cudamalloc_oom:
             return None
         fraction = self.settings.per_process_memory_fraction
@@ -170,7 +159,7 @@ class Reserve:
     def reset_peak_stats(self) -> None:
         """torch.cuda.reset_peak_memory_stats(): every peak becomes the current value."""
         self.requested_peak, self.allocated_peak = self.requested, self.allocated
-        # Nothing is pending any more when malloc raises a level, so later peaks of active are those of allocated.
+        # malloc first frees what is pending, so later peaks of `active` are those of `allocated`
         self._active_at_reset = self.allocated + self.pending
         self.reserved_peak, self.inactive_split_peak = self.reserved, self.inactive_split
 
@@ -207,8 +196,8 @@ class Reserve:
     def reserve_address(self, size: int, alignment: int = 1) -> int:
         """Return the address of a new segment.
 
-        Addresses only grow and are never reused, so that "oldest segment, then address" is plain address order. Up to
-        torch 2.11 the driver's addresses decide ties; those of a recording are taken where they are known.
+        Addresses grow and are never reused, so that "oldest segment, then address" is the order of addresses. Up to
+        torch 2.11 the driver's addresses decide ties, so recorded ones are used if known.
         """
         known = self._places.get(size, [])
         for number, address in enumerate(known):
@@ -220,13 +209,13 @@ class Reserve:
         return address
 
     def use_addresses(self, recorded: Iterable[SegmentAlloc]) -> None:
-        """Take segments where a recording's driver put them, in its order for each size, unless one lies there."""
+        """Give later segments the recorded addresses, in recorded order for each size, unless they are taken."""
         for segment in recorded:
             self._places.setdefault(segment.size, []).append(segment.address)
             self._next_address = max(self._next_address, segment.address + segment.size)
 
     def forget_segment(self, block: Block) -> None:
-        """Remove the segment that `block` is the whole of."""
+        """Remove the segment that consists of `block`."""
         del self._heads[block.addr]
 
     def replace_head(self, block: Block) -> None:
@@ -249,7 +238,7 @@ class Reserve:
         self.driver_calls.append(SegmentFree(address, size))
 
     def _cuda_malloc(self, pool: Pool, size: int) -> Block | None:
-        """Return a new segment as one block, in no pool yet; None when the driver has not got `size` bytes."""
+        """Return a new segment as one block outside the pool; None if the driver has not `size` bytes left."""
         held = self.reserved + self.padding + size + -size % DRIVER_PAGE
         if held > self.capacity:
             self.least_refused = min(self.least_refused, held)
@@ -275,7 +264,7 @@ class Reserve:
                 self._release_block(block)
 
     def _release_oversize_blocks(self, pool: Pool, rounded: int) -> bool:
-        """release_available_cached_blocks: free just enough unsplittable cached blocks; was it enough?"""
+        """release_available_cached_blocks: release just enough oversize cached blocks; return whether it was enough."""
         max_split_size = self.settings.max_split_size
         if max_split_size is None or self.settings.expandable_segments:  # no expandable block came from cudaMalloc
             return False
@@ -291,7 +280,7 @@ class Reserve:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """garbage_collect_cached_blocks: above the threshold, free cached large segments older than the average."""
+        """garbage_collect_cached_blocks: above the threshold, release cached large segments older than the average."""
         assert self.allowed is not None
         excess = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
         if excess <= 0:

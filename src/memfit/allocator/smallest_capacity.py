@@ -1,4 +1,4 @@
-"""The smallest card a tape runs on: a bisection of replays that share the part which is the same on every card left."""
+"""The smallest card a tape runs on: a bisection of replays, which share the part that is equal on all cards left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoCapacity(BadInput):
 
 
 class Attempt(NamedTuple):
-    """A run on a card of some capacity: did it fit, what it reserved, and the smallest total it was refused; bytes."""
+    """A run on a card: whether it fit, peaks of requested and reserved bytes, and the smallest total it was refused."""
 
     fits: bool
     requested: int
@@ -30,7 +30,7 @@ class Attempt(NamedTuple):
     refused: int
 
 
-Try = Callable[[int | None, int], Attempt]  # capacity (None: any), one that is known to fail -> how it went
+Try = Callable[[int | None, int], Attempt]  # (capacity or None for any, a capacity known to fail) -> Attempt
 
 
 def smallest_capacity(
@@ -56,9 +56,9 @@ def smallest_capacity(
 def only_compared(settings: AllocSettings) -> bool:
     """Return whether the allocator uses the capacity only to compare a total with it.
 
-    Then a run that fits does the same on any card down to its reserved peak, and one that fails, on any card below the
-    least total it was refused. Not so where the capacity also sets a fraction's limit or the length of an expandable
-    segment.
+    A run that fits is then the same on any card down to its reserved peak, and a run that fails on any card below the
+    smallest total it was refused. This does not hold where the capacity also sets the limit of a fraction or the length
+    of an expandable segment.
     """
     return (
         settings.per_process_memory_fraction is None
@@ -74,7 +74,7 @@ def bisect(attempt: Try, granularity: int, *, only_compared: bool) -> int:
         raise NoCapacity(
             "no card is large enough", hint="raise per_process_memory_fraction, or look for a damaged tape"
         )
-    low = max(unlimited.requested - 1, 0) // granularity * granularity  # fails, unless nothing is requested
+    low = max(unlimited.requested - 1, 0) // granularity * granularity  # too small, unless nothing is requested
     high = -(-unlimited.reserved // granularity) * granularity
     while not only_compared and not attempt(high, low).fits:
         low, high = high, 2 * high
@@ -106,11 +106,11 @@ def from_the_start(
 
 
 class Undecided(Exception):
-    """The next operation does not do the same on every card."""
+    """Raised before an operation whose result depends on the card."""
 
 
 class AnyLengthPool(ExpandablePool):
-    """A pool of one segment, whose length may be anything from `shortest` on."""
+    """A pool of one segment of any length from `shortest` on."""
 
     __slots__ = ("shortest",)
 
@@ -119,25 +119,25 @@ class AnyLengthPool(ExpandablePool):
         self.shortest = 0
 
     def candidate(self, wanted: int) -> int:
-        """Return the address; raise Undecided where the shortest segment ends before it."""
+        """Return the address. Raises Undecided if the shortest segment is too short for it."""
         start = super().candidate(wanted)
         if start + wanted > self.granule + self.shortest:
             raise Undecided
         return start
 
     def best_fit(self, position: int) -> int:
-        """Return the position; raise Undecided where in the shortest segment another block is the better one."""
-        found, last = super().best_fit(position), max(self.unmapped)
+        """Return the position. Raises Undecided if it is another one in the shortest segment."""
+        longest, last = super().best_fit(position), max(self.unmapped)
         end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
         shortest = super().best_fit(position)
         self.unmapped[last] = end
-        if found != shortest:
+        if longest != shortest:
             raise Undecided
-        return found
+        return longest
 
 
 class Beginning(QuickAllocator):
-    """An allocator on every card above `capacity` at once; it raises Undecided before anything differs between them."""
+    """An allocator on all cards above `capacity`; it raises Undecided before an operation that differs between them."""
 
     __slots__ = ()
 
@@ -148,7 +148,7 @@ class Beginning(QuickAllocator):
             super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
 
     def above(self, capacity: int) -> None:
-        """Leave out the cards up to this capacity from here on."""
+        """Exclude the cards up to this capacity."""
         self.capacity = capacity
         for pool in (self._small, self._large):
             if isinstance(pool, AnyLengthPool):
@@ -163,19 +163,19 @@ class Beginning(QuickAllocator):
 class SharedBeginning:
     """Attempts on the quick allocators, which share their beginning.
 
-    On every card above one that is known to fail a run does the same until it asks for the first memory that this one
-    has not got: it is played once up to there, and each attempt goes on from a copy.
+    Above a capacity that is known to fail, runs are equal on all cards up to the first request that this capacity
+    refuses. That part is played once, and each attempt continues from a copy.
     """
 
     def __init__(self, ops: Sequence[int], *, expandable_segments: bool) -> None:
         self._ops = ops
-        self._births = [position for position, op in enumerate(ops) if op >= 0]
+        self._allocations = [position for position, op in enumerate(ops) if op >= 0]
         self._shared = Beginning(expandable_segments=expandable_segments)
         self._blocks: list[int] = []
         self._at = 0  # operations that have been played on `_shared`
 
     def __call__(self, capacity: int | None, low: int) -> Attempt:
-        """Try a capacity above `low`, which never falls from one call to the next."""
+        """Try a capacity above `low`, which must not fall from one call to the next."""
         requested = 0
         if capacity is None:
             requested = requested_peak(self._ops)
@@ -194,7 +194,7 @@ class SharedBeginning:
             play_ops(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
             self._at = len(self._ops)
         except Undecided:
-            self._at = self._births[len(self._blocks)]
+            self._at = self._allocations[len(self._blocks)]
 
 
 def requested_peak(ops: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Find a Gpu: by its name in gpus.toml, by memory size, or the one in this machine."""
+"""Find a Gpu by its name in gpus.toml, by its memory, or in this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEE_ALL = "'memfit gpus' lists them; for another card give its memory: --gpu-mem
 MAX_COUNT = 1 << 16
 UNKNOWN_CONTEXT = 500 * MIB  # as in gpus.toml for cards of which no value is published
 CUSTOM = "custom"  # the short name of a card of which only the memory is known
-SAME_CARD = 0.08  # a measured total that differs by a larger share belongs to another card of the same name
+SAME_CARD = 0.08  # a measured total that differs by a larger share means another card of the same name
 SMI_TIMEOUT = 10  # seconds; a hung driver must not hang the plan
 MAX_NAME = 100  # characters; no card's name is longer
 
@@ -40,13 +40,9 @@ def list_gpus() -> tuple[Gpu, ...]:
     """Return every row of gpus.toml, in its order."""
     import tomllib  # here, because most commands that import this module never read the table
 
-    return tuple(_gpu(row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpu"])
-
-
-def _gpu(row: dict[str, Any]) -> Gpu:
-    """Make a Gpu of one row of the table; TOML arrays become tuples."""
-    cells: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return Gpu(**cells)
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpu"]
+    rows: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in table]
+    return tuple(Gpu(**row) for row in rows)
 
 
 def find_gpu(text: str) -> Gpu:
@@ -69,7 +65,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def reading(text: str, gpu: Gpu) -> str:
-    """Return a note on how `text` was read if it also fits other cards of that model; else "".
+    """Return a note on the chosen card if `text` also fits other cards of that model; else "".
 
     "h100" -> "'h100' read as H100 SXM (80 GB), not h100-pcie or h100-nvl".
     """
@@ -82,28 +78,25 @@ def reading(text: str, gpu: Gpu) -> str:
 
 
 def parse_gpu(text: str) -> tuple[Gpu, int]:
-    """Parse a card and how many of it: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
+    """Parse a card and their number: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
     stripped = text.strip()
     for pattern in _COUNT:
-        if found := pattern.fullmatch(stripped):
-            count = int(found["count"])
+        if match := pattern.fullmatch(stripped):
+            count = int(match["count"])
             if not 1 <= count <= MAX_COUNT:
                 raise BadInput(f"'{stripped}' asks for {count} GPUs", hint=f"from 1 to {MAX_COUNT}, for example 8xh100")
-            return find_gpu(found["name"]), count
+            return find_gpu(match["name"]), count
     return find_gpu(stripped), 1
 
 
 def count_in_name(text: str) -> int | None:
     """Return how many cards "8xh100" asks for; None where the name holds no count."""
-    found = next((match for pattern in _COUNT if (match := pattern.fullmatch(text.strip()))), None)
-    return int(found["count"]) if found else None
+    matches = (pattern.fullmatch(text.strip()) for pattern in _COUNT)
+    return next((int(match["count"]) for match in matches if match), None)
 
 
 def planned(name: str, memory: int) -> Gpu | None:
-    """Return the card that a recipe.toml names by `gpu` and `gpu_memory`; None where it names none.
-
-    Raises UnknownName.
-    """
+    """Return the card of `gpu` and `gpu_memory` in a recipe.toml; None if it has neither. Raises UnknownName."""
     row = parse_gpu(name)[0] if name not in ("", CUSTOM) else None
     return custom_gpu(memory, row) if memory else row
 
@@ -122,12 +115,12 @@ def other_card(text: str, file: RecipeFile) -> Gpu:
 
 
 def memory_to_say(gpu: Gpu) -> int:
-    """Return the card's bytes where its name alone does not give them; 0 where the table has the same."""
+    """Return the card's bytes unless the table has the same number for its name; else 0."""
     return gpu.total_bytes if gpu.short == CUSTOM or find_gpu(gpu.short).total_bytes != gpu.total_bytes else 0
 
 
 def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
-    """Make a card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
+    """Return a card with `memory` bytes as CUDA reports them, otherwise like `base` or unknown.
 
     Raises BadInput when not even the CUDA context would fit.
     """
@@ -139,34 +132,23 @@ def custom_gpu(memory: int, base: Gpu | None = None) -> Gpu:
         )
     if base is None:
         return Gpu(
-            name=f"GPU with {human(memory)}",
-            short=CUSTOM,
-            vendor="",
-            sold_bytes=memory,
-            total_bytes=memory,
-            context_bytes=context,
-            unverified=("context_bytes",),
+            name=f"GPU with {human(memory)}", short=CUSTOM, vendor="", sold_bytes=memory, total_bytes=memory,
+            context_bytes=context, unverified=("context_bytes",),
             note="nothing but its memory is known, so no times or prices",
-        )
+        )  # fmt: skip
     return replace(
-        base,
-        name=f"{base.name} with {human(memory)}",
-        aliases=(),
-        sold_bytes=memory,
-        total_bytes=memory,
-        price_per_hour=None,
-        spot_per_hour=None,
-        price_source="",
+        base, name=f"{base.name} with {human(memory)}", aliases=(), sold_bytes=memory, total_bytes=memory,
+        price_per_hour=None, spot_per_hour=None, price_source="",
         unverified=tuple(u for u in base.unverified if u != "total_bytes"),
         note=f"like {base.name}, with the memory that was given",
-    )
+    )  # fmt: skip
 
 
 # ---- the card in this machine ------------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """What the driver reports of one card; memory in bytes, 0 where it does not report it."""
+    """The driver's report on one card; memory in bytes, 0 if it is not reported."""
 
     name: str
     total: int  # as nvidia-smi shows it
@@ -175,10 +157,10 @@ class Seen(NamedTuple):
 
 
 def local_gpu() -> Gpu:
-    """Return the card that PyTorch would call cuda:0 here, with its measured memory; no CUDA context is made.
+    """Return PyTorch's cuda:0 on this machine with its measured memory, without making a CUDA context.
 
-    Asks NVML through pynvml where it is installed, else nvidia-smi. Raises BadInput where there is no NVIDIA driver.
-    With different cards CUDA numbers the fastest first and the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    NVML is asked through pynvml if that is installed, else nvidia-smi. Raises BadInput without an NVIDIA driver. With
+    different cards CUDA numbers the fastest first and the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if device in ("", "-1"):
@@ -195,7 +177,7 @@ def local_gpu() -> Gpu:
 
 
 def recognise(seen: Seen) -> Gpu:
-    """Return the catalogue's row for the reported card, with the measured memory; a custom card where there is none."""
+    """Return the table's row for the reported card with the measured memory; a custom card if there is none."""
     measured, words = seen.total - seen.reserved, _words(seen.name)
     exact, model = _by_name().get("".join(words)), _without_form(words)
     rows = ([exact] if exact else []) + [g for g in list_gpus() if _model(g) == model]
@@ -221,7 +203,7 @@ def recognise(seen: Seen) -> Gpu:
 
 
 def _ask_nvml(device: str) -> Seen | None:
-    """Ask pynvml; return None where it is not installed or finds no driver."""
+    """Ask pynvml; return None if it is not installed or finds no driver."""
     try:
         import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
@@ -242,7 +224,7 @@ def _ask_nvml(device: str) -> Seen | None:
 
 
 def _ask_smi(device: str) -> Seen | None:
-    """Ask nvidia-smi; return None where it is missing, hangs or fails."""
+    """Ask nvidia-smi; return None if it is missing, hangs or fails."""
     import shutil
     import subprocess
 
@@ -251,12 +233,12 @@ def _ask_smi(device: str) -> Seen | None:
         return None
     query = ["--query-gpu=name,memory.total,memory.reserved,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             [program, f"--id={device}", *query], capture_output=True, text=True, timeout=SMI_TIMEOUT, check=True
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return read_smi(asked.stdout)
+    return read_smi(done.stdout)
 
 
 def read_smi(output: str) -> Seen | None:
@@ -268,8 +250,8 @@ def read_smi(output: str) -> Seen | None:
     if len(cells) != 4 or not cells[0]:
         return None
     total, reserved = (int(c) * MIB if c.isdecimal() else 0 for c in cells[1:3])  # "[N/A]" with unified memory
-    found = re.fullmatch(r"(\d+)\.(\d+)", cells[3])
-    return Seen(cells[0], total, reserved, (int(found[1]), int(found[2])) if found else None)
+    capability = re.fullmatch(r"(\d+)\.(\d+)", cells[3])
+    return Seen(cells[0], total, reserved, (int(capability[1]), int(capability[2])) if capability else None)
 
 
 # ---- names -------------------------------------------------------------------------------------------------------
@@ -288,7 +270,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _model(gpu: Gpu) -> tuple[str, ...]:
-    """Return the words of its name without form factor and memory: 'H100 SXM' -> ('h100',)."""
+    """Return the words of a card's name without form factor and memory: 'H100 SXM' -> ('h100',)."""
     return _without_form(_words(gpu.name))
 
 

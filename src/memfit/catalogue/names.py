@@ -1,4 +1,4 @@
-"""Find the catalogue's entry for what a user types: exact names first, then names without variant words, then parts."""
+"""Find the catalogue's entry for a typed name: exact names first, then names without variant words, then parts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cache
 
 from memfit.catalogue import Entry, entries
 
-# Words of a model's name that do not change its architecture
+# words of a model's name that do not change its architecture
 _VARIANTS = {
     "instruct", "chat", "it", "hf", "pt", "unsloth", "bnb", "4bit", "8bit", "gptq", "awq", "int4", "int8", "fp8",
     "bf16",
 }  # fmt: skip
-# Organisations that republish models under the original's name
+# organisations that republish models under the original's name
 _MIRRORS = frozenset({"unsloth", "nousresearch", "thebloke", "modelscope", "axolotl-ai-co"})
 
 
@@ -38,11 +38,11 @@ def _index() -> tuple[dict[str, Entry], dict[str, Entry]]:
             exact[name] = entry
             tails.setdefault(name.rpartition("/")[2], entry)
             meant[bare(name)].add(entry)
-    return {**tails, **exact}, {name: found.pop() for name, found in meant.items() if len(found) == 1}
+    return {**tails, **exact}, {name: same.pop() for name, same in meant.items() if len(same) == 1}
 
 
 def find(text: str) -> Entry | None:
-    """Return the one entry whose id, stem, alias or last part `text` is, variant words aside; None if there is none."""
+    """Return the one entry with `text` as id, stem, alias or their last part, variant words aside; else None."""
     exact, by_bare = _index()
     name = plain(text)
     if name in exact:

@@ -1,1 +1,1 @@
-"""The byte account without torch: model code transliterated onto tensors that have only a size, folded into peaks."""
+"""The byte account without torch: model code rewritten for tensors that have only a size, and reduced to peaks."""

@@ -1,7 +1,7 @@
-"""A small autograd over sizes: tensors without data, whose storages are allocated and freed when PyTorch's would be.
+"""A miniature autograd over sizes: tensors without data, whose storages are allocated and freed as in PyTorch.
 
 Lifetimes follow CPython's reference counts, exactly as in eager PyTorch: a storage is freed when the last local
-variable, saved tensor or gradient buffer drops it. Rules kept from torch/csrc/autograd/engine.cpp:
+variable, saved tensor or gradient buffer drops it. Rules taken from torch/csrc/autograd/engine.cpp:
 - nodes run in the reverse order of their creation; a node's saved tensors are released when it has run;
 - the incoming gradient lives while its node runs;
 - two gradients for one tensor are added in place when the first is owned by the buffer alone, else into a new one;
@@ -21,7 +21,7 @@ Elements = Size  # a number of elements, as a polynomial
 
 
 class Storage:
-    """Bytes on the card; its end is an event of its recorder."""
+    """Bytes on the card. Deleting the object records the free."""
 
     __slots__ = ("id", "rec")
 
@@ -33,7 +33,7 @@ class Storage:
 
 
 class Tensor:
-    """Elements of some width in a storage (None: a parameter or constant counted elsewhere)."""
+    """Elements of `itemsize` bytes in a storage; None for a parameter or constant that is counted elsewhere."""
 
     __slots__ = (
         "elements", "expanded", "grad_fn", "heads_first", "itemsize", "parameter", "requires_grad", "slot", "storage",
@@ -46,23 +46,16 @@ class Tensor:
     ) -> None:  # fmt: skip
         self.storage, self.elements, self.itemsize = storage, elements, itemsize
         self.requires_grad, self.grad_fn, self.parameter, self.slot = requires_grad, grad_fn, parameter, slot
-        self.heads_first = heads_first  # laid out [B, N, S, H]; else [B, S, N, H], as a linear layer leaves it
-        self.expanded = False  # one head seen as many
+        self.heads_first = heads_first  # memory layout [B, N, S, H]; else [B, S, N, H], as a linear layer writes it
+        self.expanded = False  # an expand() of one head
         self.viewed = False  # a gradient that came through a view: the engine adds to it out of place
 
     def view(self, elements: Elements | None = None) -> Tensor:
         """Return the same storage seen with another shape (or a part of it)."""
-        same = self.elements if elements is None else elements
         return Tensor(
-            self.storage,
-            same,
-            self.itemsize,
-            self.requires_grad,
-            self.grad_fn,
-            self.parameter,
-            self.slot,
-            self.heads_first,
-        )
+            self.storage, self.elements if elements is None else elements, self.itemsize, self.requires_grad,
+            self.grad_fn, self.parameter, self.slot, self.heads_first,
+        )  # fmt: skip
 
     def blueprint(self) -> Tensor:
         """Return the same shape, dtype and layout without storage, which a backward function may keep."""
@@ -78,14 +71,14 @@ Backward = Callable[[Any], Sequence[Tensor | None]]
 
 
 class Node:
-    """A backward function: where its gradients go and what it keeps until it runs."""
+    """A backward function, the tensors it saves until it runs, and the nodes its gradients go to."""
 
     __slots__ = ("apply", "edges", "outputs", "saved", "unpacks")
 
     def __init__(self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, outputs: int = 1) -> None:
         self.apply, self.saved, self.outputs = apply, saved, outputs
-        self.unpacks = bool(saved)  # asks for saved tensors, which starts the recomputation of a checkpointed block
-        # an edge holds only where a gradient goes, never the forward tensor's storage
+        self.unpacks = bool(saved)  # unpacking saved tensors starts the recomputation of a checkpointed block
+        # (next node, parameter or "input", output number); an edge does not keep the forward tensor alive
         self.edges: list[tuple[Node | str, int] | None] = [
             None if t is None or not t.requires_grad else (t.grad_fn or t.parameter or "input", t.slot) for t in inputs
         ]
@@ -98,7 +91,7 @@ class GraphRecorder:
     """Records a program's events while model code runs on it.
 
     An event is the id of a storage that is allocated, the negative id of one that is freed, or 0 for a product of
-    cuBLAS. Sizes are polynomials (`sizes`), so this is a template that `run.unroll` turns into a run's own events.
+    cuBLAS. Sizes are polynomials (`sizes`), so the events serve every batch size; `run.unroll` replays them.
     """
 
     def __init__(self, autocast: int = 0, grad: bool = True) -> None:
@@ -107,30 +100,30 @@ class GraphRecorder:
         self.roles: dict[int, Role] = {}
         self.labels: dict[int, str] = {}
         self.nodes: list[Node] = []
-        self.forgotten: list[Node] = []  # of the first forward of a checkpointed region
+        self.forgotten: list[Node] = []  # nodes of the first forward of a checkpointed region
         self.scopes = [""]  # prefixes of labels, the innermost last
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
-        self.until_exit: list[Tensor] = []  # what the model's output holds until the forward returns
+        self.until_exit: list[Tensor] = []  # tensors that the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
-        self.kept: Tensor | None = None  # sharded gradients: they outlive the program
+        self.kept: Tensor | None = None  # sharded gradients, which outlive the program
         self.input_gradient: list[Tensor | None] = [None]
         self.accumulating = False  # a gradient exists already
-        self.awaited = ""  # the parameter of which a second gradient comes later: the first waits to be added to it
-        self.release_gradients = False  # optimizer in backward: gradients die at once
+        self.awaited = ""  # parameter whose first gradient is kept until a second one arrives
+        self.release_gradients = False  # optimizer in backward: gradients are freed at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
-        self.recomputed = False  # saved tensors come out of a checkpoint: they die when their function returns
+        self.recomputed = False  # saved tensors come from a recomputation and are freed when their function returns
         self.running: Node | None = None
         self.saves = 0  # number of tensors saved so far
-        # storages that a node holds as a plain attribute, or the loop's variables: they outlive the backward
+        # storages held by a plain attribute of a node or a variable of the training loop: they outlive the backward
         self.lingering: set[int] = set()
-        self.returned = 0  # events up to here happen before the model returns, where that is not all of the forward
-        self.attributes: list[Tensor] = []  # what nodes hold beside their saved tensors: no checkpoint drops it
-        self.stop_at: int | None = None  # a recomputation stops at its last saved tensor (early stop) ...
-        self.silent = False  # ... after which operations still leave their nodes, but make nothing
+        self.returned = 0  # number of events before the model returns; 0: the whole forward
+        self.attributes: list[Tensor] = []  # tensors held by attributes of nodes, which checkpointing does not free
+        self.stop_at: int | None = None  # number of saved tensors at which a recomputation stops (early stop)
+        self.silent = False  # after that stop: operations record their nodes, but allocate nothing
 
     def enter(self, name: str) -> None:
-        """Label what is made from here to `leave` as part of `name`."""
+        """Label tensors allocated from here to `leave` as part of `name`."""
         self.scopes.append(f"{self.scopes[-1]}{name}.")
 
     def leave(self) -> None:
@@ -157,7 +150,7 @@ class GraphRecorder:
         return out
 
     def multiplies(self) -> None:
-        """Record a product of cuBLAS: a thread's first one allocates the thread's workspace."""
+        """Record a product of cuBLAS; the first one of a thread allocates its workspace."""
         if not self.silent:
             self.events.append(0)
 
@@ -204,7 +197,7 @@ class GraphRecorder:
             self.attributes.append(x.detach())
 
     def before_saving(self, *saved: Tensor | None) -> None:
-        """Stop a recomputation that needs no more than these inputs, which are saved before the kernel runs."""
+        """Stop a recomputation whose last saved tensors are these inputs, which are saved before the kernel runs."""
         count = sum(t is not None for t in saved)
         if self.grad and count and self.stop_at is not None and self.saves + count >= self.stop_at:
             self.silent = True
@@ -220,7 +213,7 @@ class GraphRecorder:
         self.until_exit.clear()
 
     def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
-        """Run all nodes from `root`, whose gradient is popped off `gradient`; returns the gradient of "input"."""
+        """Run all nodes from `root`, whose gradient is popped off `gradient`; return the gradient of "input"."""
         buffers: Buffers = {}
         if root.grad_fn is not None:
             buffers[root.grad_fn] = [gradient.pop()]
@@ -232,7 +225,7 @@ class GraphRecorder:
     def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
         """Run the nodes behind a checkpointed region's last saved tensor, before the region is computed again.
 
-        Returns how many of the region's nodes are left, and the gradients that wait for some of them.
+        Return how many of the region's nodes are left, and the gradients that have arrived for some of them.
         """
         buffers: Buffers = {}
         if root.grad_fn is not None:
@@ -252,7 +245,7 @@ class GraphRecorder:
         return received[0]
 
     def _run(self, nodes: list[Node], buffers: Buffers, *, ahead: bool = False) -> None:
-        """Run nodes from the last on; `ahead`: up to the first that unpacks a saved tensor."""
+        """Run nodes from last to first; with `ahead` stop before the first that unpacks a saved tensor."""
         while nodes:
             if ahead and nodes[-1] in buffers and nodes[-1].unpacks:
                 return
@@ -272,7 +265,7 @@ class GraphRecorder:
                 del result
 
     def returned_from_function(self) -> None:
-        """Release saved tensors where a function has its gradients and only has to reshape or cast them."""
+        """Release saved tensors when a function has computed its gradients and only reshapes or casts them."""
         if self.recomputed and self.running is not None:
             self.running.saved = []
 
@@ -285,31 +278,29 @@ class GraphRecorder:
         old, held[slot] = held[slot], None
         if old is None:
             held[slot] = result
-        elif not old.viewed and _holders(old) <= _ALONE:
+        elif not old.viewed and _references(old) <= _ALONE:
             held[slot] = old  # added in place
         else:
             held[slot] = self.like(old, "gradient sum")
 
     def _accumulate(self, parameter: str, gradient: Tensor) -> None:
-        added = self.accumulating and parameter not in self.gradients and parameter != self.awaited
-        if self.release_gradients or added:
-            return
-        if parameter in self.gradients or gradient.storage is None:
+        added = self.accumulating and parameter != self.awaited
+        if self.release_gradients or added or parameter in self.gradients or gradient.storage is None:
             return
         self.roles[gradient.storage.id] = "gradients"
         self.labels[gradient.storage.id] = f"{parameter} gradient"
         self.gradients[parameter] = gradient
 
 
-def _holders(t: Tensor) -> int:
+def _references(t: Tensor) -> int:
     """Return the number of references to a tensor and to its storage, which views share."""
     return sys.getrefcount(t) + (0 if t.storage is None else sys.getrefcount(t.storage))
 
 
-def _holders_of_one() -> int:
-    """Return `_holders` of a tensor that one variable holds; Python versions count differently."""
+def _references_to_local() -> int:
+    """Return `_references` of a tensor that one local variable holds; Python versions count differently."""
     t = Tensor(Storage(GraphRecorder(), 0), {}, 1)
-    return _holders(t)
+    return _references(t)
 
 
-_ALONE = _holders_of_one()
+_ALONE = _references_to_local()

@@ -1,4 +1,4 @@
-"""From a recipe to widths and kernels: what is stored in how many bytes, and which attention kernel the card runs."""
+"""What a recipe stores in how many bytes per element, which weights get an adapter, and which attention kernel runs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Numerics:
     adapter: int
     master: int  # extra fp32 copy of trained weights, 0 when none
     gradient: int
-    state: int  # of an optimizer whose states are as wide as the parameter
+    state: int  # states of an optimizer that keeps them as wide as the parameter
     quantised_head: bool = False  # the head is stored like the linear layers of the blocks
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
-    """Return the widths a recipe means under a trainer."""
+    """Return the widths of a recipe under a trainer."""
     meant, quantised = meaning(recipe), recipe.method == "qlora"
     weight = BYTES[meant.stored]
     autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
-    # FSDP2 wants one dtype in a group, so nothing is upcast there
+    # FSDP2 requires one dtype in a group, so nothing is upcast there
     other = 4 if quantised and trainer.kbit_prepare and backend(recipe) != "fsdp" else weight
     return Numerics(
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
@@ -43,7 +43,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
 
 
 def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
-    """Bytes per element of adapters. TRL's QLoRA adapters are bf16 even where the base beside them is fp32."""
+    """Return the bytes per element of adapters. TRL's QLoRA adapters are bf16 even where the base is fp32."""
     if meant.adapters == "fp32" and trainer.autocast:
         return 4
     if meant.adapters != "stored" and (trainer.qlora_adapter_fp32 if quantised else trainer.adapter_fp32):
@@ -88,10 +88,8 @@ def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozen
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})
     if targets == ("attention",):
-        names = {
-            w.module for layer in architecture.kinds for w in layer.weights if w.kind == "linear" and "attn" in w.name
-        }
-        return frozenset(names or linears)
+        weights = (w for layer in architecture.kinds for w in layer.weights)
+        return frozenset({w.module for w in weights if w.kind == "linear" and "attn" in w.name} or linears)
     return frozenset(targets)
 
 
@@ -108,15 +106,14 @@ STACKED_EXPERTS = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
     **dict.fromkeys((
         "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
-        "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe", "qwen3_next",
-        "solar_open",
+        "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe",
+        "qwen3_next", "solar_open",
     ), _QWEN_EXPERTS),
 }  # fmt: skip
 
 
 def adapted(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
-    """Return what gets an adapter: module names, and suffixes of parameter names ("experts.down_proj")."""
+    """Return the names of modules with an adapter, and of stacked parameters as suffixes ("experts.down_proj")."""
     modules, renamed = lora_modules(architecture, targets), STACKED_EXPERTS.get(architecture.model_type, {})
     if targets == ("all-linear",):
         modules |= renamed.keys()

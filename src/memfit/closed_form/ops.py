@@ -1,8 +1,8 @@
-"""PyTorch's operations on sized tensors: what each allocates forward, keeps for backward and allocates backward.
+"""PyTorch's operations on sized tensors: what each allocates forward, saves for backward and allocates backward.
 
 One function per operation, named as in torch. Source: derivatives.yaml and the ATen kernels, checked against recorded
-allocation tapes of the CUDA build; every rule that adds bytes beyond the result says so. Gradients are computed in the
-alphabetical order of the formulas' names, as the generated code does, and then summed and cast to their inputs' shape.
+allocation tapes of the CUDA build. Gradients are computed in the alphabetical order of the formulas' names, as the
+generated code does, and then summed and cast to their inputs' shape. A tensor that no variable holds is freed at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Grads = list[Tensor | None]
 
 
 def weight(elements: int, itemsize: int, name: str, trained: bool) -> Tensor:
-    """Return a parameter. Its own bytes are counted as parameters; a trace counts its gradient and its casts."""
+    """Return a parameter without storage: `static` counts its bytes, the trace only its gradient and casts."""
     return Tensor(None, {"1": elements}, itemsize, trained, None, name)
 
 
@@ -46,7 +46,7 @@ def autocast(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tensor | None = None,
            label: str = "output") -> Tensor:  # fmt: skip
-    """F.linear: keeps x when the weight is trained and the weight (or its cast) when x needs a gradient."""
+    """F.linear: saves x when the weight is trained and the weight (or its cast) when x needs a gradient."""
     w, x = autocast(rec, w), autocast(rec, x)
     if bias is not None:
         bias = autocast(rec, bias)
@@ -70,7 +70,7 @@ def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tens
 
 
 def column_sum(rec: GraphRecorder, columns: int, itemsize: int, summed: Elements) -> Tensor:
-    """g.sum(0) of a [rows, columns] gradient: fp32 staging buffer across thread blocks, freed at once."""
+    """g.sum(0) of a [rows, columns] gradient, with an fp32 staging buffer across thread blocks."""
     out = rec.new({"1": columns}, itemsize, "summed gradient")
     rec.buffer({("reduce", columns, summed.get("T", columns) // columns): 1}, "reduction staging")
     return out
@@ -104,7 +104,7 @@ def _reduced(rec: GraphRecorder, g: Tensor | None, elements: Elements, itemsize:
 
 
 def bmm(rec: GraphRecorder, a: Tensor, b: Tensor, shape: Elements, label: str = "product") -> Tensor:
-    """torch.matmul of two activations with heads; copies operands laid out token by token."""
+    """torch.matmul of two activations with heads; copies operands that are laid out token by token."""
     a, b = autocast(rec, a), autocast(rec, b)
     a, b = heads_first(rec, a), heads_first(rec, b)
     out = rec.product(shape, a.itemsize, label, heads_first=True)
@@ -138,10 +138,7 @@ def add(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "sum") -> Tensor:
 
 
 def mul(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "product") -> Tensor:
-    """a * b, the smaller broadcast; keeps each operand that the other's gradient needs.
-
-    The gradient of a broadcast operand is a full product first and then its sum.
-    """
+    """a * b, the smaller broadcast: its gradient is a full product and then a sum. Saves what the gradients need."""
     out = rec.like(_wider(a, b), label, max(a.itemsize, b.itemsize))
     need_a, need_b = a.requires_grad, b.requires_grad
     a_shape, b_shape = (a.elements, a.itemsize), (b.elements, b.itemsize)
@@ -155,7 +152,7 @@ def mul(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "product") -> Ten
 
 
 def sub(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "difference") -> Tensor:
-    """a - b, b broadcast: its gradient is a negated copy, then the sum."""
+    """a - b, b broadcast: its gradient is a negated copy and then a sum."""
     out = rec.like(a, label)
     need_a, need_b, b_shape = a.requires_grad, b.requires_grad, (b.elements, b.itemsize)
 
@@ -167,27 +164,26 @@ def sub(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "difference") -> 
 
 
 def unary(rec: GraphRecorder, x: Tensor, label: str, *, keeps: str = "input", buffers: int = 0) -> Tensor:
-    """An elementwise function: keeps its input, its output or nothing, and needs `buffers` extra copies backward."""
+    """An elementwise function: saves its input, its output or nothing, and needs `buffers` extra copies backward."""
     out = rec.like(x, label)
     kept = {"input": x, "output": out, "nothing": None}[keeps]
 
     def backward(g: Tensor) -> Grads:
         held = [rec.like(g, f"{label} buffer") for _ in range(buffers)]
         result = rec.like(g, f"{label} gradient")
-        while held:
-            held.pop()
+        held.clear()
         return [result]
 
     return rec.record(out, [x], [kept], backward)
 
 
 def scale(rec: GraphRecorder, x: Tensor, label: str = "scaled") -> Tensor:
-    """x times a number."""
+    """x * number, or -x."""
     return unary(rec, x, label, keeps="nothing")
 
 
 def shift(rec: GraphRecorder, x: Tensor, label: str = "shifted") -> Tensor:
-    """x plus a number: the gradient passes through."""
+    """x + number: the gradient passes through."""
     return rec.record(rec.like(x, label), [x], [], lambda g: [g])
 
 
@@ -217,15 +213,14 @@ def copy_into(rec: GraphRecorder, target: Tensor, source: Tensor) -> Tensor:
         rest = rec.like(whole, "gradient of the rest")
         own = rec.new(part.elements, g.itemsize, "gradient of the part", heads_first=True)
         if written:
-            zeros = rec.like(own, "zeros")
-            del zeros
+            rec.like(own, "zeros")
         return [rest if written else None, own]
 
     return rec.record(target.view(), [target, source], [], backward)
 
 
 def rows(rec: GraphRecorder, x: Tensor, indices: Tensor) -> Tensor:
-    """x[indices], or zeros[indices] = x, for up to all rows of tokens; backward is the other of the two."""
+    """x[indices] of up to all rows of tokens, or zeros[indices] = x: each is the backward of the other."""
     before, out = x.blueprint(), rec.new(x.elements, x.itemsize, "rows of tokens")
     return rec.record(out, [x], [indices], lambda g: [rec.new(before.elements, g.itemsize, "gradient of rows")])
 
@@ -238,7 +233,7 @@ def repeat(rec: GraphRecorder, x: Tensor, elements: Elements, label: str = "repe
 
 
 def expand(rec: GraphRecorder, x: Tensor, elements: Elements) -> Tensor:
-    """x.expand(): a view of one head for all; products copy it first, unless the batch is one sequence."""
+    """x.expand(): a view of one head as many. Products copy it first, unless the batch is one sequence."""
     before = x.blueprint()
     out = x.view(elements)
     out.heads_first, out.expanded = False, True
@@ -250,7 +245,7 @@ def _summed_over_heads(rec: GraphRecorder, before: Tensor, g: Tensor) -> Tensor:
 
 
 def heads_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Tensor:
-    """x.contiguous() of a [B, N, S, H] tensor: a copy when it still lies token by token."""
+    """x.contiguous() of a [B, N, S, H] tensor: a copy when it is laid out token by token."""
     if x.heads_first:
         return x
     size: Elements = {"T+": x.elements["T"]} if x.expanded else x.elements
@@ -259,7 +254,7 @@ def heads_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Ten
 
 
 def tokens_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Tensor:
-    """x.transpose(1, 2).contiguous(): back to [B, S, N * H]; a copy when it lies head by head."""
+    """x.transpose(1, 2).contiguous(), back to [B, S, N * H]: a copy when it is laid out head by head."""
     if not x.heads_first:
         return x
     out = rec.new(x.elements, x.itemsize, label)
@@ -267,7 +262,7 @@ def tokens_first(rec: GraphRecorder, x: Tensor, label: str = "contiguous") -> Te
 
 
 def split_heads(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """x.view(B, S, N, H).transpose(1, 2): a view; a gradient that comes back head by head is copied."""
+    """x.view(B, S, N, H).transpose(1, 2): a view. A gradient laid out head by head is copied."""
 
     def backward(g: Tensor) -> Grads:
         if g.heads_first:
@@ -280,17 +275,13 @@ def split_heads(rec: GraphRecorder, x: Tensor) -> Tensor:
 def slice(rec: GraphRecorder, x: Tensor, elements: Elements) -> Tensor:
     """x[..., a:b]: a view; its gradient is written into zeros of the whole shape."""
     whole = x.elements
-    out = x.view(elements)
-    return rec.record(out, [x], [], lambda g: [rec.new(whole, g.itemsize, "slice gradient", heads_first=True)])
-
-
-def negate(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """-x."""
-    return scale(rec, x, "negated")
+    return rec.record(
+        x.view(elements), [x], [], lambda g: [rec.new(whole, g.itemsize, "slice gradient", heads_first=True)]
+    )
 
 
 def split(rec: GraphRecorder, x: Tensor, widths: Sequence[int], *, by_head: bool = False) -> list[Tensor]:
-    """x.split(widths, dim=-1): views; their gradients wait for each other and are concatenated (head by head if so)."""
+    """x.split(widths, dim=-1): views. Their gradients are concatenated, `by_head` in the layout [B, N, S, H]."""
     basis = next(iter(x.elements))
     parts = [x.view({basis: w}) for w in widths]
     whole = x.elements
@@ -333,7 +324,7 @@ def extended(rec: GraphRecorder, x: Tensor, elements: Elements, label: str) -> T
 
 
 def minus_maximum(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
-    """x - x.max(dim=-1, keepdim=True).values: keeps which element was the largest."""
+    """x - x.max(dim=-1, keepdim=True).values: saves the index of the maximum."""
     top, where = rec.new(rows, x.itemsize, "maximum"), rec.new(rows, 8, "index of the maximum")
     like = x.blueprint()
     top = rec.record(top, [x], [where], lambda g: [rec.like(like, "gradient of the maximum")])
@@ -341,7 +332,7 @@ def minus_maximum(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
 
 
 def dropout(rec: GraphRecorder, x: Tensor, p: float) -> Tensor:
-    """native_dropout: a bool mask is kept. Nothing at all when p is 0."""
+    """native_dropout: saves a bool mask; x itself when p is 0."""
     if not p:
         return x
     mask = rec.like(x, "dropout mask", 1)
@@ -352,21 +343,20 @@ def dropout(rec: GraphRecorder, x: Tensor, p: float) -> Tensor:
 def softmax(
     rec: GraphRecorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False
 ) -> Tensor:
-    """F.softmax(x, dtype=...): casts x first (not fp16), keeps the output; backward multiplies it by the gradient."""
+    """F.softmax(x, dtype=...): casts x first (not fp16), saves the output; backward multiplies it by the gradient."""
     x = cast(rec, x, itemsize, "fp32 copy")
     out = rec.like(x, label)
 
     def backward(g: Tensor) -> Grads:
         result = rec.like(g, "softmax gradient")
-        product = rec.like(g, "output * gradient")
-        del product
+        rec.like(g, "output * gradient")
         return [result]
 
     return rec.record(out, [x], [out, x] if keeps_input else [out], backward)
 
 
 def layer_norm(rec: GraphRecorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:
-    """F.layer_norm: keeps x, mean and rstd (fp32 per row); an fp32 op under autocast."""
+    """F.layer_norm: saves x, mean and rstd (fp32 per row); autocast runs it in fp32."""
     x = cast(rec, x, 4, "autocast copy") if rec.autocast else x
     out = rec.like(x, "layer_norm output")
     mean, rstd = rec.new(rows, 4, "layer_norm mean"), rec.new(rows, 4, "layer_norm rstd")
@@ -384,7 +374,7 @@ def layer_norm(rec: GraphRecorder, x: Tensor, w: Tensor | None, b: Tensor | None
 
 
 def cross_entropy(rec: GraphRecorder, logits: Tensor, labels: Tensor | None = None) -> Tensor:
-    """F.cross_entropy: log_softmax in the dtype of the logits is kept; autocast widens it for nll_loss."""
+    """F.cross_entropy: saves log_softmax in the dtype of the logits; autocast casts it to fp32 for nll_loss."""
     out = rec.like(logits, "log_softmax")
     out = rec.record(out, [logits], [out], lambda g: [rec.like(g, "logits gradient")])
     wide = cast(rec, out, 4, "fp32 log_softmax") if rec.autocast else out

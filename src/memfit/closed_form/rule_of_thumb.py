@@ -1,4 +1,4 @@
-"""The mental calculator of the articles, in exact bytes: what a number of parameters costs before any activation."""
+"""The rules of thumb of articles, in exact bytes: what a number of parameters costs before any activation."""
 
 from __future__ import annotations
 
@@ -17,37 +17,34 @@ from memfit.tables.trainers import trainer
 def static_lines(
     parameters: int, recipe: Recipe, adapter_parameters: int = 0, adapter_width: int | None = None
 ) -> tuple[Line, ...]:
-    """Weights, gradients and optimizer states of `parameters` weights under a recipe, line by line.
+    """Return the weights, gradients and optimizer states of `parameters` weights under a recipe, line by line.
 
     With LoRA and QLoRA only `adapter_parameters` are trained, in `adapter_width` bytes each (default: the trainer's).
     Payload and block scales of quantised weights and states are separate lines: articles quote the payload alone.
     """
     n = numerics(recipe, trainer(recipe.trainer))
-    row = optimizer(recipe.optimizer)
     full = recipe.method == "full"
     trained = parameters if full else adapter_parameters
     width = n.weight if full else (adapter_width or n.adapter)
-    lines = [_weights(parameters, recipe, n.weight)]
     if recipe.method == "qlora":
-        scales = QUANTIZATIONS[recipe.quantization].scales(parameters, 0)
-        lines.append(Line("parameters", "block scales", scales, "one scale per block of weights"))
+        row = QUANTIZATIONS[recipe.quantization]
+        lines = [
+            Line("parameters", "base weights", row.payload(parameters), f"{parameters:,} x {row.bits} bit"),
+            Line("parameters", "block scales", row.scales(parameters, 0), "one scale per block of weights"),
+        ]
+    else:
+        lines = [Line("parameters", "base weights", parameters * n.weight, f"{parameters:,} x {n.weight} B")]
     if not full:
         lines.append(Line("parameters", "adapter weights", trained * width, f"{trained:,} x {width} B"))
     lines.append(Line("gradients", "gradients", trained * width, f"{trained:,} x {width} B, one per trained weight"))
     if full and n.master:
         lines.append(Line("parameters", "fp32 master weights", trained * n.master, f"{trained:,} x {n.master} B"))
-    lines += _states(row.key, trained, 4 if full and n.master else width)
+    lines += _states(recipe.optimizer, trained, 4 if full and n.master else width)
     return tuple(line for line in lines if line.bytes)
 
 
-def _weights(parameters: int, recipe: Recipe, width: int) -> Line:
-    if recipe.method == "qlora":
-        row = QUANTIZATIONS[recipe.quantization]
-        return Line("parameters", "base weights", row.payload(parameters), f"{parameters:,} x {row.bits} bit")
-    return Line("parameters", "base weights", parameters * width, f"{parameters:,} x {width} B")
-
-
 def _states(key: str, trained: int, width: int) -> list[Line]:
+    """Return the lines of the states of `trained` weights in one tensor of `width` bytes per element."""
     row = optimizer(key)
     tensors = row.state_tensors(Weight("all", (trained,), "linear"), width) if trained else ()
     if row.block and trained >= row.smallest:
@@ -64,20 +61,18 @@ def _states(key: str, trained: int, width: int) -> list[Line]:
 
 
 def checkpointed_activations(architecture: Architecture, batch: int, sequence: int, itemsize: int = 2) -> int:
-    """Bytes that activation checkpointing keeps: the input of every block, and nothing else."""
+    """Return the bytes that activation checkpointing keeps: the input of every block, and nothing else."""
+    style = Style(checkpointing="full", weight=itemsize, residual=itemsize)
     dims, total = Dims(batch, sequence), 0
     for layer in architecture.layers:
-        program = block_program(
-            layer, Style(checkpointing="full", weight=itemsize, residual=itemsize), architecture.width
-        )
+        program = block_program(layer, style, architecture.width)
         total += dims.bytes({k: v for k, v in program.forward.left.items() if k == "T"})
     return total
 
 
 def attention_scores(architecture: Architecture, batch: int, sequence: int, itemsize: int = 2) -> int:
-    """Bytes of one layer's score matrix, [B, N, S, S], which eager attention makes and fused kernels never do."""
-    layer = architecture.layers[0]
+    """Return the bytes of one layer's score matrix [B, N, S, S], made by eager attention and no fused kernel."""
     style = Style(kernel="eager", weight=itemsize, residual=itemsize)
-    program = block_program(layer, style, architecture.width)
+    program = block_program(architecture.layers[0], style, architecture.width)
     scores = next(id for id, label in program.labels.items() if label.endswith(".scores"))
     return Dims(batch, sequence).bytes(program.sizes[scores])

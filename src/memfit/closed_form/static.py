@@ -1,4 +1,4 @@
-"""What lies on the card between steps, tensor by tensor: weights, adapters, quantised payload and scales, states."""
+"""The tensors that stay on the card between steps: weights, adapters, quantised payload and scales, states."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from memfit.tables.trainers import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One weight as it arrives on the card: the tensors that stay, and what is freed once it is converted."""
+    """One weight as it is loaded: the tensors that stay, and what is freed once it is converted."""
 
     stays: tuple[int, ...]
     passing: int = 0
-    widened: int = 0  # bytes of the copy that takes its place when everything is loaded
+    widened: int = 0  # bytes of the copy that replaces it when everything is loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Static:
-    """Everything that is not an activation. Plain numbers are bytes; each is one line of the account."""
+    """Everything that is not an activation, in bytes unless a field says elements."""
 
     base: int  # weights as stored (payload alone when quantised)
-    buffers: int  # what modules hold beside their weights
+    buffers: int  # of modules, beside their weights
     scales: int  # block scales and tables of a quantised base
-    upcast: int  # what prepare_model_for_kbit_training's fp32 copies add
+    upcast: int  # added by prepare_model_for_kbit_training's fp32 copies
     adapter: int
     master: int
-    gradients: int  # when all of them exist
+    gradients: int  # of all trained weights together
     states: int
-    trained: int  # number of trained elements
-    parameters: int  # number of stored elements of the base
-    quantised: int  # how many of them are quantised
-    largest: int  # elements of the largest weight, an end of the model's as a rule
-    adapted: tuple[int, ...]  # elements of the weights that have adapters, in one block of every kind
+    trained: int  # elements that get a gradient
+    parameters: int  # elements of the base
+    quantised: int  # elements of the base that are quantised
+    largest: int  # elements of the largest weight, as a rule the embedding or the head
+    adapted: tuple[int, ...]  # see `_adapted`
     stored: tuple[Stored, ...]
-    passing: int  # the most that is there only while a weight is converted
+    passing: int  # the most that exists only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
     step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
-    step_bytes: int  # their worst instant
+    step_bytes: int  # the most of these temporaries at one instant
 
     @property
     def weights(self) -> int:
-        """All weights on the card."""
+        """Return the bytes of all weights on the card."""
         return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master
 
 
@@ -57,7 +57,7 @@ def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
 ) -> Static:  # fmt: skip
-    """Return the exact bytes of one way to store and train a model, cached because a search repeats the same few."""
+    """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
@@ -102,25 +102,22 @@ def static_bytes(
 
 
 def arrival(architecture: Architecture, method: str) -> list[int]:
-    """Return the stored weights' indices in the order they reach the card; a quantised model's go by name."""
+    """Return the indices of the weights in the order they are loaded: a quantised model's are sorted by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
     parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
     parts += [(f"{stem}.{number}.", layer.weights) for number, layer in enumerate(architecture.layers)]
     parts.append(("", (*architecture.final, *architecture.head, *architecture.tower)))
-    names = [_pieces(prefix + w.name) for prefix, weights in parts for w in weights]
-    return sorted(range(len(names)), key=names.__getitem__)
-
-
-def _pieces(name: str) -> list[tuple[int, int, str]]:
-    """transformers' dot_natural_key: "layers.10.mlp" after "layers.9.mlp"."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    names = [(prefix + w.name).split(".") for prefix, weights in parts for w in weights]
+    # transformers' dot_natural_key sorts "layers.10.mlp" after "layers.9.mlp"
+    keys = [[(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name] for name in names]
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def trained_weights(
     architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics
 ) -> list[tuple[Weight, int]]:
-    """(weight, bytes per element) of everything that gets a gradient."""
+    """Return (weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
@@ -129,8 +126,9 @@ def trained_weights(
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
-    """Return what is trained in the optimizer's order: transformers puts norms and biases, which have no weight decay,
-    in a second group.
+    """Return the trained weights in the optimizer's order.
+
+    transformers puts norms and biases, which have no weight decay, in a second group.
     """
     return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
 
@@ -138,7 +136,7 @@ def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tu
 def _state_tensors(
     trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the state tensors of each trained weight; the first entry holds the tables they share.
+    """Return the state tensors of each trained weight, after a first entry with the tables they share, if any.
 
     transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
     """
@@ -160,6 +158,7 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
 
 
 def _adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the elements of the weights that have adapters, in one block of every kind."""
     if method == "full":
         return ()
     names = adapted(architecture, targets)

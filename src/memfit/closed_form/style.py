@@ -1,6 +1,6 @@
-"""Style: everything about a recipe that changes which tensors a block makes, and nothing that only changes their size.
+"""Style holds everything about a recipe that changes which tensors a block makes, and nothing that only scales them.
 
-Code is the part of a style that is functions: a framework's own model code, registered by name in CODES.
+Code holds the functions of a framework's own model code; CODES lists them by name.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from memfit.tables.liger_kernels import Liger
 
 Kernel = SdpaKernel | Literal["eager", "flash2"]  # flash2: the flash-attn package
 Mask = Literal["none", "shared", "rows"]
-# a mask the kernel is given: none (causal by itself), shared [S, S] by all rows of the batch, or rows [B, 1, S, S]
+# the kernel's mask argument: none (is_causal), [S, S] shared by the rows of the batch, or [B, 1, S, S] with own rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Code:
-    """Functions that a framework runs in place of transformers' model code and its libraries; None where it has none.
+    """Functions that replace transformers' model code and its libraries; None keeps those of transformers.
 
     Every trainer of memfit's own table runs transformers. Benchmarks add rows to CODES, under the name in Trainer.code.
     """
 
-    stored: Callable[[Architecture], Architecture] | None = None  # the weights it keeps of a model
+    stored: Callable[[Architecture], Architecture] | None = None  # gives the model the framework's weights
     block: Callable[[Any, Tensor], Tensor] | None = None  # (layer, hidden states) -> hidden states
     head: Callable[[Any, Architecture, Recipe, bool], Any] | None = None  # (HeadStyle, ..., train) -> HeadStyle
     quantised: Callable[[GraphRecorder, Tensor, int, Elements, Any], Tensor] | None = None  # see layers.linears
-    mask: Callable[[GraphRecorder, Tensor, int], Tensor] | None = None  # the efficient kernel's mask for so many heads
+    mask: Callable[[GraphRecorder, Tensor, int], Tensor] | None = None  # (mask, heads) -> the efficient kernel's mask
     softmax: Callable[[GraphRecorder, Tensor, int], Tensor] | None = None
 
 
@@ -41,10 +41,10 @@ CODES: dict[str, Code] = {"transformers": TRANSFORMERS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """Hashable key of a traced block program."""
+    """The hashable key of a traced block program."""
 
     weight: int = 2  # bytes per element of the stored base weights that are not quantised
-    norm_weight: int = 2  # of norms and other parameters that prepare_model_for_kbit_training upcasts
+    norm_weight: int = 2  # itemsize of norms and other parameters that prepare_model_for_kbit_training upcasts
     autocast: int = 0  # itemsize of the compute dtype, 0 when there is no autocast
     residual: int = 2  # itemsize of the hidden states between blocks
     trained: bool = True  # base weights receive gradients
@@ -62,11 +62,11 @@ class Style:
     holds_input: bool = False  # the model's own code keeps the first block's input until its body returns
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
-    shards: int = 0  # FSDP: a block's gradients become this share of them when its backward ends; 0: they stay
-    shard_gradient: int = 0  # itemsize of those shares
+    shards: int = 0  # FSDP: ranks over which a block's gradients are reduce-scattered after its backward; 0: none
+    shard_gradient: int = 0  # itemsize of the sharded gradients
     unit: int = 0  # bytes of a gathered block
     per_layer: int = 0  # width of all layers' own embeddings together (Gemma 4)
-    own_input_grad: bool = False  # ... and they need a gradient
+    own_input_grad: bool = False  # the layers' own embeddings need a gradient
     use_cache: bool = False
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     grouped_product: bool = True  # torch has a product of stacked experts for the card (from compute capability 8.0 on)

@@ -1,4 +1,4 @@
-"""Why a peak is what it is: for every share the formula with its numbers, and the tensors alive at that instant.
+"""Explain a peak: for every share the formula with its numbers, and the tensors alive at that instant.
 
 The sums are exact: the terms of a reason add up to its bytes, and the reasons add up to what nvidia-smi shows.
 """
@@ -29,7 +29,7 @@ class Summand:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One share of the peak: what it is in a sentence, and terms that add up to its bytes."""
+    """One share of the peak: a sentence about it, and terms that add up to its bytes."""
 
     role: Role
     label: str
@@ -60,8 +60,8 @@ class Why:
 
     peak: PhasePeak
     reasons: tuple[Reason, ...]
-    kept: tuple[Kept, ...]  # by the forward pass for the backward pass: what makes activations
-    working: tuple[Kept, ...]  # alive at the worst instant beside them
+    kept: tuple[Kept, ...]  # activations that the forward keeps for the backward
+    working: tuple[Kept, ...]  # temporaries at the worst instant
     tokens: int
     blocks: int
 
@@ -82,11 +82,11 @@ def explain(account: Account, peak: PhasePeak) -> Why:
     )  # fmt: skip
 
 
-# ---- what lies still -----------------------------------------------------------------------------------------------
+# ---- what stays on the card ----------------------------------------------------------------------------------------
 
 
 def _static(account: Account, role: Role, label: str, size: int) -> Reason:
-    words, terms = _STATIC.get(label, _plain)(account)
+    words, terms = _FORMULAS[label](account) if label in _FORMULAS else (_WORDS.get(label, ""), [])
     if (gpus := _parts(account, label)) > 1:
         total = sum(t.bytes for t in terms)
         terms = [Summand(f"({' + '.join(t.text for t in terms)}) / {gpus}", total // gpus)]
@@ -99,23 +99,18 @@ def _static(account: Account, role: Role, label: str, size: int) -> Reason:
 
 def _parts(account: Account, label: str) -> int:
     """Return how many GPUs share a line."""
-    owner = {"gradients": "gradients", "optimizer states": "optimizer", "fp32 master weights": "optimizer"}
-    least = ("none", "optimizer", "gradients", "parameters")
-    needed = owner.get(label, "parameters" if label in _WEIGHTS else "")
-    sharded = needed and least.index(account.recipe.shard) >= least.index(needed)
+    levels = ("none", "optimizer", "gradients", "parameters")
+    sharded = label in _SHARDED_FROM and levels.index(account.recipe.shard) >= levels.index(_SHARDED_FROM[label])
     return account.recipe.num_gpus if sharded else 1
 
 
 Sentence = tuple[str, list[Summand]]
 _WEIGHTS = ("base weights", "quantisation scales", "fp32 copies (k-bit preparation)", "adapter weights")
-_REST = {
-    "optimizer states": "scales, tables and counters",
-    "base weights": "rounding of packed matrices",
-}
-
-
-def _plain(account: Account) -> Sentence:
-    return "", []
+_SHARDED_FROM = {  # the value of `shard` from which on a line is sharded
+    **dict.fromkeys(_WEIGHTS, "parameters"),
+    "gradients": "gradients", "optimizer states": "optimizer", "fp32 master weights": "optimizer",
+}  # fmt: skip
+_REST = {"optimizer states": "scales, tables and counters", "base weights": "rounding of packed matrices"}
 
 
 def _base(account: Account) -> Sentence:
@@ -131,9 +126,8 @@ def _base(account: Account) -> Sentence:
 
 def _scales(account: Account) -> Sentence:
     row = QUANTIZATIONS[account.recipe.quantization]
-    per = (
-        f"one scale of {row.scale_bytes} B per {row.block} weights" if row.block else f"{row.per_row} B per output row"
-    )
+    by_block = f"one scale of {row.scale_bytes} B per {row.block} weights"
+    per = by_block if row.block else f"{row.per_row} B per output row"
     return f"what makes packed weights readable: {per}, and tables", []
 
 
@@ -145,24 +139,22 @@ def _upcast(account: Account) -> Sentence:
 
 def _adapter(account: Account) -> Sentence:
     r, n = account.recipe, account.numerics
-    where = {"all-linear": "every linear layer", "attention": "the attention projections"}.get(
-        r.lora_targets[0], ", ".join(r.lora_targets)
-    )
+    named = {"all-linear": "every linear layer", "attention": "the attention projections"}
+    where = named.get(r.lora_targets[0], ", ".join(r.lora_targets))
     words = f"rank {r.lora_rank}: two thin matrices beside {where} of every block, in {WIDTHS[n.adapter]}"
     return words, [_product(account.static.trained, n.adapter)]
 
 
 def _master(account: Account) -> Sentence:
-    words = "an fp32 copy of every trained weight, so that small updates are not rounded away"
-    return words, [_product(account.static.trained, account.numerics.master)]
+    terms = [_product(account.static.trained, account.numerics.master)]
+    return "an fp32 copy of every trained weight, so that small updates are not rounded away", terms
 
 
 def _gradients(account: Account) -> Sentence:
     n, full = account.numerics, account.recipe.method == "full"
     width = n.weight if full else n.adapter
-    return f"one number per trained weight, as wide as the weight ({width} B)", [
-        _product(account.static.trained, width)
-    ]
+    words = f"one number per trained weight, as wide as the weight ({width} B)"
+    return words, [_product(account.static.trained, width)]
 
 
 def _states(account: Account) -> Sentence:
@@ -191,17 +183,15 @@ def _states(account: Account) -> Sentence:
 def _kept_wide(account: Account) -> int:
     """Return how many embedding elements keep 32-bit states under transformers' Trainer."""
     row = account.optimizer
-    if not (account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1):
+    wide = account.trainer.embeddings_32bit and row.package == "bitsandbytes" and row.width == 1
+    if not wide or account.recipe.method != "full":
         return 0
-    return (
-        sum(w.numel for w in account.architecture.weights if w.kind == "embedding")
-        if account.recipe.method == "full"
-        else 0
-    )
+    return sum(w.numel for w in account.architecture.weights if w.kind == "embedding")
 
 
 def _batch(account: Account) -> Sentence:
-    return "token ids, labels and mask of one micro-batch", [_product(account.recipe.tokens, 8, "3 x ")]
+    tokens = account.recipe.tokens
+    return "token ids, labels and mask of one micro-batch", [Summand(f"3 x {tokens:,} x 8 B", 3 * 8 * tokens)]
 
 
 def _workspaces(account: Account) -> Sentence:
@@ -209,11 +199,7 @@ def _workspaces(account: Account) -> Sentence:
     return words, [Summand(f"2 x {human(account.workspace)}", 2 * account.workspace)]
 
 
-def _only_words(words: str) -> Callable[[Account], Sentence]:
-    return lambda account: (words, [])
-
-
-_STATIC: dict[str, Callable[[Account], Sentence]] = {
+_FORMULAS: dict[str, Callable[[Account], Sentence]] = {
     "base weights": _base,
     "quantisation scales": _scales,
     "fp32 copies (k-bit preparation)": _upcast,
@@ -223,51 +209,33 @@ _STATIC: dict[str, Callable[[Account], Sentence]] = {
     "optimizer states": _states,
     "batch": _batch,
     "cuBLAS workspaces": _workspaces,
-    "communication buckets": _only_words("where gradients are gathered to be sent to the other GPUs"),
-    "gathered blocks": _only_words(
-        "blocks whose sharded weights exist whole while they compute, and what reduces their gradients"
-    ),
-    "optimizer step buffers": _only_words("temporaries of the optimizer's step"),
-    "weight being converted": _only_words(
-        "one weight on its way from the width it is read in to the width it is kept in"
-    ),
-    "whole weight before it is sharded": _only_words(
-        "the largest weight, sent whole to every card before each keeps its part"
-    ),
-    "whole weights before they are sharded": _only_words(
-        "weights read from the checkpoint whole, before each rank keeps its share"
-    ),
-    "weights being flattened or sharded": _only_words(
-        "weights as the model holds them, beside DeepSpeed's flat copy of them"
-    ),
-    "gathered for the state dict": _only_words("a sharded weight made whole to be saved"),
-    "a weight of the checkpoint, whole": _only_words(
-        "one saved weight at a time is whole on the first GPU before it is dealt out"
-    ),
-    "states as loaded, beside the live ones": _only_words(
-        "optimizer states read from the checkpoint straight onto each GPU"
-    ),
-    "states as they are loaded": _only_words("a resumed run keeps them wider than before, and paged ones on the card"),
-    "adapters loaded in fp32": _only_words("PEFT widens 16-bit adapters when it loads them again"),
-    "adapters of the file, before the states": _only_words("adapters read from the checkpoint, beside the live ones"),
-    "experts one by one for the checkpoint": _only_words(
-        "gate and up projections of all experts, copied out of joint tensors"
-    ),
-    "inputs kept by the graph of the step before": _only_words(
-        "a loop that keeps `loss` keeps what its graph still holds"
-    ),
-    "delta and merged weight": _only_words(
-        "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight"
-    ),
 }
+_WORDS = {  # of lines without a formula
+    "communication buckets": "where gradients are gathered to be sent to the other GPUs",
+    "gathered blocks": "blocks whose sharded weights exist whole while they compute, and what reduces their gradients",
+    "optimizer step buffers": "temporaries of the optimizer's step",
+    "weight being converted": "one weight on its way from the width it is read in to the width it is kept in",
+    "whole weight before it is sharded": "the largest weight, sent whole to every card before each keeps its part",
+    "whole weights before they are sharded": "weights read from the checkpoint whole, before each rank keeps its share",
+    "weights being flattened or sharded": "weights as the model holds them, beside DeepSpeed's flat copy of them",
+    "gathered for the state dict": "a sharded weight made whole to be saved",
+    "a weight of the checkpoint, whole": "one saved weight at a time is whole on the first GPU before it is dealt out",
+    "states as loaded, beside the live ones": "optimizer states read from the checkpoint straight onto each GPU",
+    "states as they are loaded": "a resumed run keeps them wider than before, and paged ones on the card",
+    "adapters loaded in fp32": "PEFT widens 16-bit adapters when it loads them again",
+    "adapters of the file, before the states": "adapters read from the checkpoint, beside the live ones",
+    "experts one by one for the checkpoint": "gate and up projections of all experts, copied out of joint tensors",
+    "inputs kept by the graph of the step before": "a loop that keeps `loss` keeps what its graph still holds",
+    "delta and merged weight":
+        "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight",
+}  # fmt: skip
 
 
-def _product(count: int, width: int, before: str = "") -> Summand:
-    times = 3 if before else 1
-    return Summand(f"{before}{count:,} x {width} B", times * count * width)
+def _product(count: int, width: int) -> Summand:
+    return Summand(f"{count:,} x {width} B", count * width)
 
 
-# ---- what comes and goes -------------------------------------------------------------------------------------------
+# ---- what a micro-step allocates -----------------------------------------------------------------------------------
 
 _MOVING: dict[Role, tuple[str, str]] = {
     "activations": ("kept for backward", "results of the forward pass that the backward pass needs"),
@@ -282,29 +250,22 @@ def _moving(account: Account, worst: Instant) -> list[Reason]:
     for kept in alive(account, worst.peak) if worst.peak else ():
         by_role.setdefault(kept.role, []).append(kept)
         rest -= kept.total
-    found = []
+    reasons = []
     for role, group in by_role.items():
         label, words = _MOVING[role]
         places: dict[str, int] = {}
         for kept in group:
             places[kept.where] = places.get(kept.where, 0) + kept.total
         terms = tuple(Summand(f"{place}s" if place == "block" else place, size) for place, size in places.items())
-        found.append(Reason(role, label, sum(places.values()), words, terms))
-    if rest:  # a block and the next one disagree about the width of what passes between them
-        found.append(
-            Reason(
-                "temporaries",
-                "not attributed",
-                rest,
-                "counted in the peak, of no known tensor",
-                (Summand(f"{rest:,} B", rest),),
-            )
-        )
-    return found
+        reasons.append(Reason(role, label, sum(places.values()), words, terms))
+    if rest:  # a block's output and the next block's input differ in width
+        terms, words = (Summand(f"{rest:,} B", rest),), "counted in the peak, of no known tensor"
+        reasons.append(Reason("temporaries", "not attributed", rest, words, terms))
+    return reasons
 
 
 def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
-    """Every tensor that exists at a peak beside weights and states, largest group first."""
+    """Return the tensors that exist at a peak beside weights and states, largest group first."""
     counts: dict[tuple[str, str, Role, int, bool], int] = {}
     for part, id, role in _living(peak):
         program = part.program
@@ -318,7 +279,7 @@ def alive(account: Account, peak: Peak) -> tuple[Kept, ...]:
 
 
 def _living(peak: Peak) -> Iterator[tuple[PlacedProgram, int, Role]]:
-    """Replay the completed steps and the current one: return every tensor that is still allocated, with its role.
+    """Replay the completed steps and the current one, and yield every tensor that is still allocated with its role.
 
     A block's output is allocated in the block and freed by the next one as its INPUT; gradients flow the other way.
     """
@@ -349,12 +310,12 @@ def _living(peak: Peak) -> Iterator[tuple[PlacedProgram, int, Role]]:
 
 
 def _gradient_of(part: PlacedProgram) -> int:
-    """Return the id a part gives the gradient that comes in: the embedding has no input of its own."""
+    """Return the id of the gradient that a part receives; the embedding's is 1, because it has no input."""
     return 1 if part.title == "embedding" else GRADIENT
 
 
 def _played(peak: Peak) -> Iterator[tuple[PlacedSegment, tuple[int, ...], bool]]:
-    """Yield (step, its events so far, whether it runs backward) in order of time."""
+    """Yield (step, its events up to the peak, whether it is a backward) in order of time."""
     for step in peak.steps:
         yield step, step.segment.events, step.segment is step.part.program.backward
     if peak.step is not None and peak.event is not None:

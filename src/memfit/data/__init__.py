@@ -1,7 +1,7 @@
-"""Token lengths of a training file: `files` reads records, `samples` finds their text, `tokens` counts them.
+"""Count the tokens of a training file: `files` reads records, `samples` finds their text, `tokens` counts them.
 
-Only a batch of samples and a table of lengths are kept, so a file of any size is read in bounded memory. A line that
-cannot be used is counted and reported; reading goes on.
+Only a batch of samples and a table of lengths are kept, so a file of any size is read in bounded memory. Lines that
+cannot be used are counted and reported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memfit.errors import BadInput
 from memfit.units import MIB
 
 BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # tokenised at once
-REASONS = 100  # distinct reasons of broken lines that are kept, each with its first line
-KEPT = 5  # broken lines and longest samples that are kept as examples
+REASONS = 100  # at most so many reasons of broken lines are kept, each with its first line
+KEPT = 5  # broken lines and longest samples kept as examples
 Progress = Callable[[int, int], None]  # (bytes read, bytes of the file)
 
 __all__ = ["Broken", "Dataset", "read_dataset"]
@@ -41,10 +41,10 @@ class Dataset:
     longest: tuple[tuple[int, int], ...]  # (tokens, line) of the longest samples, longest first
     broken: int
     examples: tuple[Broken, ...]  # the first few broken lines
-    complete: bool  # False when reading stopped at the limit
+    complete: bool  # False if reading stopped at the limit
     notes: tuple[str, ...]
     highest: tuple[int, int] = (-1, 0)  # (largest token id of a tokenised file, its line); -1: the file holds text
-    empty: int = 0  # samples without anything to learn from; they are counted, but training leaves them out
+    empty: int = 0  # samples without a token to learn, which training leaves out
     reasons: tuple[Broken, ...] = ()  # the first broken line of each reason
     numbers: tuple[int, int] = (0, 0)  # (samples whose text is written as a number, line of the first)
 
@@ -74,9 +74,9 @@ def read_dataset(
 ) -> Dataset:
     """Count the tokens of every sample of a .jsonl, .json, .txt, .csv, .tsv or .parquet file.
 
-    tokenizer: a tokenizer.json or a folder holding one, "bytes", or None for an estimate. text_field: read this field
-    instead of the known ones. limit: stop after so many samples. progress is called between batches.
-    Raises BadInput when the file or the tokenizer cannot be used at all; single broken lines are only counted.
+    tokenizer: a tokenizer.json or its folder, "bytes", or None for an estimate. text_field: the field to read instead
+    of the known ones. limit: the number of samples after which to stop. progress is called between batches.
+    Raises BadInput if the file or the tokenizer cannot be used at all; single broken lines are only counted.
     """
     source, tally = Path(path), _Tally()
     if limit is not None and limit < 1:
@@ -92,14 +92,13 @@ def read_dataset(
                 if progress:
                     progress(file.tell(), size)
     except OSError as error:
-        raise BadInput(
-            f"{source} cannot be read: {error.strerror or error}", hint="check the path and its rights"
-        ) from None
+        reason = f"{source} cannot be read: {error.strerror or error}"
+        raise BadInput(reason, hint="check the path and its rights") from None
     return tally.dataset(source, tokens)
 
 
 def _batches(samples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group samples into lists large enough for a call of the tokenizer and small enough for memory."""
+    """Group samples into lists that are large enough for the tokenizer and small enough for memory."""
     batch: list[Example] = []
     chars = 0
     for sample in samples:
@@ -130,16 +129,16 @@ class _Tally:
 
     def usable(self, records: Iterable[Record | Broken], text_field: str, limit: int | None) -> Iterator[Example]:
         """Yield the samples among the records, at most `limit`; count the other records as broken."""
-        found = 0
+        yielded = 0
         for record in records:
-            if found == limit:
+            if yielded == limit:
                 self.complete = False
                 return
             try:
                 if isinstance(record, Broken):
                     raise UnusableError(record.reason)
                 yield sample_of(record, text_field)
-                found += 1
+                yielded += 1
             except UnusableError as error:
                 self.broken += 1
                 broken = Broken(record.line, str(error))
@@ -166,10 +165,10 @@ class _Tally:
             self.notes.update(sample.notes)
 
     def dataset(self, source: Path, tokens: Tokens) -> Dataset:
-        """Return the result. Raises BadInput when no sample could be used."""
+        """Return the result. Raises BadInput if no sample could be used."""
+        if not self.counts and not self.broken:
+            raise BadInput(f"{source} holds no samples", hint="give a file with at least one sample")
         if not self.counts:
-            if not self.broken:
-                raise BadInput(f"{source} holds no samples", hint="give a file with at least one sample")
             first = self.examples[0]
             raise BadInput(
                 f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",

@@ -1,4 +1,4 @@
-"""Readers, one per file type: they yield numbered records, report broken lines, and never hold a whole file."""
+"""Readers, one per file type: they yield numbered records and broken lines without holding a whole file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 256  # Parquet rows read at once
 
 
 class Record(NamedTuple):
-    """One record: its value, and the number (from 1) of its line, row or sample."""
+    """One record: its value and the number, from 1, of its line, row or sample."""
 
     line: int
     value: Any
@@ -45,8 +45,7 @@ def reader_for(path: Path) -> Reader:
     hint = f"give one file: {', '.join(READERS)}"
     if not path.exists():
         raise BadInput(
-            f"{path} does not exist",
-            hint="check the path; a dataset on the Hub must be saved to a file first",
+            f"{path} does not exist", hint="check the path; a dataset on the Hub must be saved to a file first"
         )
     if not path.is_file():
         raise BadInput(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
@@ -118,35 +117,32 @@ _GAP = re.compile(r"[\s,]*")
 
 def _json_list(file: BinaryIO) -> Read:
     """Yield the elements of one JSON list, reading in chunks; stop at the first syntax error."""
-    with _decoded(file) as text:
-        yield from _json_elements(text)
-
-
-def _json_elements(text: TextIO) -> Read:
     decoder = json.JSONDecoder()
-    buffer, at, number = text.read(CHUNK).lstrip()[1:], 0, 1
-    while True:
-        at = _after_gap(buffer, at)
-        if buffer.startswith("]", at):
-            return
-        try:
-            value, at = decoder.raw_decode(buffer, at)
-        except (ValueError, RecursionError) as error:
-            waiting = len(buffer) - at
-            # read as much again, so that a long element is parsed a few times and not thousands
-            more = text.read(max(CHUNK, waiting)) if waiting < LINE_LIMIT else ""
-            if not more:
-                yield Broken(number, f"{_json_reason(error)}; nothing after it was read")
+    with _decoded(file) as text:
+        buffer, at, number = text.read(CHUNK).lstrip()[1:], 0, 1
+        while True:
+            at = _after_gap(buffer, at)
+            if buffer.startswith("]", at):
                 return
-            buffer, at = buffer[at:] + more, 0
-            continue
-        yield Record(number, value)
-        number += 1
+            try:
+                value, at = decoder.raw_decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                waiting = len(buffer) - at
+                # double the buffer, so that a long element is parsed a few times and not thousands
+                more = text.read(max(CHUNK, waiting)) if waiting < LINE_LIMIT else ""
+                if not more:
+                    yield Broken(number, f"{_json_reason(error)}; nothing after it was read")
+                    return
+                buffer, at = buffer[at:] + more, 0
+                continue
+            yield Record(number, value)
+            number += 1
 
 
 def _after_gap(buffer: str, at: int) -> int:
-    found = _GAP.match(buffer, at)
-    return found.end() if found else at
+    """Return the position after the space and commas between two elements."""
+    gap = _GAP.match(buffer, at)
+    return gap.end() if gap else at
 
 
 def _json_reason(error: Exception) -> str:
@@ -156,7 +152,7 @@ def _json_reason(error: Exception) -> str:
 
 
 def _table(delimiter: str) -> Reader:
-    """Make a reader of tables whose first line names the columns; empty cells count as missing."""
+    """Return a reader of tables whose first line names the columns; empty cells count as missing."""
 
     def read(file: BinaryIO, fields: Collection[str]) -> Read:
         before = csv.field_size_limit(LINE_LIMIT)  # global in the csv module; its default refuses cells over 128 KiB
@@ -188,7 +184,7 @@ def _rows(text: TextIO, delimiter: str) -> Read:
 
 @contextmanager
 def _decoded(file: BinaryIO) -> Iterator[TextIO]:
-    """Give the file as text; bytes that are not UTF-8 become lone surrogates. The caller closes the file."""
+    """Provide the file as text; bytes that are not UTF-8 become lone surrogates. The caller closes the file."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
         yield text
@@ -197,7 +193,7 @@ def _decoded(file: BinaryIO) -> Iterator[TextIO]:
 
 
 def _parquet(file: BinaryIO, fields: Collection[str]) -> Read:
-    """Yield the rows of a Parquet file, reading only the columns of interest where it has any."""
+    """Yield the rows of a Parquet file; read only the columns of interest if it has any."""
     try:
         import pyarrow as arrow  # type: ignore[import-untyped,import-not-found,unused-ignore]
         import pyarrow.parquet as parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]

@@ -1,10 +1,10 @@
 """Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
 
-A run must fit its *longest* batch: memory follows the tokens of one micro-batch, batches are drawn at random, and
-sooner or later the longest sample comes up, perhaps at step 2000. So plans are made for `longest_batch`; the averages
-here (`padding_waste`, `packed`) only concern time.
+A run must fit its *longest* batch: memory depends on the tokens of one micro-batch, and batches are drawn at random, so
+the longest sample may come at step 2000. Plans are therefore made for `longest_batch`; `padding_waste` and `packed`
+concern time only.
 
-Everything is computed from the number of samples of each length, which is exact and small for data of any size.
+Everything is computed from the number of samples of each length, which is exact, and small for data of any size.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Lengths:
 
     @classmethod
     def of(cls, samples: Iterable[int]) -> Lengths:
-        """Build it from the token count of each sample."""
+        """Return the lengths of samples with these token counts."""
         return cls.counted(Counter(samples))
 
     @classmethod
     def counted(cls, counts: Mapping[int, int]) -> Lengths:
-        """Build it from {tokens: samples}. Raises BadInput without a sample, ValueError for a negative number."""
+        """Return the lengths of {tokens: samples}. Raises BadInput if empty, ValueError if negative."""
         kept = tuple(sorted((t, n) for t, n in counts.items() if n))
         if any(t < 0 or n < 0 for t, n in kept):
             raise ValueError("lengths and counts cannot be negative")
@@ -50,17 +50,17 @@ class Lengths:
 
     @cached_property
     def count(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return sum(n for _, n in self.counts)
 
     @cached_property
     def tokens(self) -> int:
-        """Total tokens of all samples."""
+        """Return the tokens of all samples."""
         return sum(t * n for t, n in self.counts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
+        """Return the tokens of the longest sample."""
         return self.counts[-1][0]
 
     @cached_property
@@ -85,11 +85,11 @@ class Lengths:
     def histogram(self, bins: int = BINS) -> tuple[tuple[int, int, int], ...]:
         """Return equally wide bins that cover every sample: (first length, last length, samples)."""
         low, width = self.counts[0][0], ceil((self.longest - self.counts[0][0] + 1) / bins)
-        found = Counter[int]()
+        samples = Counter[int]()
         for t, n in self.counts:
-            found[(t - low) // width] += n
+            samples[(t - low) // width] += n
         last = (self.longest - low) // width
-        return tuple((low + i * width, low + (i + 1) * width - 1, found[i]) for i in range(last + 1))
+        return tuple((low + i * width, low + (i + 1) * width - 1, samples[i]) for i in range(last + 1))
 
     def summary(self) -> dict[str, Any]:
         """Return plain numbers for JSON: samples, tokens, mean, percentiles by name, histogram."""
@@ -104,7 +104,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A sequence length, and the shares of samples and tokens that it cuts off."""
+    """A sequence length, and what it cuts off."""
 
     length: int
     truncated: float  # share of the samples that are longer
@@ -126,10 +126,10 @@ def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: i
 
 
 def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padding: Padding = "longest") -> int:
-    """Return the tokens of the largest micro-batch, padding included, for which memory must be planned.
+    """Return the tokens of the largest micro-batch, padding included.
 
-    longest: every sample of a batch is padded to its longest one, so one long sample sets the size of the whole batch;
-    a dataset smaller than the micro-batch cannot fill it. packing: sequences are filled up to `sequence_length`.
+    longest: samples are padded to the longest of their batch; a dataset smaller than the micro-batch cannot fill it.
+    packing: sequences are filled up to `sequence_length`.
     """
     if padding == "packing":
         return micro_batch * sequence_length
@@ -138,10 +138,10 @@ def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padd
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Tokens the model computes in one epoch, and those the data has."""
+    """Tokens that the model computes in one epoch, and those of the data."""
 
     real: int  # tokens of the samples, after truncation
-    computed: float  # with padding; an expectation where batches are random
+    computed: float  # with padding; an expectation if batches are random
 
     @property
     def share(self) -> float:
@@ -152,8 +152,8 @@ class Waste:
 def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, order: Order = "random") -> Waste:
     """Return the padding of one epoch when each micro-batch is padded to its longest sample.
 
-    The last batch may be smaller. random: the exact expectation over all shuffles. sorted: batches cut from the samples
-    in order of length, longest first, as length-grouped samplers make them: the least padding with full batches.
+    The last batch may be smaller. random: the exact expectation over all shuffles. sorted: batches of samples sorted by
+    length, longest first, as length-grouped samplers make them, which is the least padding with full batches.
     """
     kept = lengths.cut(sequence_length)
     full, rest = divmod(kept.count, micro_batch)
@@ -174,7 +174,7 @@ def _expected_longest(lengths: Lengths, draws: int) -> float:
 
 
 def _share_of_draws(some: int, of: int, draws: int) -> float:
-    """Return P(all draws fall among `some` of `of`) = C(some, draws) / C(of, draws), by logarithms against overflow."""
+    """Return P(all draws are among `some` of `of`) = C(some, draws) / C(of, draws), in logarithms against overflow."""
     if some < draws:
         return 0.0
     if some == of:
@@ -196,8 +196,8 @@ def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
 def packed(lengths: Lengths, sequence_length: int) -> int:
     """Count the sequences after packing by best fit, longest sample first, as TRL's packing_strategy="bfd".
 
-    Longer samples are truncated, empty ones dropped, and a sample goes where the least room is left over. TRL packs
-    each map batch (1000 samples by default) by itself, so it makes slightly more sequences than this.
+    Longer samples are truncated, empty ones dropped, and each sample goes where the least room is left over. TRL packs
+    each map batch (1000 samples by default) separately, so it makes slightly more sequences.
     """
     bins: Counter[int] = Counter()  # room left -> sequences with that room
     rooms: list[int] = []  # the keys of `bins`, in order
@@ -217,7 +217,7 @@ def packed(lengths: Lengths, sequence_length: int) -> int:
 
 
 def _move(bins: Counter[int], rooms: list[int], room: int, sequences: int) -> None:
-    """Add sequences with that much room (remove them when negative), and keep `rooms` equal to the keys of `bins`."""
+    """Add sequences with that much room (a negative number removes them); keep `rooms` the keys of `bins`."""
     if not bins[room]:
         insort(rooms, room)
     bins[room] += sequences

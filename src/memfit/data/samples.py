@@ -1,4 +1,4 @@
-"""Find the text of a record: the fields that hold it in each layout that trainers read."""
+"""Find the text of a record in each layout that trainers read."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Example(NamedTuple):
     line: int
     layout: str
     texts: list[str]
-    tokens: int  # besides the texts: given token ids, chat markup, the end of the sequence
+    tokens: int  # besides those of the texts: given token ids, chat markup, the end of the sequence
     notes: tuple[str, ...] = ()  # assumptions of the count
-    empty: bool = False  # there is nothing to learn from it: train.py leaves it out
+    empty: bool = False  # it has no token to learn, so train.py leaves it out
     highest: int = -1  # the largest given token id; -1: none are given
     number: bool = False  # one of its texts is written as a number, or as true or false
 
 
 class UnusableError(Exception):
-    """Raised for a record that cannot be used; the message says what it holds."""
+    """Raised for a record that cannot be used; the message names the reason."""
 
 
 def sample_of(record: Record, text_field: str = "") -> Example:
-    """Read a record by its layout, or only the field `text_field`. Raises UnusableError where neither is there."""
+    """Read a record by its layout, or only the field `text_field`. Raises UnusableError if it has neither."""
     value = {"text": record.value} if isinstance(record.value, str) else record.value
     if not isinstance(value, dict):
         raise UnusableError(f"{NO_OBJECT}, not {_kind(value)}")
@@ -63,8 +63,8 @@ def sample_of(record: Record, text_field: str = "") -> Example:
         if all(value.get(name) is not None for name in needed):
             number = any(isinstance(value[name], bool | int | float) for name in needed)
             return read(record.line, layout, value)._replace(empty=value[needed[-1]] in ("", []), number=number)
-    found = ", ".join(f"'{str(name)[:30]}'" for name in list(value)[:6]) or "none"
-    raise UnusableError(f"no known fields; found {found}")
+    fields = ", ".join(f"'{str(name)[:30]}'" for name in list(value)[:6]) or "none"
+    raise UnusableError(f"no known fields; found {fields}")
 
 
 def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Example:
@@ -78,17 +78,13 @@ def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Example:
     return Example(line, layout, [], len(ids), highest=max(ids, default=-1))
 
 
-def _plain(line: int, layout: str, value: dict[str, Any]) -> Example:
-    return Example(line, layout, [_text(value, "text")], END)
-
-
 def _chat(line: int, layout: str, value: dict[str, Any]) -> Example:
     texts, notes = _messages(_parsed(value[layout]))
     return _beside(value, Example(line, layout, texts, CHAT_TOKENS * len(texts), notes))
 
 
 def _beside(value: dict[str, Any], chat: Example) -> Example:
-    """Return the chat with what other columns add: a system prompt, earlier turns, definitions of tools."""
+    """Add the texts of other columns to a chat: a system prompt, earlier turns, definitions of tools."""
     texts, tokens, notes = list(chat.texts), chat.tokens, chat.notes
     system, tools, history = value.get("system"), _parsed(value.get("tools")), value.get("history")
     if isinstance(tools, str) and tools:
@@ -118,7 +114,7 @@ def _pair(line: int, layout: str, value: dict[str, Any]) -> Example:
         else:
             texts.append(_text(value, name))
     pair = Example(line, layout, texts, tokens, notes)
-    return _beside(value, pair) if notes else pair  # plain text takes nothing from other columns, only a chat does
+    return _beside(value, pair) if notes else pair  # trainers add other columns to chats only
 
 
 def _instruction(line: int, layout: str, value: dict[str, Any]) -> Example:
@@ -131,7 +127,7 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], 
     ("input_ids", ("input_ids",), _input_ids),
     ("messages", ("messages",), _chat),
     ("conversations", ("conversations",), _chat),
-    ("text", ("text",), _plain),
+    ("text", ("text",), lambda line, layout, value: Example(line, layout, [_text(value, "text")], END)),
     ("prompt+completion", ("prompt", "completion"), _pair),
     ("prompt+response", ("prompt", "response"), _pair),
     ("question+answer", ("question", "answer"), _pair),
@@ -144,23 +140,23 @@ KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | 
 
 
 def _text(value: dict[str, Any], name: str) -> str:
-    found = value.get(name)
-    if isinstance(found, bool | int | float):  # train.py converts it to text, too
-        return str(found)
-    if not isinstance(found, str):
-        raise UnusableError(f"'{name}' {'is missing' if found is None else f'{NO_TEXT} {_kind(found)}'}")
-    return _sound(found)
+    cell = value.get(name)
+    if isinstance(cell, bool | int | float):  # train.py converts it to text, too
+        return str(cell)
+    if not isinstance(cell, str):
+        raise UnusableError(f"'{name}' {'is missing' if cell is None else f'{NO_TEXT} {_kind(cell)}'}")
+    return _sound(cell)
 
 
 def _sound(text: str) -> str:
     """Return the text. Raises UnusableError for half a surrogate pair, on which tokenizers fail."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UnusableError(
-                "the text is not valid Unicode (a byte that is not UTF-8, or half a surrogate pair)"
-            ) from None
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        reason = "the text is not valid Unicode (a byte that is not UTF-8, or half a surrogate pair)"
+        raise UnusableError(reason) from None
     return text
 
 
@@ -184,7 +180,7 @@ def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse a list that was written as JSON into a CSV cell; return anything else unchanged."""
+    """Parse a CSV cell that holds JSON; return anything else unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)

@@ -10,7 +10,7 @@ from typing import Any
 from memfit.errors import BadInput, MissingExtra
 from memfit.units import GIB, human
 
-BYTES_PER_TOKEN = 4  # UTF-8 bytes: what current tokenizers reach on English and, at 3 bytes a character, on Chinese
+BYTES_PER_TOKEN = 4  # UTF-8 bytes; current tokenizers reach it on English, and on Chinese at 3 bytes a character
 PIECE = 1 << 18  # characters; a longer text is tokenised in pieces, which may add one token per piece
 GROUP = 1 << 20  # characters encoded at once
 TOKENIZER_LIMIT = 1 * GIB
@@ -27,7 +27,7 @@ class Tokens:
 
 
 def find_tokenizer(named: str | Path | None) -> Tokens:
-    """Choose how to count: None estimates, "bytes" counts UTF-8 bytes, a path is a tokenizer.json or its folder."""
+    """Return a way to count: None estimates, "bytes" counts UTF-8 bytes, a path is a tokenizer.json or its folder."""
     if named is None:
         label = f"estimate of {BYTES_PER_TOKEN} bytes per token (--tokenizer PATH counts exactly)"
         return Tokens(label, True, lambda texts: [-(-len(t.encode()) // BYTES_PER_TOKEN) for t in texts])
@@ -52,7 +52,7 @@ def _from_file(path: Path) -> Tokens:
         raise MissingExtra("counting with a tokenizer.json", "data") from None
     try:
         tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()  # a tokenizer.json often holds the limits that were set when it was saved
+        tokenizer.no_truncation()  # a tokenizer.json often holds limits from when it was saved
         tokenizer.no_padding()
     except Exception as error:  # the library raises nothing narrower
         raise BadInput(f"{file} is not a tokenizer.json: {str(error)[:100]}", hint=hint) from None
@@ -93,7 +93,7 @@ def _groups(texts: list[str]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Split a text into parts of at most PIECE characters, before a space where there is one."""
+    """Split a text into parts of at most PIECE characters, before a space if there is one."""
     at = 0
     while len(text) - at > PIECE:
         space = text.rfind(" ", at + 1, at + PIECE)

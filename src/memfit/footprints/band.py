@@ -1,4 +1,4 @@
-"""The predicted band of every phase, and alarms, each raised once, when a run leaves it or fills the card."""
+"""The predicted band of every phase, and alarms when a run leaves its band or fills the card."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memfit.nouns.sample import METERS, Alarm, Header, Sample
 from memfit.nouns.tape import Phase
 from memfit.units import human
 
-CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it the next longer batch may be one too long
+CARD_SHARE = 0.90  # of the card's bytes, all processes together: above it a slightly longer batch may not fit
 
 
 def bands(predicted: Footprint | None, level: str | None) -> dict[Phase, tuple[int, int]]:
-    """Return the (low, high) bytes of `level` that the prediction allows by phase; {} where nothing can be compared."""
+    """Return the (low, high) bytes of `level` that the prediction allows by phase; {} if they cannot be compared."""
     if predicted is None or level is None:
         return {}
-    if level == "device":  # seen from outside there are no phases
+    if level == "device":  # a run seen from outside has no phases
         peaks: dict[Phase, int] = {"step": max(p.levels.device for p in predicted.needed)}
     else:
         peaks = {p.phase: level_of(p.levels, level) for p in predicted.phases}
@@ -55,16 +55,17 @@ class Alarms:
         if self.level is None or sample.phase not in self.bands:
             return None
         low, high = self.bands[sample.phase]
-        found = level_of(sample.peak, self.level)
-        if found <= high or self._again("band", sample.phase):
+        measured = level_of(sample.peak, self.level)
+        if measured <= high or self._again("band", sample.phase):
             return None
         text = (
-            f"left the predicted band: {human(found)} {self.level}, predicted {human(low)} to {human(high)} "
-            f"({human(found - high)} above it)"
+            f"left the predicted band: {human(measured)} {self.level}, predicted {human(low)} to {human(high)} "
+            f"({human(measured - high)} above it)"
         )
-        return Alarm("band", sample.step, sample.phase, found, high, text)
+        return Alarm("band", sample.step, sample.phase, measured, high, text)
 
     def _again(self, kind: str, phase: Phase | None) -> bool:
+        """Return whether this alarm was raised before, and remember it."""
         again = (kind, phase) in self._raised
         self._raised.add((kind, phase))
         return again

@@ -1,4 +1,4 @@
-"""Two footprints side by side, by role and phase, and the terms that explain the difference."""
+"""Compare two footprints by phase and role, and list the terms that explain the difference."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from memfit.units import human
 
 Agreement = Literal["agrees", "more", "less"]
 Level = Literal["reserved", "device", "tensors", "resident"]
-CARDLESS: dict[Level, Level] = {"reserved": "tensors", "device": "resident"}  # what a level is called without a card
+CARDLESS: dict[Level, Level] = {"reserved": "tensors", "device": "resident"}  # names of levels without a card
 MOST_TERMS = 12
 TELLING = 0.01  # of the peak: roles that differ by less are not split, because sources divide them differently
-OUTSIDE: tuple[Role, ...] = ("context",)  # what lies on the card beside what is reserved
+OUTSIDE: tuple[Role, ...] = ("context",)  # roles on the card that are not reserved bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One phase on both sides; None where a side lacks it. `agreement` is by the phase's own band, if both have it."""
+    """One phase on both sides, None on a side without it; `agreement` is judged by the phase's own band."""
 
     phase: Phase
     left: Levels | None
@@ -46,7 +46,7 @@ class _Sides:
 
 @dataclass(frozen=True, slots=True)
 class RoleRow(_Sides):
-    """Bytes of a role, or of several taken together because one side cannot tell them apart."""
+    """Bytes of a role, or of several together where one side does not separate them."""
 
     roles: tuple[Role, ...]
     left: int
@@ -67,11 +67,10 @@ class NamedShare(_Sides):
 class Comparison(_Sides):
     """Right against left; sizes in bytes.
 
-    `agreement` compares what the whole runs need: `right_need` with `left_need`, the largest of each side, within
-    `band`. They are bytes of `level`: what is reserved (the device level where a side was seen from outside), or what
-    tensors take (what is resident) where both ran without a card. `left` and `right` are the worst instants of
-    `left_phase` and `right_phase`, where the difference is explained: `roles` sum to `difference`, except for NCCL's
-    buffers, which are not reserved.
+    `left_need` and `right_need` are the largest bytes of each whole run, and agree if they differ by `band` at most.
+    They are bytes of `level`: reserved bytes, or device bytes if a side was seen from outside; tensors or resident
+    bytes if both ran without a card. `left` and `right` are the bytes at the worst instants of `left_phase` and
+    `right_phase`, whose difference is explained: `roles` sum to it, except for NCCL's buffers, which are not reserved.
     """
 
     phases: tuple[PhaseRow, ...]
@@ -87,11 +86,11 @@ class Comparison(_Sides):
     roles: tuple[RoleRow, ...]
     terms: tuple[NamedShare, ...]
     notes: tuple[str, ...]
-    refused: tuple[int, int] = (0, 0)  # bytes of the request at which left and right ended; 0: they did not run out
+    refused: tuple[int, int] = (0, 0)  # bytes of the request at which left and right ran out of memory; 0: they did not
 
 
 def compare(left: Footprint, right: Footprint) -> Comparison:
-    """Compare `right` (measured, say) with `left` (predicted, say)."""
+    """Compare `right`, such as a measured footprint, with `left`, such as a predicted one."""
     level: Level = "reserved" if left.peak.levels.reserved and right.peak.levels.reserved else "device"
     size = _size_of(level)
     need, needed = (max(map(size, side.needed)) for side in (left, right))
@@ -130,10 +129,10 @@ def _agreement(left: int, right: int) -> Agreement:
 def _instants(
     left: Footprint, right: Footprint, size: Callable[[PhasePeak], int]
 ) -> tuple[PhasePeak, PhasePeak, list[str]]:
-    """Return the phases whose difference is explained, and a note where they are two different ones.
+    """Return the phases whose difference is explained, and a note if they are two different ones.
 
-    Of the phases that make one side need more than the other it is the one that differs most; where the runs agree, the
-    one that needs most on the left; where both sides have no such phase, their peaks.
+    If the runs differ, it is the phase that differs most among those that make one side need more; if they agree, the
+    left side's peak; without such a phase on both sides, the peak of each.
     """
     peak, other = (max(side.needed, key=size) for side in (left, right))
     agreement = _agreement(size(peak), size(other))
@@ -169,7 +168,7 @@ def _phases(left: Footprint, right: Footprint, size: Callable[[PhasePeak], int])
 
 
 def _groups(a: PhasePeak, b: PhasePeak, left_out: Iterable[Role]) -> tuple[tuple[Role, ...], ...]:
-    """Return the roles that are compared; those that a side has in one line are one group."""
+    """Return the groups of roles that are compared: several roles that a side counts in one line are one group."""
     shown = [role for role in ROLES if role not in left_out]
     lumped: set[Role] = set()
     for peak in (a, b):
@@ -206,7 +205,7 @@ def _labels(peak: PhasePeak, roles: Iterable[Role]) -> Counter[tuple[Role, str]]
 
 
 def _lump(a: PhasePeak, b: PhasePeak, rows: Iterable[RoleRow], least: int) -> list[str]:
-    """Return notes on roles that one side cannot tell apart, with the largest labels of a side that has them."""
+    """Return notes on roles that one side does not separate, with the largest labels of a side that does."""
     notes = []
     for row in rows:
         if len(row.roles) > 1:

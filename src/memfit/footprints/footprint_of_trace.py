@@ -1,10 +1,9 @@
-"""A traced tape as a Footprint: what was alive at the worst instant of each phase, by role and by name."""
+"""Turn a traced tape into a Footprint: the tensors alive at the worst instant of each phase, by role and name."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 from memfit.allocator.player import alive_at
@@ -12,13 +11,13 @@ from memfit.allocator.replay import Span, Timeline
 from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 
-SHOWN = 0.01  # of what is alive: smaller groups of tensors share a line
+SHOWN = 0.01  # share of the live bytes; smaller groups of tensors share a line
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 _WRAPPERS = re.compile(r"base_model\.model\.|_fsdp_wrapped_module\.|\bmodule\.|\.base_layer\b|\.default\b")
 
 
 def judged(tape: Tape) -> Tape:
-    """Return the tape up to resuming and merging, which not every run does and which decide no verdict."""
+    """Return the tape up to resuming and merging, which not every run does and which no verdict depends on."""
     for position, event in enumerate(tape.events):
         if isinstance(event, Mark) and event.phase in OPTIONAL:
             return replace(tape, events=tape.events[:position])
@@ -28,7 +27,7 @@ def judged(tape: Tape) -> Tape:
 def footprint_of(
     tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int, nccl: int = 0
 ) -> Footprint:
-    """Return the phases of a replayed tape, each with what was alive at its worst, and `context` and `nccl` on top."""
+    """Return the phases of a replayed tape with their worst instants; `context` and `nccl` bytes are added to each."""
     largest: dict[Phase, Span] = {}
     for span in timeline.spans:
         if span.phase not in largest or span.peak.allocated > largest[span.phase].peak.allocated:
@@ -39,7 +38,7 @@ def footprint_of(
 
 
 def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> PhasePeak:
-    """Return a phase: its levels are its maxima, its lines are of the instant at which most is allocated."""
+    """Return a phase with its maximal levels, and the lines of the instant at which most is allocated."""
     lines = _lines(alive_at(tape.events, span.at, tape.start))
     tensors = sum(line.bytes for line in lines)
     lines.append(Line("context", "CUDA context and loaded modules", context))
@@ -51,7 +50,7 @@ def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> Pha
 
 
 def _lines(alive: tuple[Alloc, ...]) -> list[Line]:
-    """Return the bytes of every role by name, layers taken together; small groups share a line."""
+    """Return the bytes of every role by name, all layers together; small groups share a line."""
     groups: dict[Role, Counter[str]] = {}
     for event in alive:
         groups.setdefault(event.role, Counter())[general(event.label)] += event.size
@@ -63,21 +62,11 @@ def _lines(alive: tuple[Alloc, ...]) -> list[Line]:
         small = sizes.total() - sum(shown.values())
         if small:
             kinds = len(sizes) - len(shown)
-            lines.append(
-                Line(role, f"{kinds} {'smaller kinds of tensors' if kinds > 1 else 'kind of small tensor'}", small)
-            )
+            label = f"{kinds} smaller kinds of tensors" if kinds > 1 else "1 kind of small tensor"
+            lines.append(Line(role, label, small))
     return lines
 
 
 def general(label: str) -> str:
-    """Return `layers.*.mlp` for `base_model.model.layers.3.mlp`: one name for all layers, without wrappers."""
+    """Return one name for all layers, without wrappers: `layers.*.mlp` for `base_model.model.layers.3.mlp`."""
     return _NUMBER.sub("*", _WRAPPERS.sub("", label))
-
-
-def by_module(tape: Tape, span: Span) -> Mapping[str, int]:
-    """Return the bytes alive at a span's worst instant by the module that made them, largest first."""
-    sizes: Counter[str] = Counter()
-    for event in alive_at(tape.events, span.at, tape.start):
-        place, found, _ = event.label.partition(": ")
-        sizes[general(place) if found else ""] += event.size
-    return dict(sizes.most_common())

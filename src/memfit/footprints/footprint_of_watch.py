@@ -1,4 +1,4 @@
-"""A watched run as a Footprint and a Timeline, so that it can be compared with a prediction."""
+"""Turn a watched run into a Footprint and a Timeline, to compare it with a prediction."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ UNTOLD = ("which tensor is what, beyond parameters and optimizer states",)
 
 
 def footprint_of(watched: Watched) -> Footprint:
-    """Return the peaks of every phase, with roles as far as they were counted. Phases without a sample are left out."""
+    """Return the peaks of every phase with a sample, by role as far as roles were counted."""
     peaks = by_phase(watched.samples)
     phases = tuple(_phase(watched, phase, peaks[phase]) for phase in PHASES if phase in peaks)
     return Footprint(phases, "measured", (measured_by(watched),), UNTOLD)
 
 
 def measured_by(watched: Watched) -> str:
-    """Say what the meter measured, and whether that was the whole card."""
+    """Return what the meter measured, and whether that was the whole card."""
     title = METERS[watched.header.meter].title
     whole = sum(sample.whole_card for sample in watched.samples)
     seen = sum(sample.now.device > 0 for sample in watched.samples)
@@ -33,12 +33,12 @@ def measured_by(watched: Watched) -> str:
 
 
 def cardless(footprint: Footprint) -> bool:
-    """Return whether the run had no card: `reserved` is then bytes of live tensors, `device` resident bytes."""
+    """Return whether the run had no card, so that `reserved` counts live tensors and `device` resident bytes."""
     return any(facts.title in footprint.assumptions for facts in METERS.values() if facts.compared is None)
 
 
 def by_phase(samples: tuple[Sample, ...]) -> dict[Phase, Levels]:
-    """Return each level's maximum within each phase, in the order the phases first came."""
+    """Return each level's maximum within each phase, in the order of the phases' first samples."""
     peaks: dict[Phase, Levels] = {}
     for sample in samples:
         peaks[sample.phase] = highest(peaks.get(sample.phase, sample.peak), sample.peak)
@@ -46,9 +46,9 @@ def by_phase(samples: tuple[Sample, ...]) -> dict[Phase, Levels]:
 
 
 def timeline_of(watched: Watched) -> Timeline:
-    """Return a Timeline with one span per uninterrupted stretch of a phase; `first` and `at` are indices of samples.
+    """Return a Timeline with one span per uninterrupted phase; `first` and `at` are indices of samples.
 
-    Without a card the levels of tensors are 0 in a stretch in which they were never counted.
+    Without a card the levels of tensors are 0 in a span in which they were never counted.
     """
     spans: list[Span] = []
     first = at = 0
@@ -75,7 +75,7 @@ def _instant(watched: Watched, index: int) -> str:
 
 
 def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
-    """Return a phase with its parameters, from the second step on its optimizer states, and the rest in one line."""
+    """Return a phase with lines for parameters, from the second step on for optimizer states, and for the rest."""
     facts = METERS[watched.header.meter]
     if not facts.roles or (facts.compared is None and not peak.allocated):  # seen from outside, or never counted
         return PhasePeak(phase, WHOLE, peak, (Line("temporaries", REST, peak.device),))

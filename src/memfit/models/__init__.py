@@ -1,1 +1,1 @@
-"""A model's name or config.json becomes an Architecture: families, the Hub, safetensors headers. No weight is read."""
+"""Turn a model's name or config.json into an Architecture: families, Hub, safetensors headers; no weight is read."""

@@ -23,7 +23,7 @@ MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some M
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REACH_SECONDS = 5.0  # timeout of the connection, and of the answer
 NOT_REACHED = "it is not in the catalogue or the cache; go online once, or give the path of its config.json"
-# files in the Hub's cache of a downloaded repository; a model's config.json alone may come from a plan
+# files in the Hub's cache that prove a download; a model's config.json alone may come from a plan
 DOWNLOADED = {"model": ("snapshots/*/*.safetensors", "snapshots/*/*.bin"), "dataset": ("snapshots/*",)}
 MISTYPED = 0.9  # similarity to a name of the catalogue from which a name counts as mistyped
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,7 +47,7 @@ def resolve_model(
     if isinstance(source, Path):
         return _local(source, name, trust_config)
     if isinstance(source, Entry):
-        # keep a repository that was named (a variant of the same shape); a short name stands for the catalogue's
+        # keep the name of a repository (a variant of the same shape); replace a short name by the catalogue's id
         return architecture(catalogue.config(source), name if "/" in name else source.id)
     return _from_hub(name, offline, token, trust_config)
 
@@ -142,7 +142,7 @@ def _checked(model: Architecture, found: int | None, where: str, trust_config: b
 
 
 def _no_config(path: Path) -> BadInput:
-    """Make the error for a folder without config.json; for a PEFT adapter it names the base model."""
+    """Return the error for a folder without config.json, which for a PEFT adapter names the base model."""
     adapter = path / "adapter_config.json"
     base = read_json(adapter, MAX_CONFIG).get("base_model_name_or_path") if adapter.is_file() else None
     if isinstance(base, str):
@@ -151,7 +151,7 @@ def _no_config(path: Path) -> BadInput:
 
 
 def _from_hub(name: str, offline: bool | None, token: str | None, trust_config: bool) -> Architecture:
-    """Read config.json from the Hub or its cache, and check it against the checkpoint's count where the Hub has one."""
+    """Read config.json from the Hub or its cache, and check it against the Hub's parameter count, if there is one."""
     from huggingface_hub import constants
 
     file = _download_config(name, offline, token)
@@ -186,7 +186,7 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
 
 
 def _cached(name: str) -> bool:
-    """Tell whether the Hub's local cache holds any version of the config."""
+    """Return whether the Hub's local cache holds any version of the config."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
@@ -198,7 +198,7 @@ def _not_reached(name: str) -> BadInput:
 
 
 def _reach(name: str, token: str | None) -> None:
-    """Make one short request without retries; without a network a download would retry for half a minute."""
+    """Make one short request without retries, because without a network a download retries for half a minute."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
@@ -233,7 +233,7 @@ def check_there(name: str, kind: Literal["model", "dataset"]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence huggingface_hub's warnings; its errors are turned into ours."""
+    """Silence the log of huggingface_hub, whose errors become errors of memfit."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -244,7 +244,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | None:
-    """Return the repository's parameter count: its summary, or the sum of all headers where the summary disagrees."""
+    """Return the repository's parameter count: its summary, or the sum of all headers if the summary disagrees."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

@@ -15,7 +15,7 @@ MAX_HEADER = 64 << 20  # bytes; a header of a published model takes well under 1
 MAX_SHARDS = 512
 TOLERANCE = 0.02
 _REAL = frozenset(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"))
-# Buffers of older checkpoints and heads that transformers does not load
+# buffers of older checkpoints, and heads that transformers does not load
 _NOT_PARAMETERS = re.compile(
     r"(\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|inv_freq|position_ids|_score_correction_bias|_scale_inv)$"
     r"|^(model\.)?mtp\.|^cls\.seq_relationship"
@@ -40,7 +40,7 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """Return all tensors of a folder's safetensors files; None when there are none, or too many files."""
+    """Return all tensors of a folder's safetensors files; None if there are no or too many files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files or len(files) > MAX_SHARDS:
         return None
@@ -64,11 +64,12 @@ def _ignored(name: str, model: Architecture) -> bool:
 
 
 def agrees(found: int, model: Architecture) -> bool:
+    """Return whether a count is within TOLERANCE of the model's parameters."""
     return abs(found - model.parameters) <= TOLERANCE * model.parameters
 
 
 def refuse(found: int, model: Architecture, where: str) -> Unsupported:
-    """Make the error for a checkpoint that does not hold what its config describes."""
+    """Return the error for a checkpoint that does not hold what its config describes."""
     return Unsupported(
         f"{model.name}: {where} holds {found:,} parameters, its config.json describes {model.parameters:,}",
         hint="the model has parts that memfit does not model, so its count would be a guess",

@@ -1,1 +1,1 @@
-"""What each part of a model allocates, keeps for backward and needs there, after the libraries' own code."""
+"""The parts of a model as the libraries run them: what each allocates, saves for backward and needs there."""

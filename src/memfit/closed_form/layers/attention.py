@@ -1,4 +1,4 @@
-"""Attention sub-blocks, one function per kind: projections, rotation and kernel as the model's code calls them."""
+"""Attention sub-blocks, one function per kind: projections, rotary embedding and kernel, as in the model code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memfit.nouns.architecture import Attention
 
 
 def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """LlamaAttention and the classes written after it."""
+    """LlamaAttention and the classes modelled on it."""
     q, k, v, gate = _project(block, x, a)
     if a.rotary_dim:
         if block.style.liger and block.style.liger.rope:
@@ -32,7 +32,7 @@ def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:
-    """Return the queries, and the gate where q_proj is twice as wide and holds both."""
+    """Return the queries, and the gate where one q_proj of double width makes both."""
     width = a.heads * a.head_dim
     if not a.gated:
         return block.linear("q", x, width), None
@@ -41,7 +41,7 @@ def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Te
 
 
 def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return queries, keys and values as [B, N, S, H] views, normed where the model does, and the output's gate."""
+    """Return queries, keys and values as [B, N, S, H] views, normed if the model does, and the gate of the output."""
     widths = (a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim)
     if a.fused_qkv:
         q, k, v = ops.split(block.rec, block.linear("qkv", x, sum(widths)), widths)
@@ -62,7 +62,7 @@ def _as_heads(block: LayerRun, x: Tensor, role: str, a: Attention) -> Tensor:
 
 
 def llama4(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """Llama4TextAttention: norms without a weight after the rotation; layers without a rotation scale their queries."""
+    """Llama4TextAttention: norms without a weight follow the rotation; layers without rotation scale their queries."""
     rec, style = block.rec, block.style
     q, k, v = (
         block.linear(role, x, n * a.head_dim) for role, n in zip("qkv", (a.heads, a.kv_heads, a.kv_heads), strict=True)
@@ -79,7 +79,7 @@ def llama4(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """DynamicCache.update concatenates even the first time; the cache lives as long as the model's output."""
+    """DynamicCache.update: concatenates even the first time. The cache lives as long as the model's output."""
     if not block.style.use_cache:
         return k, v
     rec, width = block.rec, max(k.itemsize, v.itemsize)  # both caches have the dtype of the keys
@@ -91,13 +91,13 @@ def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or the model's written-out attention, as [B, S, N * H]."""
+    """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or eager_attention_forward; returns [B, S, N * H]."""
     rec, style = block.rec, block.style
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
     if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
         return _unpadded(block, q, k, v, a)
-    if style.mask != "none" or a.head_dim > 256:  # use_gqa_in_sdpa: otherwise the kernel gets grouped heads
+    if style.mask != "none" or a.head_dim > 256:  # see use_gqa_in_sdpa: otherwise the kernel takes grouped heads
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
@@ -105,7 +105,7 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
 
 
 def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """_flash_attention_forward with a padding mask: copies the rows of real tokens, and puts the result back."""
+    """_flash_attention_forward with a padding mask: copies the rows of real tokens, and pads the result again."""
     rec, style = block.rec, block.style
     tokens = rec.new({"T": 1}, 8, "indices of tokens")
     k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
@@ -114,7 +114,7 @@ def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
 
 
 def repeat_kv(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
-    """Return keys or values for every query head: a view where one head serves all, else a copy."""
+    """Return keys or values for every query head: a view where there is one key head, else a copy."""
     if a.kv_heads == a.heads:
         return x
     every = {k: n // a.kv_heads * a.heads for k, n in x.elements.items()}
@@ -122,7 +122,7 @@ def repeat_kv(rec: GraphRecorder, x: Tensor, a: Attention) -> Tensor:
 
 
 def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    """eager_attention_forward: all scores of all heads exist at once, several times."""
+    """eager_attention_forward: the scores of all heads exist at once, in several tensors."""
     rec, style = block.rec, block.style
     keys, values = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
     if a.sinks:
@@ -145,7 +145,7 @@ def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Ten
 
 
 def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, a: Attention) -> Tensor:
-    """gpt-oss: adds one score per row and head and subtracts the row's maximum; in fp32 where the sinks are fp32."""
+    """gpt-oss: one more score per row and head, from which the row's maximum is subtracted; fp32 if the sinks are."""
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
@@ -169,8 +169,10 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
 
 
 def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """DeepseekV3Attention and the classes written after it."""
-    rec, rope = block.rec, _rope_width(block, a)
+    """DeepseekV3Attention and the classes modelled on it."""
+    rec, shared = block.rec, block.find("kv_a_proj_with_mqa", "attention")
+    # the part of each key that all heads share; Kimi Linear has one without rotating it
+    rope = shared.shape[0] - a.kv_lora_rank if shared else a.rotary_dim
     nope = a.head_dim - rope
     q = ops.split_heads(rec, _queries(block, x, a))
     q_nope, q_rot = ops.split(rec, q, (a.heads * nope, a.heads * rope), by_head=True)
@@ -187,12 +189,6 @@ def latent(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     return block.linear("o", interface(block, q, k, v, a), block.width)
 
 
-def _rope_width(block: LayerRun, a: Attention) -> int:
-    """Return the width of each key's part that all heads share; Kimi Linear has one without rotating it."""
-    w = block.find("kv_a_proj_with_mqa", "attention")
-    return w.shape[0] - a.kv_lora_rank if w else a.rotary_dim
-
-
 def _queries(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     if not a.q_lora_rank:
         return block.linear("q", x, a.heads * a.head_dim)
@@ -201,7 +197,7 @@ def _queries(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _expanded(block: LayerRun, kv: Tensor, k_rot: Tensor, a: Attention, nope: int, rope: int) -> tuple[Tensor, Tensor]:
-    """expand_kv: fills new keys in place with each head's own part and the shared part."""
+    """expand_kv: allocates the keys, and copies each head's own part and the shared part into them."""
     rec = block.rec
     both = ops.split_heads(rec, block.linear("kv_b_proj", kv, a.heads * (nope + a.value_dim)))
     k_nope, v = ops.split(rec, both, (a.heads * nope, a.heads * a.value_dim), by_head=True)
@@ -211,11 +207,11 @@ def _expanded(block: LayerRun, kv: Tensor, k_rot: Tensor, a: Attention, nope: in
     return ops.copy_into(rec, keys, shared), v
 
 
-# Model classes that predate the common interface write their attention out
+# Model classes older than ALL_ATTENTION_FUNCTIONS, with attention code of their own
 
 
 def bloom(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """BloomAttention: ALiBi enters the product; raw and masked scores live until the end."""
+    """BloomAttention: baddbmm adds ALiBi in the product; raw and masked scores are local variables until the end."""
     rec, scores = block.rec, {"TS": a.heads}
     fused = block.linear("qkv", x, 3 * block.width)
     q, k, v = (ops.split_heads(rec, ops.slice(rec, fused, {"T": block.width})) for _ in range(3))
@@ -232,7 +228,7 @@ def bloom(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def mpt(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """MptAttention: an fp32 position bias makes the scores fp32; the mask is filled in, not added."""
+    """MptAttention: an fp32 position bias makes the scores fp32; masked_fill applies the mask."""
     rec = block.rec
     fused = ops.split(rec, block.linear("qkv", x, 3 * block.width), (block.width,) * 3)
     q, k, v = (ops.split_heads(rec, t) for t in fused)
@@ -276,7 +272,7 @@ def _attend(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> T
 
 
 def falcon(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """FalconAttention: the mask always exists, and one key head is broadcast, which only the math kernel takes."""
+    """FalconAttention: always makes a mask; a single key head is broadcast, which only the math kernel accepts."""
     rec, style = block.rec, block.style
     fused = block.linear("qkv", x, (a.heads + 2 * a.kv_heads) * a.head_dim)
     q, k, v = _falcon_heads(rec, fused, a)
@@ -294,7 +290,7 @@ def falcon(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _falcon_heads(rec: GraphRecorder, fused: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Slices of the fused projection; keys and values are copied out where they are picked by index."""
+    """Return slices of the fused projection; indexing copies keys and values unless every query has its own."""
     n, kv = {"T": a.heads * a.head_dim}, {"T": a.kv_heads * a.head_dim}
     q = ops.slice(rec, fused, n)
     if a.kv_heads == a.heads:
@@ -318,13 +314,12 @@ def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention
 
 MIXERS: dict[str, Callable[[LayerRun, Tensor, Attention], Tensor]] = {
     "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, "bloom": bloom,
-    "mpt": mpt,
-    "gptj": gptj, "falcon": falcon,
+    "mpt": mpt, "gptj": gptj, "falcon": falcon,
 }  # fmt: skip
 
 
 def attention(block: LayerRun, x: Tensor) -> Tensor:
-    """Run one attention sub-block from normed hidden states to the output projection."""
+    """Run the attention sub-block, from normed hidden states to the output projection."""
     a = block.layer.attention
     mixer = MIXERS.get(a.code or a.kind)
     if mixer is None:

@@ -1,4 +1,4 @@
-"""torch.nn.functional.scaled_dot_product_attention: what each of its kernels allocates, keeps and needs backward.
+"""torch.nn.functional.scaled_dot_product_attention: what each of its kernels allocates and saves.
 
 Source: sdp_utils, attention.cu and attention_backward.cu of PyTorch 2.13, checked against recorded tapes of every
 kernel.
@@ -18,9 +18,9 @@ Grads = list[Tensor | None]
 def scaled_dot_product_attention(
     rec: GraphRecorder, style: Style, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, mask: Tensor | None
 ) -> Tensor:
-    """Attention of [B, N, S, H] queries on keys and values of N or (without a mask) K heads.
+    """Return attention of [B, N, S, H] queries to keys and values of N or (without a mask) K heads.
 
-    mask: elements of the bool mask as given, or of a float mask; None when the kernel masks causally by itself.
+    mask: a bool mask (itemsize 1) or a float mask; None where is_causal is passed instead.
     """
     q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
     if mask is not None and mask.itemsize != 1:
@@ -34,21 +34,20 @@ def scaled_dot_product_attention(
     bias = None if mask is None else _bias(rec, mask, q.itemsize)
     if bias is not None and style.kernel == "efficient" and style.code.mask:
         bias = style.code.mask(rec, bias, a.heads)
-    return {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}[style.kernel](
-        rec, q, k, v, a, bias
-    )
+    kernels = {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}
+    return kernels[style.kernel](rec, q, k, v, a, bias)
 
 
 def _bias(rec: GraphRecorder, mask: Tensor, itemsize: int) -> Tensor:
-    """convert_boolean_attn_mask: a float mask of the queries' dtype for every row of the batch, made at each call."""
+    """convert_boolean_attn_mask: each call makes a float mask in the queries' dtype for every row of the batch."""
     if mask.itemsize != 1:
         return mask
     return rec.new({"TS": 1} if set(mask.elements) == {"SS"} else mask.elements, itemsize, "mask in compute dtype")
 
 
 def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """FlashAttention-2: gradients of grouped keys and values are made for every query head first."""
-    ragged = a.head_dim % 8
+    """FlashAttention-2: first makes the gradients of grouped keys and values for every query head."""
+    ragged, tile = a.head_dim % 8, 32 if a.head_dim <= 128 else 64
     if ragged:
         q, k, v = (_padded(rec, t, a.head_dim) for t in (q, k, v))
     width, grouped = q.itemsize, k.elements != q.elements
@@ -62,12 +61,11 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         held = [
             rec.new({"T128": a.heads}, 4, "row sums"),
-            rec.new({"T128": a.heads * _head_tile(a.head_dim)}, 4, "dq accumulator"),
+            rec.new({"T128": a.heads * (-(-a.head_dim // tile) * tile)}, 4, "dq accumulator"),
         ]
         if grouped:
             held += [rec.new(shapes[0].elements, width, "expanded key gradient") for _ in range(2)]
-        while held:
-            held.pop()
+        held.clear()
         del copies
         return grads
 
@@ -76,20 +74,15 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
 
 
 def _padded(rec: GraphRecorder, x: Tensor, head: int) -> Tensor:
-    """Heads whose width is no multiple of 8 are padded to one."""
+    """Pad heads to a width that is a multiple of 8."""
     shape = {k: n // head * -(-head // 8) * 8 for k, n in x.elements.items()}
     before = x.blueprint()
     out = rec.new(shape, x.itemsize, "padded heads", heads_first=x.heads_first)
     return rec.record(out, [x], [], lambda g: [rec.like(before, "unpadded gradient")])
 
 
-def _head_tile(head: int) -> int:
-    step = 32 if head <= 128 else 64
-    return -(-head // step) * step
-
-
 def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """The memory-efficient kernel: fp32 accumulators for the output and the gradients of heads wider than one tile."""
+    """The memory-efficient kernel: accumulates gradients, and the output of heads above 128, in fp32."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output")
     logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
@@ -114,7 +107,7 @@ def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention
 
 
 def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
-    """fp32 elements: query tiles (64 x 64, or 128 x 64 for wide heads), and per key split for heads above 128."""
+    """Return fp32 elements: tiles of queries (64 x 64, wide heads 128 x 64), and above width 128 also per key split."""
     if a.head_dim <= 64:
         return {"T64": a.heads * 64, ("tiles", 64, a.heads): 4}
     columns = 128 if a.head_dim <= 128 else -(-a.head_dim // 64) * 64
@@ -125,7 +118,7 @@ def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
 
 
 def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """cuDNN: everything in the layout of its operand; one workspace backward."""
+    """cuDNN: results have the layout of their operands; the backward takes one workspace."""
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output", heads_first=q.heads_first)
     logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
@@ -143,14 +136,14 @@ def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
 def _math(
     rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, dropout: float, bias: Tensor | None
 ) -> Tensor:
-    """The math kernel: makes fp32 copies of 16-bit operands and all scores in full."""
+    """The math kernel: makes fp32 copies of 16-bit operands, and all scores."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
     q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
     q = ops.scale(rec, q, "scaled queries")
     if bias is None:
         bias = _causal_bias(rec)
     broadcast = a.code == "falcon" and k.elements != heads  # torch.matmul expands the one head
-    if k.elements != heads and not broadcast:  # enable_gqa: repeat_interleave
+    if k.elements != heads and not broadcast:  # enable_gqa calls repeat_interleave
         k, v = ops.repeat(rec, k, heads), ops.repeat(rec, v, {"T": a.heads * a.value_dim})
     k = ops.scale(rec, k, "scaled keys")
     if broadcast:
@@ -175,9 +168,9 @@ def _causal_bias(rec: GraphRecorder) -> Tensor:
 
 
 def _safe_softmax(rec: GraphRecorder, scores: Tensor, heads: int) -> Tensor:
-    """_safe_softmax: a softmax, and a search for rows in which every key is masked."""
+    """_safe_softmax: a softmax, and a test for rows in which every key is masked."""
     out = ops.softmax(rec, scores, 4)
     equal = rec.new({"TS": heads}, 1, "masked scores")
-    rows = rec.new({"T": heads}, 1, "masked rows")
-    del rows, equal
+    rec.new({"T": heads}, 1, "masked rows")
+    del equal
     return out

@@ -1,4 +1,4 @@
-"""One transformer block from hidden states to hidden states, in each arrangement of norms and residuals."""
+"""One transformer block, in each arrangement of norms and residuals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from memfit.closed_form.layers.elementwise import activation, norm
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.moe import gated, mixture
 from memfit.closed_form.style import Style
-from memfit.errors import Unsupported
 from memfit.nouns.architecture import Architecture, Norm
 
-# Embeddings of each layer's own (Gemma 4) are looked up and projected once, then gated into each block. Source:
+# Gemma 4 has embeddings for each layer, which are looked up and projected once, then gated into each block. Source:
 # Gemma4TextModel.get_per_layer_inputs, project_per_layer_inputs and the end of Gemma4TextDecoderLayer.forward
 
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """The one table that holds every layer's own embeddings."""
+    """The embedding table of which each layer reads its own slice."""
 
     rows: int
     joint: int  # width of all layers' embeddings together
@@ -30,7 +29,7 @@ class PerLayer:
 
 
 def per_layer_of(a: Architecture) -> PerLayer | None:
-    """Return the table of a model, None for all but Gemma 4's small ones."""
+    """Return the model's table; None for all but the small Gemma 4 models."""
     table = next((w for w in a.embedding if w.module == "embed_tokens_per_layer"), None)
     if table is None:
         return None
@@ -39,7 +38,7 @@ def per_layer_of(a: Architecture) -> PerLayer | None:
 
 
 def inputs(rec: GraphRecorder, p: PerLayer, x: Tensor, width: int, itemsize: int, style: Style) -> Tensor:
-    """(scaled embedding + normed projection of the token embeddings), scaled: [B, S, L, own]."""
+    """Return (scaled embedding + normed projection of the token embeddings), scaled: [B, S, L, own]."""
     table = ops.weight(p.rows * p.joint, itemsize, "embed_tokens_per_layer", style.trained)
     own = rec.new({"T": p.joint}, itemsize, "embedding of every layer")
 
@@ -56,13 +55,13 @@ def inputs(rec: GraphRecorder, p: PerLayer, x: Tensor, width: int, itemsize: int
 
 
 def gated_in(block: LayerRun, x: Tensor, own: int) -> Tensor:
-    """x + norm(up(act(down(x)) * own input)); the own input's gradient is written into zeros for all layers."""
+    """Return x + norm(up(act(down(x)) * own input)); the own input's gradient is written into zeros for all layers."""
     rec, style = block.rec, block.style
     given = Tensor(None, {"T": own}, x.itemsize, style.own_input_grad)
     if given.requires_grad:
 
         def backward(g: Tensor) -> list[Tensor | None]:
-            """SelectBackward: makes a gradient as large as all layers' inputs, which is added to the sum at once."""
+            """SelectBackward: makes a gradient as large as all layers' inputs, which is added to the sum and freed."""
             rec.new({"T": style.per_layer}, g.itemsize, "gradient of every layer's input")
             return [None]
 
@@ -82,11 +81,11 @@ def scaled_in_place(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def forward(block: LayerRun, x: Tensor) -> Tensor:
-    """Run the block's own code; local variables live as long as they do in the model's Python."""
+    """Run a block; local variables have the lifetimes of the model's Python code."""
     if block.layer.attention.code == "falcon":
         return _falcon(block, x)
     return {
-        "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _post_inner, "parallel": _parallel
+        "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _sandwich, "parallel": _parallel
     }[block.layer.placement](block, x)  # fmt: skip
 
 
@@ -102,30 +101,21 @@ def _pre(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def _sandwich(block: LayerRun, x: Tensor) -> Tensor:
+    """Norm the output of attention and feed-forward, and with placement "sandwich" also their input."""
+    both = block.layer.placement == "sandwich"
     residual = x
-    x = block.norm(x, "input_norm")
+    x = block.norm(x, "input_norm") if both else x
     x = attention(block, x)
     x = block.norm(x, "post_attention_norm")
     x = ops.add(block.rec, residual, x, "residual")
     residual = x
-    x = block.norm(x, "mlp_norm")
+    x = block.norm(x, "mlp_norm") if both else x
     x = mlp(block, x)
     x = block.norm(x, "post_mlp_norm")
     x = ops.add(block.rec, residual, x, "residual")
     del residual
     own = block.find("per_layer_input_gate", "attention")
     return x if own is None else scaled_in_place(block.rec, gated_in(block, x, own.shape[0]))
-
-
-def _post_inner(block: LayerRun, x: Tensor) -> Tensor:
-    residual = x
-    x = attention(block, x)
-    x = block.norm(x, "post_attention_norm")
-    x = ops.add(block.rec, residual, x, "residual")
-    residual = x
-    x = mlp(block, x)
-    x = block.norm(x, "post_mlp_norm")
-    return ops.add(block.rec, residual, x, "residual")
 
 
 def _post(block: LayerRun, x: Tensor) -> Tensor:
@@ -144,7 +134,7 @@ def _parallel(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def _falcon(block: LayerRun, x: Tensor) -> Tensor:
-    """FalconDecoderLayer: normed and attended states stay local variables; one sum of a parallel block is in place."""
+    """FalconDecoderLayer: normed and attended states stay local variables; a parallel block adds once in place."""
     rec, parallel = block.rec, block.layer.placement == "parallel"
     residual, normed = x, block.norm(x, "input_norm")
     fed = block.norm(x, "mlp_norm") if parallel and block.layer.norms > 1 else normed
@@ -166,16 +156,7 @@ def mlp(block: LayerRun, x: Tensor) -> Tensor:
     """Run the feed-forward sub-block."""
     block.rec.enter("mlp")
     try:
-        kind = block.layer.mlp.kind
-        if kind == "gated":
-            return _gated(block, x)
-        if kind == "plain":
-            return _plain(block, x)
-        if kind == "moe":
-            return mixture(block, x)
-        raise Unsupported(
-            f"activations of a {kind} feed-forward are not modelled", hint="'memfit models' lists what is covered"
-        )
+        return {"gated": _gated, "plain": _plain, "moe": mixture}[block.layer.mlp.kind](block, x)
     finally:
         block.rec.leave()
 
@@ -184,7 +165,7 @@ def _gated(block: LayerRun, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x))."""
     m, rec = block.layer.mlp, block.rec
     if m.fused_gate_up and block.style.liger and block.style.liger.activation:
-        joint = block.linear("gate_up", x, 2 * m.width, "mlp")  # local variables of the model's code are views of it
+        joint = block.linear("gate_up", x, 2 * m.width, "mlp")  # gate and up are views of it
         out = block.linear("down", liger.gated_product(rec, *liger.halves(rec, joint)), block.width, "mlp")
         del joint
         return out

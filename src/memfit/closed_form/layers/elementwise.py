@@ -1,4 +1,4 @@
-"""Activations, norms and rotary embeddings as transformers writes them out, tensor by tensor."""
+"""Activations, norms and rotary embeddings, operation by operation as in transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 
 
 def activation(rec: GraphRecorder, x: Tensor, name: str, trained: bool = False) -> Tensor:
-    """act(x); one kernel that keeps its input where it has no code here. trained: xIELU's parameters get gradients."""
+    """Return act(x): one kernel that saves its input, unless a row below differs. trained: xIELU's parameters train."""
     if name == "xielu":
         return _xielu(rec, x, trained)
     written = {
@@ -60,12 +60,12 @@ def _relu2(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def _power(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
-    """torch.pow, which autocast runs in fp32, so everything computed from the result is fp32 too."""
+    """torch.pow: autocast runs it in fp32, so everything computed from the result is fp32 too."""
     return ops.power(rec, ops.cast(rec, x, 4, "fp32 copy") if rec.autocast else x, label)
 
 
 def _xielu(rec: GraphRecorder, x: Tensor, trained: bool) -> Tensor:
-    """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); autocast makes a, c, result fp32."""
+    """where(x > 0, a * x * x + b * x, (expm1(min(x, eps)) - x) * c + b * x); a, c and result are fp32 in autocast."""
     wide = 4 if rec.autocast else x.itemsize
     positive_scale, negative_scale = (ops.weight(1, wide, name, trained) for name in ("alpha_p", "alpha_n"))
     positive = rec.like(x, "x > 0", 1)
@@ -79,12 +79,8 @@ def _xielu(rec: GraphRecorder, x: Tensor, trained: bool) -> Tensor:
     del difference
     below = ops.add(rec, scaled, ops.scale(rec, x, "linear part"), "negative branch")
     del scaled
-    return rec.record(
-        rec.like(above, "xielu"),
-        [above, below],
-        [positive],
-        lambda g: [rec.like(g, "gradient of a branch") for _ in "ab"],
-    )
+    out = rec.like(above, "xielu")
+    return rec.record(out, [above, below], [positive], lambda g: [rec.like(g, "gradient of a branch") for _ in "ab"])
 
 
 def _minimum(rec: GraphRecorder, x: Tensor) -> Tensor:
@@ -101,7 +97,7 @@ def _minimum(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def _bloom_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """BLOOM's own autograd function: keeps the input; forward and backward make up to six tensors."""
+    """BLOOM's own autograd function: saves the input; forward and backward make up to six tensors."""
     _held(rec, x, 3)
     out = rec.like(x, "gelu")
 
@@ -115,12 +111,11 @@ def _bloom_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
 def _held(rec: GraphRecorder, x: Tensor, count: int) -> None:
     """Make `count` intermediate results that are alive together."""
     held = [rec.like(x, "gelu intermediate") for _ in range(count)]
-    while held:
-        held.pop()
+    held.clear()
 
 
 def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, label: str, bias: bool = True) -> Tensor:
-    """A norm over vectors of `width` elements, with its weight (and the shift of a LayerNorm)."""
+    """Run a norm over vectors of `width` elements; `bias`: whether a LayerNorm has a shift."""
     rec.enter(label)
     try:
         w = ops.weight(width, style.norm_weight, f"{label}.weight", style.trained)
@@ -130,9 +125,8 @@ def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, la
             return ops.layer_norm(rec, x, w, b, rows)
         if style.liger and style.liger.norm and kind.kind in ("rms", "rms_gemma"):
             return liger.rms_norm(rec, x, w, rows, in_place=style.liger.norm == "in_place")
-        return {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32, "layer_bare": _layer_bare}[kind.kind](
-            rec, x, w, rows
-        )
+        kinds = {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32, "layer_bare": _layer_bare}
+        return kinds[kind.kind](rec, x, w, rows)
     finally:
         rec.leave()
 
@@ -161,7 +155,7 @@ def rsqrt(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def _rms(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
-    """LlamaRMSNorm: the weight comes after the cast back."""
+    """LlamaRMSNorm: multiplies by the weight after the cast back."""
     return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
 
 
@@ -175,7 +169,7 @@ def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
 
 
 def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
-    """Gemma3RMSNorm: the fp32 weight comes before the cast back."""
+    """Gemma3RMSNorm: multiplies by the fp32 weight before the cast back."""
     wide = ops.cast(rec, x, 4, "fp32 copy")
     out = ops.mul(
         rec, wide, rsqrt(rec, mean(rec, ops.power(rec, wide, "square"), rows, "mean square")), "normalised fp32"
@@ -186,7 +180,7 @@ def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tens
 
 
 def _layer_fp32(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
-    """CohereLayerNorm: a LayerNorm without shift, written out in fp32."""
+    """CohereLayerNorm: a LayerNorm without shift, in single operations in fp32."""
     before = x.itemsize
     x = ops.cast(rec, x, 4, "fp32 copy")
     center = mean(rec, x, rows, "mean")
@@ -203,15 +197,15 @@ def _layer_bare(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Ten
 
 
 def l2_norm(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
-    """x * rsqrt((x * x).sum(-1) + eps), as the gated delta rule normalises queries and keys."""
+    """x * rsqrt((x * x).sum(-1) + eps): the gated delta rule's normalisation of queries and keys."""
     length = total(rec, ops.mul(rec, x, x, "squares"), rows, "sum of squares")
     return ops.mul(rec, x, rsqrt(rec, length), "unit vectors")
 
 
 def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, a: Attention, table: int) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys; a part of each head that is not rotated is concatenated again.
+    """Rotate queries and keys, and concatenate the part of each head that is not rotated.
 
-    table: itemsize of cos and sin, which the model makes in the dtype of its hidden states.
+    table: itemsize of cos and sin, which have the dtype of the hidden states.
     """
     row, q_type, k_type = ROTARY[a.rotary], q.itemsize, k.itemsize
     partial = row.concatenates or a.rotary_dim != a.head_dim
@@ -242,7 +236,7 @@ def _halves(x: Tensor) -> dict[str, int]:
 
 
 def _table(itemsize: int) -> Tensor:
-    """Return a stand-in for cos or sin, of which a product needs the dtype alone."""
+    """Return a placeholder for cos or sin, of which products only read the dtype."""
     return ops.constant({"S": 1}, itemsize)
 
 
@@ -261,11 +255,11 @@ def _wide(rec: GraphRecorder, x: Tensor, row: Rotary) -> Tensor:
 
 def _rotate_half(rec: GraphRecorder, x: Tensor) -> Tensor:
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
-    return ops.cat(rec, [ops.negate(rec, x2), x1], "rotate_half")
+    return ops.cat(rec, [ops.scale(rec, x2, "negated"), x1], "rotate_half")
 
 
 def _turn_pairs(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
-    """cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)), x1 and x2 the halves or the even and odd elements."""
+    """cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin)): x1 and x2 are the halves, or the even and odd elements."""
     table = _table(itemsize)
     x1, x2 = ops.slice(rec, x, _halves(x)), ops.slice(rec, x, _halves(x))
     first = ops.sub(rec, ops.mul(rec, x1, table, "x1 * cos"), ops.mul(rec, x2, table, "x2 * sin"))
@@ -274,7 +268,7 @@ def _turn_pairs(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Te
 
 
 def _turn_complex(rec: GraphRecorder, x: Tensor, row: Rotary, itemsize: int) -> Tensor:
-    """Multiply pairs of numbers, viewed as complex, by the table; the gradient is copied before that view."""
+    """view_as_complex(pairs) * table: the gradient is copied before it is viewed as complex."""
     out, need = rec.like(x, "rotated"), x.requires_grad
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -290,12 +284,12 @@ class Rotary:
 
     turn: Callable[[GraphRecorder, Tensor, Rotary, int], Tensor]
     wide: str = ""  # "once": one fp32 copy of queries and keys; "each": a copy for each use
-    concatenates: bool = False  # the part that is not rotated is concatenated again, even an empty one
+    concatenates: bool = False  # the part that is not rotated is concatenated even if it is empty
     wide_table: bool = False  # cos and sin stay in fp32, which widens the products
 
 
 ROTARY: dict[str, Rotary] = {
-    "half": Rotary(_turn_half),  # also GLM's and GPT-J's even and odd elements: the same sizes
+    "half": Rotary(_turn_half),  # GLM and GPT-J rotate even and odd elements, with the same sizes
     "half_joined": Rotary(_turn_half, concatenates=True),  # Phi-3
     "half_fp32_table": Rotary(_turn_half, wide_table=True),  # OLMo 2
     "half_fp32": Rotary(_turn_half, "each"),  # ModernBERT

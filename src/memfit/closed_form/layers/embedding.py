@@ -1,4 +1,4 @@
-"""The lower end of a model: token, position and type embeddings, and the masks and tables made once per forward."""
+"""Everything before the first block: embeddings, and the masks and rotary tables made once per forward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from memfit.nouns.architecture import Norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskStyle:
-    """Which masks a model makes. `windows`: one entry per mask, True where a window shortens the look back."""
+    """The masks a model makes; `windows` has one entry per mask, True for a sliding window."""
 
     windows: tuple[bool, ...] = (False,)
     given: bool = True  # the batch carries an attention_mask
-    padded: bool = False  # the attention_mask masks something
-    # itemsize of a float mask (eager attention); 0: a bool mask, which is skipped where the kernel masks by itself
+    padded: bool = False  # the attention_mask has zeros
+    # itemsize of a float mask (eager attention); 0: a bool mask, which is left out where is_causal suffices
     additive: int = 0
     causal: bool = True
-    always: bool = False  # Falcon: made even when the kernel could mask by itself
+    always: bool = False  # Falcon makes a mask even where is_causal would suffice
     itemsize: int = 2  # of the hidden states
-    saved: bool = False  # the attention kernel saves the mask itself, not a copy in its dtype
-    alibi: int = 0  # heads of a position bias; Falcon adds it to the mask, BLOOM and MPT keep it beside
+    saved: bool = False  # the attention kernel saves the mask itself and no copy in another dtype
+    alibi: int = 0  # heads of a position bias, which Falcon adds to the mask, BLOOM and MPT to the scores
 
 
 def masks(rec: GraphRecorder, m: MaskStyle) -> list[Tensor]:
-    """Build the masks; returns those that live as long as the body of the model."""
+    """Build the masks, and return those that live as long as the body of the model."""
     made = [rec.new({"T": m.alibi}, 4, "position bias", "activations")] if m.alibi else []
     made += [mask for mask in (_mask(rec, m, window) for window in m.windows) if mask is not None]
     if m.alibi and m.always:
@@ -69,7 +69,7 @@ def _positions(rec: GraphRecorder) -> Tensor:
 
 
 def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
-    """Return which positions attend to which, padding aside: comparisons of positions combined by `and`."""
+    """Compare positions to find which attend to which, padding aside."""
     square: Elements = {"SS": 1}
     if not m.causal:
         if not window:
@@ -86,39 +86,35 @@ def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
         del earlier
         pattern = _and(rec, near)
         del near
-        pattern = _anded(rec, pattern, rec.new(square, 1, "causal"))
+        pattern = _and(rec, pattern, rec.new(square, 1, "causal"))
         return _and(rec, pattern)
-    causal = rec.new(square, 1, "causal")
-    return _and(rec, causal)
+    return _and(rec, rec.new(square, 1, "causal"))
 
 
-def _and(rec: GraphRecorder, mask: Tensor) -> Tensor:
-    return rec.new(mask.elements, 1, "mask")
-
-
-def _anded(rec: GraphRecorder, mask: Tensor, other: Tensor) -> Tensor:
-    return rec.new(mask.elements, 1, "mask")
+def _and(rec: GraphRecorder, *masks: Tensor) -> Tensor:
+    """Return the conjunction of the masks and of a scalar True, with which transformers begins."""
+    return rec.new(masks[0].elements, 1, "mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingStyle:
-    """What the lower end of a model does besides looking up rows of a table."""
+    """Everything that decides which tensors exist before the first block."""
 
     vocabulary: int
     width: int
     rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
-    awaited: bool = False  # the head's gradient of a tied table waits to be added to that of an earlier micro-batch
-    tied_in_place: bool = False  # the head's gradient arrives as a tensor of its own, so the engine adds in place
+    awaited: bool = False  # a tied head's gradient is kept and added to that of an earlier micro-batch here
+    tied_in_place: bool = False  # a tied head's gradient is no view, so the engine adds to it in place
     positions: int = 0  # rows of a learned position table
     types: int = 0  # rows of BERT's token type table
     norm: Norm | None = None  # right after the embedding
     scaled: Literal["none", "module", "model"] = "none"  # see Architecture.embedding_scale
     dropout: float = 0.0
-    # the embeddings are a module of their own, so its local variables are freed before the first block
+    # the embeddings are a module, whose local variables are freed before the first block
     module: bool = False
-    # frozen, but its output requires a gradient: a leaf that lives as long as the graph, and so does its .grad
+    # frozen, but its output requires a gradient: a leaf tensor, which lives as long as the graph, like its .grad
     leaf: bool = False
     checkpointed: bool = False  # blocks keep masks and tables as arguments until they have been recomputed
     per_layer: PerLayer | None = None
@@ -129,9 +125,9 @@ class EmbeddingStyle:
 
 @lru_cache(maxsize=1024)
 def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
-    """Trace everything before the first block; backward makes the gradients of the tables."""
+    """Trace everything before the first block; the backward makes the gradients of the tables."""
     rec = recorder(style)
-    rec.new({}, 1, "no input")  # ids INPUT and GRADIENT mean the same in every program
+    rec.new({}, 1, "no input")  # takes the id INPUT, so that GRADIENT is the same id in every program
     gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
     if e.awaited:
         rec.awaited = "embedding"
@@ -158,11 +154,11 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
-    if own and own.requires_grad:  # the sum of its gradients exists from the last block's backward on
+    if own and own.requires_grad:  # the sum of its gradients exists from the backward of the last block on
         into_own.append(rec.like(own, "gradient of every layer's input"))
     exits = rec.taken()
     del own
-    made.clear()  # blocks save them, or get them as arguments: they outlive the forward, not the first block's backward
+    made.clear()  # blocks save them or get them as arguments until the backward of the first block
     tables.clear()
     if style.grad and (e.trained or x.grad_fn):
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
@@ -170,7 +166,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         received = rec.backward(root, gradient)
         rec.lingering |= {received.storage.id} if received and received.storage else set()
         del leaf, received
-        sharded(rec, style, beside=-style.unit)  # the previous reduction has ended
+        sharded(rec, style, beside=-style.unit)  # the reduction of the first block has ended
     waited = rec.gradients.pop(rec.awaited, None)
     waiting = waited.storage.id if waited and waited.storage else 0
     del waited
@@ -180,7 +176,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
 
 
 def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Return the sum of all embeddings, what the model's code holds beside it, and the leaf among them, if any."""
+    """Return the sum of all embeddings, the local variables of the model's code, and the leaf tensor, if any."""
     hidden: Elements = {"T": e.width}
     x = _look_up(rec, e, hidden)
     if e.scaled == "module":
@@ -207,15 +203,15 @@ def _look_up(rec: GraphRecorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
     weight = ops.weight(e.vocabulary * e.width, e.itemsize, "embedding", e.trained)
 
     def backward(g: Tensor) -> list[Tensor | None]:
-        """embedding_dense_backward; with a tied head both gradients wait and are added into a third tensor."""
+        """embedding_dense_backward: out of place, a tied head's gradient and this one are added into a third tensor."""
         dense = rec.new(table, e.itemsize, "embedding gradient", "gradients")
         rec.buffer({("embed", e.width, e.itemsize): 1}, "embedding sort buffers")
         if e.tied and e.tied_in_place:
             del dense
             return [None]
         if e.tied:
-            total = rec.new(table, e.itemsize, "sum of tied gradients", "gradients")
-            del dense, total
+            rec.new(table, e.itemsize, "sum of tied gradients", "gradients")
+            del dense
             return [None]
         return [dense]
 

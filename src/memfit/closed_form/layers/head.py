@@ -1,4 +1,4 @@
-"""The upper end of a model: the last norm, the output projection, and the loss of each training framework."""
+"""Everything after the last block: final norm, output projection, and the loss of each training framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memfit.nouns.architecture import Norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadStyle:
-    """What runs above the blocks of a model."""
+    """Everything that decides which tensors exist after the last block."""
 
     vocabulary: int
     width: int
@@ -28,17 +28,17 @@ class HeadStyle:
     itemsize: int = 2  # of the head's weight
     holds_logits: bool = False
     softcap: bool = False
-    scaled: bool = False  # Cohere multiplies the logits
+    scaled: bool = False  # the logits are multiplied by a number (Cohere)
     transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
     bias: bool = False
     upcast: bool = True  # logits are cast to fp32 for the loss
     returns_fp32: bool = False  # accelerate copies logits that the loss left in 16 bits to fp32
     causal: bool = True  # labels are shifted
-    pooled: bool = False  # a classifier of sequences reads their first token through a dense layer and tanh
+    pooled: bool = False  # a sequence classifier passes the first token through a dense layer and tanh
 
 
 def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
-    """lm_head(x), scaled and capped where the model does."""
+    """Return lm_head(x), scaled and soft-capped if the model does."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     b = ops.weight(h.vocabulary, h.itemsize, "head.bias", h.trained) if h.bias else None
     logits = ops.linear(rec, x, w, {"T": h.vocabulary}, b, "logits")
@@ -51,7 +51,7 @@ def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
     return logits
 
 
-Loss = tuple[Tensor, list[Tensor]]  # the loss, and what the caller of the model holds until backward
+Loss = tuple[Tensor, list[Tensor]]  # the loss, and tensors that the caller of the model holds until the backward
 
 
 def _loss_function(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
@@ -69,15 +69,14 @@ def _shifted_labels(rec: GraphRecorder) -> Tensor:
 
 
 def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """All logits, an fp32 copy, and their log_softmax at once."""
+    """The unfused loss: all logits, an fp32 copy and log_softmax exist at once."""
     logits = logits_of(rec, h, x)
     held = [logits] if h.holds_logits or not style.grad else []
     if h.holds_logits and logits.storage:
         rec.lingering.add(logits.storage.id)
     loss = _loss_function(rec, h, logits)
     if h.returns_fp32 and logits.itemsize != 4:  # otherwise the loss has made and freed an fp32 copy already
-        copied = rec.like(logits, "fp32 copy of the returned logits", 4)
-        del copied
+        rec.like(logits, "fp32 copy of the returned logits", 4)
     return loss, held
 
 
@@ -85,7 +84,7 @@ TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
 
 
 def _fused(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """TRL's fused LM head (trl/kernels/chunked_logprob.py): one tile of logits at a time, gradients summed in fp32."""
+    """TRL's fused LM head (trl/kernels/chunked_logprob.py): one tile of logits at a time, fp32 gradients."""
     rows = labelled(rec, x, h.width)
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     compute = rec.autocast or x.itemsize
@@ -113,17 +112,16 @@ def _fused(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
         tile.append(_narrow(rec, _next_chunk(h), weight_like, compute))
         del tile[2:]
         result = ops.cast(rec, hidden, like.itemsize, "gradient of hidden states")
-        return [
-            result,
-            None if grad_weight is None else ops.cast(rec, grad_weight, weight_like.itemsize, "head gradient"),
-        ]
+        if grad_weight is None:
+            return [result, None]
+        return [result, ops.cast(rec, grad_weight, weight_like.itemsize, "head gradient")]
 
     loss = rec.new({"1": 1}, 4, "loss")
     return rec.record(loss, [rows, w], [rows, w, targets, *kept], backward), []
 
 
 def _narrow(rec: GraphRecorder, elements: Elements, x: Tensor, itemsize: int) -> Tensor | None:
-    """Return a piece of x cast to the compute dtype, None where x has it already."""
+    """Return a part of x cast to the compute dtype; None if x has it already."""
     return rec.new(elements, itemsize, "piece in the compute dtype") if x.itemsize != itemsize else None
 
 
@@ -132,7 +130,7 @@ def _vocabulary_chunk(h: HeadStyle) -> Elements:
 
 
 def _next_chunk(h: HeadStyle) -> Elements:
-    """Return the chunk made while the one before is alive: the rest of the vocabulary, or the next tokens' first."""
+    """Return the chunk made beside the previous one: the rest of the vocabulary, or the next tile's first chunk."""
     rest = h.vocabulary - TILE_VOCABULARY
     if rest > 0:
         return {"1": min(TILE_VOCABULARY, rest) * h.width}
@@ -140,7 +138,7 @@ def _next_chunk(h: HeadStyle) -> Elements:
 
 
 def labelled(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
-    """hidden_states[:, :-1][labels[:, 1:] != -100]: a copy of the rows that have a label."""
+    """hidden_states[:, :-1][labels[:, 1:] != -100]: copies the rows that have a label."""
     body = ops.slice(rec, x, {"L": width})
     rec.new({"L": 1}, 16, "indices")
     out = rec.new({"L": width}, x.itemsize, "labelled hidden states")
@@ -151,7 +149,7 @@ CHUNK_TOKENS = 256  # of TRL's chunked loss
 
 
 def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """TRL 1.7 to 1.14, chunked_nll: 256 labelled tokens at a time, checkpointed, head weight and logits in fp32."""
+    """chunked_nll of TRL 1.7 to 1.14: 256 labelled tokens at a time, checkpointed, head weight and logits in fp32."""
     contiguous = rec.new({"L": h.width}, x.itemsize, "contiguous hidden states")
     rows = labelled(rec, x, h.width)
     del contiguous
@@ -175,12 +173,10 @@ def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
         del kept[:3]
         if need:
             product = rec.like(weight_like, "head gradient of a chunk", rec.autocast or 4)
-            summand = ops.cast(
-                rec, ops.cast(rec, product, 4, "fp32 head gradient"), weight_like.itemsize, "cast head gradient"
-            )
-            del product, summand
-        rows_gradient = rec.like(like, "gradient of hidden states of a chunk")
-        del rows_gradient, kept, operands
+            ops.cast(rec, ops.cast(rec, product, 4, "fp32 head gradient"), weight_like.itemsize, "cast head gradient")
+            del product
+        rec.like(like, "gradient of hidden states of a chunk")
+        del kept, operands
         return [result, head]
 
     loss = rec.new({"1": 1}, 4, "loss")
@@ -188,7 +184,7 @@ def _chunked(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> list[Tensor]:
-    """h.float() @ w.float().t(): fp32 copies, and under autocast 16-bit copies of those."""
+    """h.float() @ w.float().t(): makes fp32 copies, and under autocast 16-bit copies of them."""
     chunk: Elements = {("rows", CHUNK_TOKENS, 0): h.width}
     made = [rec.new(chunk, 4, "fp32 hidden states of a chunk")] if x.itemsize != 4 else []
     made += [rec.new(w.elements, 4, "fp32 head")] if w.itemsize != 4 else []
@@ -198,9 +194,9 @@ def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> li
 
 
 def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """Liger's fused linear cross entropy 0.8: gradients are made in the forward, chunk by chunk of tokens."""
+    """Liger's fused linear cross entropy 0.8: makes the gradients in the forward, a chunk of tokens at a time."""
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
-    share = -(-h.vocabulary // h.width)  # one chunk of logits takes about as much as the hidden states
+    share = -(-h.vocabulary // h.width)  # a chunk of logits takes about as many bytes as the hidden states
     compute = rec.autocast or x.itemsize
     grads = [rec.like(x, "gradient of hidden states") if x.requires_grad else None]
     grads.append(rec.like(w, "head gradient") if w.requires_grad and rec.grad else None)
@@ -219,7 +215,7 @@ def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """Classify each token, or each sequence by its first token as BertForSequenceClassification does."""
+    """Classify each token, or like BertForSequenceClassification each sequence by its first token."""
     basis = "B" if h.pooled else "T"
     if h.pooled:
         x = ops.slice(rec, x, {"B": h.width})
@@ -270,16 +266,15 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         del loss
         if not h.tied:  # a tied head is reduced with the embedding
             sharded(rec, style, beside=style.unit)  # the last block is prefetched
-    if not style.grad:
+    else:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
 
 
 def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
-    """The prediction head of encoders: dense, activation, norm."""
+    """Run the prediction head of encoders: dense, activation, norm."""
     w = ops.weight(h.width * h.width, h.itemsize, "transform.weight", h.trained)
-    x = ops.linear(
-        rec, x, w, {"T": h.width}, ops.weight(h.width, h.itemsize, "transform.bias", h.trained), "transformed"
-    )
+    b = ops.weight(h.width, h.itemsize, "transform.bias", h.trained)
+    x = ops.linear(rec, x, w, {"T": h.width}, b, "transformed")
     x = activation(rec, x, h.transform)
     return norm(rec, x, Norm("layer"), h.width, style, "transform.norm")

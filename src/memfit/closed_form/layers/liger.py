@@ -1,4 +1,4 @@
-"""Liger's Triton kernels on sized tensors: one autograd function each, which saves little and writes over what it can.
+"""Liger's Triton kernels on sized tensors: autograd functions that save little and work in place where they can.
 
 Source: liger-kernel 0.8.5, ops/rms_norm.py, swiglu.py, geglu.py, rope.py and fused_moe.py. Every function makes its
 inputs contiguous first. Under autocast they compute in the dtype they are given.
@@ -11,7 +11,7 @@ from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 
 
 def rms_norm(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements, *, in_place: bool) -> Tensor:
-    """LigerRMSNormFunction: keeps x, weight and an fp32 number a row; sums the weight's gradient by multiprocessor."""
+    """LigerRMSNormFunction: saves x, weight and an fp32 rstd per row; sums the weight's gradient by multiprocessor."""
     out, rstd = rec.like(x, "normalised"), rec.new(rows, 4, "rstd")
     columns, width, trained, heads_first = w.elements["1"], w.itemsize, w.requires_grad, x.heads_first
 
@@ -53,7 +53,7 @@ def contiguous(rec: GraphRecorder, part: Tensor) -> Tensor:
 
 
 def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, *, parts: bool) -> tuple[Tensor, Tensor]:
-    """LigerRopeFunction: in place on [B, S, N, H], forward and backward; what lies otherwise is copied first.
+    """LigerRopeFunction: in place on [B, S, N, H], forward and backward; another layout is copied first.
 
     parts: queries and keys are parts of one tensor.
     """
@@ -77,17 +77,12 @@ def _by_token(rec: GraphRecorder, x: Tensor, label: str, part: bool = False) -> 
 
 
 def experts(rec: GraphRecorder, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, width: int, k: int) -> Tensor:
-    """LigerFusedMoEFunction: keeps the inputs and the joint projection of every row.
-
-    The gradients of all experts are made even where they are frozen.
-    """
+    """LigerFusedMoEFunction: saves its inputs and the joint projection; makes all gradients, needed or not."""
     joint: Elements = {"T": 2 * width * k}
     hidden: Elements = {basis: n * k for basis, n in x.elements.items()}
     before = rec.new(joint, x.itemsize, "joint projection")
-    working = [
-        rec.new({"T": width * k}, x.itemsize, "gated product"),
-        rec.new(hidden, x.itemsize, "output of the experts"),
-    ]
+    working = [rec.new({"T": width * k}, x.itemsize, "gated product")]
+    working.append(rec.new(hidden, x.itemsize, "output of the experts"))
     out = rec.like(x, "experts' output")
     working.clear()
     x_like, up_like, down_like = x.blueprint(), gate_up.blueprint(), down.blueprint()
@@ -100,8 +95,7 @@ def experts(rec: GraphRecorder, x: Tensor, scores: Tensor, gate_up: Tensor, down
         held.append(rec.new(hidden, g.itemsize, "gradient by expert"))
         x_grad = rec.like(x_like, "input gradient", g.itemsize)
         up_grad = rec.like(up_like, "weight gradient")
-        while held:
-            held.pop()
+        held.clear()
         return [x_grad, score_grad, up_grad, down_grad]
 
     return rec.record(out, [x, scores, gate_up, down], [x, gate_up, down, before, scores], backward)

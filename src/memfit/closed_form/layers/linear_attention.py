@@ -1,7 +1,7 @@
 """Gated delta rule of Qwen3-Next and Qwen3.5 as transformers runs it without the fla package: chunks of 64 tokens.
 
-Source: torch_chunk_gated_delta_rule. The scan over the chunks is two steps here, the last chunk and all before it: what
-the earlier ones keep is counted together, what they only pass through is that of one.
+Source: torch_chunk_gated_delta_rule. The scan over the chunks is traced in two steps, the last chunk and all before it:
+the saved tensors of the earlier chunks are counted together, their temporaries once.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ CHUNK = 64
 
 
 def gated_delta_net(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """Qwen3_5GatedDeltaNet; K = kv_heads heads of queries and keys, N = heads of values."""
+    """Qwen3_5GatedDeltaNet, with kv_heads heads of queries and keys, and heads of values."""
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is None and block.find("in_proj_qkvz", "attention") is None:
-        raise Unsupported(
-            "Kimi's delta attention without the fla package is not modelled",
-            hint="'memfit models' lists what is covered",
-        )
+        reason = "Kimi's delta attention without the fla package is not modelled"
+        raise Unsupported(reason, hint="'memfit models' lists what is covered")
     if block.style.mask == "rows":
         x = ops.mul(rec, x, ops.constant({"T": 1}, 1), "padding zeroed")
     mixed, z, b, decay_input = _project(block, x, a)
-    state = (
-        rec.new({"B": (2 * keys + values) * a.conv}, mixed.itemsize, "conv state") if block.style.use_cache else None
-    )
+    state = None
+    if block.style.use_cache:
+        state = rec.new({"B": (2 * keys + values) * a.conv}, mixed.itemsize, "conv state")
     mixed = _causal_conv(block, mixed, a.conv)
     mixed = ops.unary(rec, mixed, "silu")
     if state is not None:
         rec.until_exit.append(state)
-        mixed = _last_tokens(rec, mixed)
+        mixed = ops.slice(rec, mixed, mixed.elements)  # x[..., -S:] is everything, but its gradient is copied
     q, k, v = (ops.split_heads(rec, t) for t in ops.split(rec, mixed, (keys, keys, values)))
     beta = ops.unary(rec, b, "sigmoid", keeps="output")
     decay = _decay(block, decay_input, a)
@@ -46,7 +44,7 @@ def gated_delta_net(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def _gated_norm(block: LayerRun, x: Tensor, z: Tensor, a: Attention) -> Tensor:
-    """Qwen3_5RMSNormGated: normed in fp32, scaled in the dtype of the hidden states, gated in fp32."""
+    """Qwen3_5RMSNormGated: norms in fp32, scales in the dtype of the hidden states, gates in fp32."""
     rec, style, before = block.rec, block.style, x.itemsize
     wide = ops.cast(rec, x, 4, "fp32 copy")
     variance = mean(rec, ops.power(rec, wide, "square"), {"T": a.heads}, "mean square")
@@ -60,7 +58,7 @@ def _gated_norm(block: LayerRun, x: Tensor, z: Tensor, a: Attention) -> Tensor:
 
 
 def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values together; the gate of the output; learning rate and decay."""
+    """Return queries, keys and values in one tensor, the gate of the output, learning rate and decay."""
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is not None:
         qkv = block.linear("in_proj_qkv", x, 2 * keys + values)
@@ -70,29 +68,19 @@ def _project(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor, 
     ba = block.linear("in_proj_ba", x, 2 * a.heads)
     q, k, v, z = ops.split(rec, qkvz, (keys, keys, values, values))
     b, decay = ops.split(rec, ba, (a.heads, a.heads))
-    v, z, b, decay = (_reshaped(rec, t) for t in (v, z, b, decay))
-    q, k, v = (_reshaped(rec, t) for t in (q, k, v))
+    # every head's part is copied out of the joint projection
+    v, z, b, decay = (ops.clone(rec, t, "reshaped") for t in (v, z, b, decay))
+    q, k, v = (ops.clone(rec, t, "reshaped") for t in (q, k, v))
     qkv = ops.cat(rec, [q, k, v], "queries, keys and values")
     qkv.heads_first = False
     return qkv, z, b, decay
 
 
-def _reshaped(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """A part of every head by itself: copied out of the joint projection."""
-    return ops.clone(rec, x, "reshaped")
-
-
-def _last_tokens(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """x[..., -S:]: a view of everything, whose gradient is copied all the same."""
-    return ops.slice(rec, x, x.elements)
-
-
 def _causal_conv(block: LayerRun, x: Tensor, kernel: int) -> Tensor:
-    """A convolution of each channel with padding on both sides, the tail cut off; it copies its transposed input."""
+    """Conv1d of each channel, padded on both sides, then without the tail: copies its transposed input."""
     rec, style, channels = block.rec, block.style, x.elements["T"]
     w = ops.autocast(rec, ops.weight(channels * kernel, style.weight, "conv1d.weight", style.trained))
     x = ops.autocast(rec, x)
-    # saved whether needed or not
     need_x, need_w, like, w_like = x.requires_grad, w.requires_grad, x.blueprint(), w.blueprint()
     longer: Elements = {"T": channels, "B": (kernel - 1) * channels}
     contiguous = rec.like(x, "contiguous")
@@ -106,7 +94,7 @@ def _causal_conv(block: LayerRun, x: Tensor, kernel: int) -> Tensor:
         del contiguous
         return [input_grad, weight_grad]
 
-    out = rec.record(out, [x, w], [x, w], backward)
+    out = rec.record(out, [x, w], [x, w], backward)  # saves both, needed or not
     return ops.slice(rec, out, x.elements)
 
 
@@ -135,10 +123,10 @@ def _chunk_rule(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, g: Tensor, bet
     cumulated = _cumsum(rec, decay)
     pairwise = _pairwise(rec, cumulated)
     square = pairwise.elements
-    lie = _laid_by_token if before == 4 else _as_is
-    system = ops.bmm(rec, lie(rec, k_beta), lie(rec, k), square, "k_beta @ keys")
+    laid = _laid_by_token if before == 4 else lambda _, x: x
+    system = ops.bmm(rec, laid(rec, k_beta), laid(rec, k), square, "k_beta @ keys")
     system = ops.mul(rec, system, pairwise, "ut_system")
-    intra = ops.bmm(rec, lie(rec, q), lie(rec, k), square, "queries @ keys")
+    intra = ops.bmm(rec, laid(rec, q), laid(rec, k), square, "queries @ keys")
     intra = ops.mul(rec, intra, pairwise, "attention within chunks")
     decayed = ops.mul(rec, k_beta, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed k_beta")
     new_values = _solve_triangular(rec, system, v_beta)
@@ -147,7 +135,8 @@ def _chunk_rule(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, g: Tensor, bet
     q = ops.mul(rec, q, ops.unary(rec, cumulated, "exp", keeps="output"), "decayed queries")
     k = ops.mul(rec, k, _rest_of_chunk(rec, cumulated), "decayed keys")
     core, last = _scan(rec, core, new_values, seen, q, k, intra, a)
-    core = _reshaped_rows(rec, core)
+    # core.reshape() copies, because the zeros it was written into have the strides of a solution
+    core = ops.clone(rec, core, "reshaped")
     core = _tokens_first(rec, core, before, {"T": a.heads * a.value_dim})
     del v_beta, decayed, decay, cumulated, beta, pairwise, system, intra, new_values, seen, q, k, v, k_beta
     if block.style.use_cache:
@@ -162,7 +151,7 @@ def _for_every_head(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
 
 
 def _fp32_by_head(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """x.transpose(1, 2).to(fp32, contiguous): in fp32 already, it stays a view."""
+    """x.transpose(1, 2).to(fp32, contiguous): a view if x is fp32."""
     if x.itemsize == 4:
         return x
     out, width = rec.new(x.elements, 4, "fp32 by head", heads_first=True), x.itemsize
@@ -176,20 +165,16 @@ def _padded(rec: GraphRecorder, x: Tensor) -> Tensor:
     return rec.record(out, [x], [], lambda g: [rec.new(before, g.itemsize, "cut gradient", heads_first=True)])
 
 
-def _as_is(rec: GraphRecorder, x: Tensor) -> Tensor:
-    return x
-
-
 def _laid_by_token(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """fp32 operands were never copied head by head; a padding of nothing keeps that, and a product copies them."""
+    """Copy an fp32 operand for a product: it was never laid out head by head if no padding was needed."""
     out = rec.new({("whole", CHUNK, 0): x.elements["T64"]}, x.itemsize, "contiguous", heads_first=True).view(x.elements)
     return rec.record(out, [x], [], lambda g: [ops.viewed(g.detach())])
 
 
 def _cumsum(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """x.cumsum(dim): a scratch copy; backward flips, sums and flips."""
-    out, scratch = rec.like(x, "cumulative decay"), rec.like(x, "cumsum scratch")
-    del scratch
+    """x.cumsum(dim): takes a scratch copy; the backward flips, sums and flips."""
+    out = rec.like(x, "cumulative decay")
+    rec.like(x, "cumsum scratch")
 
     def backward(g: Tensor) -> ops.Grads:
         flipped = rec.like(g, "flipped")
@@ -226,7 +211,7 @@ def _rest_of_chunk(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def _solve_triangular(rec: GraphRecorder, system: Tensor, b: Tensor) -> Tensor:
-    """torch.linalg.solve_triangular: keeps the system and the solution."""
+    """torch.linalg.solve_triangular: saves the system and the solution."""
     out, square = rec.like(b, "solution"), system.blueprint()
 
     def backward(g: Tensor) -> ops.Grads:
@@ -239,34 +224,22 @@ def _solve_triangular(rec: GraphRecorder, system: Tensor, b: Tensor) -> Tensor:
     return rec.record(out, [system, b], [system, out], backward)
 
 
-def _reshaped_rows(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """core.reshape(): the zeros it was written into have the strides of a solution, so this copies."""
-    return rec.record(rec.like(x, "reshaped"), [x], [], lambda g: [g])
-
-
 def _tokens_first(rec: GraphRecorder, x: Tensor, itemsize: int, elements: Elements) -> Tensor:
-    """Padding cut, heads behind tokens, and the dtype of the hidden states."""
+    """Cut the padding, transpose to tokens first, and cast to the dtype of the hidden states."""
     out, before = rec.new(elements, itemsize, "attention output"), x.blueprint()
     return rec.record(out, [x], [], lambda g: [rec.like(before, "cast gradient")])
 
 
 def _scan(
-    rec: GraphRecorder,
-    core: Tensor,
-    new_values: Tensor,
-    seen: Tensor,
-    q: Tensor,
-    k: Tensor,
-    intra: Tensor,
+    rec: GraphRecorder, core: Tensor, new_values: Tensor, seen: Tensor, q: Tensor, k: Tensor, intra: Tensor,
     a: Attention,
-) -> tuple[Tensor, Tensor]:
-    """The loop over the chunks: each keeps its new values and the state that enters it. Returns the last state too."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the loop over the chunks, which save their new values and initial states; return the last state too."""
     state, per_token = {"B": a.heads * a.head_dim * a.value_dim}, 4 * a.value_dim * a.heads
     per_state = 4 * state["B"]
-    less_first = less_last = (
-        0  # bytes these chunks keep less: the initial zeros need no gradient, and the final state is not used
-    )
-    if rec.autocast:  # products keep casts of both operands instead
+    # bytes that the first and last chunk save less: the initial zeros need no gradient, the final state is not used
+    less_first = less_last = 0
+    if rec.autocast:  # products save casts of both operands instead
         per_token = rec.autocast * a.heads * (3 * a.head_dim + 2 * a.value_dim + CHUNK)
         per_state += 2 * rec.autocast * state["B"]
         less_first = rec.autocast * a.heads * 2 * a.head_dim * CHUNK
@@ -298,9 +271,9 @@ def _scan(
 
 @dataclass(frozen=True, slots=True)
 class _ScanBackward:
-    """The scan's two steps backward, in fp32: B x heads times one chunk's rows or one state at a time.
+    """The backward of the scan's two steps, in fp32.
 
-    `core`, `seen`, `q`, `k` and `intra` are blueprints of the whole tensors whose gradients are born here.
+    `core`, `seen`, `q`, `k` and `intra` are blueprints of the whole tensors whose gradients are made here.
     """
 
     rec: GraphRecorder
@@ -328,7 +301,7 @@ class _ScanBackward:
         return self.rec.new({"B": self.a.heads * self.a.head_dim * self.a.value_dim}, 4, label)
 
     def before_last(self, grads: list[Tensor | None]) -> ops.Grads:
-        """All chunks but the last; `grads` are those of the rest and of the state that enters the last one."""
+        """Run all chunks but the last; `grads` are those of `core` and of the last chunk's initial state."""
         value_grad, part = self._values("gradient of new values"), self._keys("gradient of a chunk of keys")
         key_grad = self.rec.like(self.k, "gradient of keys")
         del part
@@ -336,20 +309,18 @@ class _ScanBackward:
         del product
         grads[1] = None
         rest, own = self.rec.like(self.core, "gradient of the rest"), self._values("gradient of a chunk")
-        zeros = self._values("zeros")
-        del zeros
+        self._values("zeros")
         grads[0] = None
         added, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
         total = self._values("gradient sum")
         del value_grad, added
-        for whole in (self.intra, self.q, self.seen):  # written into zeros of the whole, then added in place
-            zeros = self.rec.like(whole, "gradient of the whole")
-            del zeros
+        for whole in (self.intra, self.q, self.seen):  # gradients are written into zeros, then added in place
+            self.rec.like(whole, "gradient of the whole")
         del part, total, through, rest, own
         return [None, None, None, key_grad, None]
 
     def last(self, g: Tensor) -> ops.Grads:
-        """The last chunk."""
+        """Run the last chunk."""
         value_grad, part = self._values("gradient of new values"), self._pairs("gradient of a chunk of pairs")
         intra_grad = self.rec.like(self.intra, "gradient of pairs")
         del part

@@ -1,4 +1,4 @@
-"""Linear layers: a projection by its role, its adapter, and a weight that is stored quantised."""
+"""Linear layers: projections by role, their adapters, and quantised weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer, Norm, Weight
 
 
-def quantised(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
-    """Return the product, of `shape`, of x and a quantised weight of `numel` elements."""
-    own = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
-    return own(rec, x, numel, shape, style)
-
-
 def _int8(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style) -> Tensor:
     """bitsandbytes Linear8bitLt: rows of x in int8, a product in int32, and the result in the dtype of x.
 
-    MatMul8bitLt keeps its input as a plain attribute, which checkpointing does not free; backward dequantises the
+    MatMul8bitLt holds its input as a plain attribute, which checkpointing does not free. Its backward dequantises the
     weight.
     """
     width, elements, need = x.itemsize, x.elements, x.requires_grad
@@ -45,23 +39,17 @@ def _int8(rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Sty
 
 
 def four_bits(
-    rec: GraphRecorder,
-    x: Tensor,
-    numel: int,
-    shape: Elements,
-    style: Style,
-    *,
-    keeps_input: bool = False,
+    rec: GraphRecorder, x: Tensor, numel: int, shape: Elements, style: Style, *, keeps_input: bool = False,
     casts: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """bitsandbytes Linear4bit: x to the compute dtype, the weight dequantised for the product, the result cast back.
 
-    MatMul4Bit keeps no activation. Its backward restores the weight in the dtype that was quantised and casts it to the
-    compute dtype, its forward restores it in the compute dtype at once (gemm_4bit, since bitsandbytes 0.50). Double
-    quantisation first restores the fp32 scales.
+    MatMul4Bit saves no activation. Its forward dequantises the weight in the compute dtype (gemm_4bit, since
+    bitsandbytes 0.50), its backward in the dtype that was quantised, and then casts it. Double quantisation first
+    restores the fp32 scales.
 
-    keeps_input: bitsandbytes before 0.43.2, whose MatMul4Bit saves its input although it needs none. casts: the weight
-    was quantised from another 16-bit dtype than is computed in, so every dequantised weight is cast.
+    keeps_input: bitsandbytes before 0.43.2, whose MatMul4Bit saves its input without need. casts: the weight was
+    quantised from another 16-bit dtype than the compute dtype, so the forward casts it too.
     """
     before, compute = x.itemsize, style.autocast or style.weight
     x = ops.cast(rec, x, compute, "quantised input")
@@ -71,8 +59,7 @@ def four_bits(
         scales = rec.new({"1": numel // 64}, 4, "restored scales") if double else None
         weight = rec.new({"1": numel}, width, "dequantised weight")
         del scales
-        wanted = casts or width != compute
-        return rec.new({"1": numel}, compute, "cast weight") if wanted else weight
+        return rec.new({"1": numel}, compute, "cast weight") if casts or width != compute else weight
 
     weight = dequantised(compute)
     y = rec.product(shape, compute, "output")
@@ -93,7 +80,7 @@ def four_bits(
     return ops.cast(rec, y, before, "quantised output")
 
 
-# module names of each projection over all families; the first one found in a layer is taken
+# module names of each projection in all families; the first one that a layer has is taken
 NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q_proj", "query", "q_lin", "q", "q_b_proj"),
     "k": ("k_proj", "key", "k_lin", "k"),
@@ -111,11 +98,10 @@ MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_fo
 
 
 class LayerRun:
-    """One layer being traced under a style; the code of attention and MLP calls its projections and norms."""
+    """One layer as it is traced under a style; the code of attention and MLP calls its projections and norms."""
 
     def __init__(self, rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
-        self.hidden: Elements = {"T": width}
 
     def find(self, role: str, part: str) -> Weight | None:
         """Return the weight of a projection; `part` is "attention" or "mlp"."""
@@ -128,7 +114,7 @@ class LayerRun:
         return None
 
     def bias_of(self, weight: Weight) -> Weight | None:
-        """Return the bias of a weight, None where it has none."""
+        """Return the bias of a weight; None if it has none."""
         name = weight.name.removesuffix("weight") + "bias"
         return next((w for w in self.layer.weights if w.name == name), None)
 
@@ -185,11 +171,11 @@ class LayerRun:
         return y if quantized else ops.cast(rec, y, before, "adapter result")
 
     def norm(self, x: Tensor, label: str = "norm", width: int | None = None, kind: Norm | None = None) -> Tensor:
-        """A norm over the hidden width (or over `width` of each of several heads)."""
+        """Run a norm over the hidden width, or over `width` elements of each head."""
         return norm(self.rec, x, kind or self.layer.norm, width or self.width, self.style, label)
 
     def head_norm(self, x: Tensor, label: str, width: int) -> Tensor:
-        """Run a norm inside attention, which Liger does not replace in every model."""
+        """Run a norm of queries or keys, which Liger does not replace in every model."""
         own = self.style.liger and self.style.liger.head_norm == "own"
         return norm(self.rec, x, self.layer.norm, width, replace(self.style, liger=None) if own else self.style, label)
 
@@ -197,8 +183,9 @@ class LayerRun:
 def base_linear(
     rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
 ) -> Tensor:
-    """A linear layer without adapter: plain, or with a quantised weight. `bias`: its elements, 0 for none."""
+    """Run a linear layer without adapter, plain or quantised. `bias`: its elements; 0 for none."""
     if style.quantization != "none":
+        quantised = style.code.quantised or (_int8 if style.quantization == "int8" else four_bits)
         return quantised(rec, x, numel, shape, style)
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     b = ops.weight(bias, style.weight, f"{name}.bias", style.trained) if bias else None
@@ -208,7 +195,7 @@ def base_linear(
 def _falcon_linear(
     rec: GraphRecorder, style: Style, x: Tensor, numel: int, shape: Elements, bias: int, name: str
 ) -> Tensor:
-    """FalconLinear: x @ weight.T. Autocast does not cache the cast of that view; the bias is added after, uncast."""
+    """FalconLinear: x @ weight.T + bias. Autocast does not cache the cast of the transposed view, nor cast the bias."""
     w = ops.weight(numel, style.weight, f"{name}.weight", style.trained)
     turned = rec.record(Tensor(None, w.elements, w.itemsize), [w], [], lambda g: [g])
     y = ops.linear(rec, x, turned, shape)

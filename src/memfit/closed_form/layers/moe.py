@@ -1,12 +1,12 @@
 """Mixtures of experts as transformers runs them on a card: a router, then all experts in grouped matrix products.
 
-Source: transformers.integrations.moe.grouped_mm_experts_forward and the routers of the modeling files. How many tokens
-an expert gets changes no size: every product runs over all tokens times the experts per token.
+Source: transformers.integrations.moe.grouped_mm_experts_forward and the routers of the modeling files. The number of
+tokens routed to an expert changes no size: every product runs over all tokens times the experts per token.
 
-Stacked experts and routers are no linear layers, so their LoRA is peft.tuners.lora.ParamWrapper's: while the wrapped
-module runs, its weight is a parametrization. W + s * B A is computed in full, once to check it when it is registered
-and once for the product, and is cached until the module returns. autograd keeps the second one, and its gradient is as
-large again. Source: PEFT 0.21, torch.nn.utils.parametrize.
+Stacked experts and routers are not nn.Linear, so PEFT adapts them with peft.tuners.lora.ParamWrapper: while the wrapped
+module runs, its weight is a parametrization. W + s * B A is computed in full, once for the check at registration and
+once for the product, and cached until the module returns. autograd saves the second one, and its gradient is as large
+again. Source: PEFT 0.21, torch.nn.utils.parametrize.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Factors = tuple[Tensor, Tensor]  # B [experts, out, rank] and A [experts, rank, 
 
 
 def expert_factors(block: LayerRun) -> dict[str, Factors]:
-    """Return the adapters' factors by parameter, the outermost wrapper first; they live until the experts return."""
+    """Return the adapters' factors by parameter, outermost wrapper first; they exist until the experts return."""
     m, style = block.layer.mlp, block.style
     ranks = {"down_proj": style.lora_rank, "gate_up_proj": 2 * style.lora_rank}  # two layers became one
     shapes = {"down_proj": (block.width, m.width), "gate_up_proj": (2 * m.width, block.width)}
@@ -36,7 +36,7 @@ def expert_factors(block: LayerRun) -> dict[str, Factors]:
 
 
 def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, Factors]) -> Tensor:
-    """Return the weight the product reads: the stored one, or a new one with the adapter folded in (torch.baddbmm)."""
+    """Return the weight of a product: the stored one, or a new one with the adapter added (torch.baddbmm)."""
     rec, style = block.rec, block.style
     if name not in factors:
         return ops.weight(elements, style.weight, f"experts.{name}", style.trained)
@@ -47,15 +47,14 @@ def expert_weight(block: LayerRun, name: str, elements: int, factors: dict[str, 
         product = rec.like(b_like, "gradient of B")
         b_grad = rec.like(product, "scaled gradient of B")
         product = rec.like(a_like, "gradient of A")
-        copied = rec.like(b_like, "contiguous B")
-        del copied
+        rec.like(b_like, "contiguous B")
         return [b_grad, rec.like(product, "scaled gradient of A")]
 
     return rec.record(_folded(rec, elements, factors[name]), [lhs, rhs], [lhs, rhs], backward)
 
 
 def router_weight(block: LayerRun, elements: int) -> Tensor:
-    """Return the router's weight. PEFT adapts it as one matrix: scales and adds B A twice, to check and to use it."""
+    """Return the router's weight, to which PEFT adds the scaled B A twice: once for a check, once for the product."""
     rec, style = block.rec, block.style
     if not style.lora_rank or "gate.weight" not in style.lora_targets:
         return ops.weight(elements, style.weight, "router.weight", style.trained)
@@ -65,18 +64,15 @@ def router_weight(block: LayerRun, elements: int) -> Tensor:
     delta = ops.scale(rec, ops.linear(rec, b, a, {"1": elements}, label="B A"), "scaled B A")
     delta = ops.cast(rec, delta, style.weight, "scaled B A")
     stored = ops.constant({"1": elements}, style.weight)
-    checked = ops.add(rec, stored, delta, "weight with adapter")
-    del checked
+    ops.add(rec, stored, delta, "weight with adapter")
     return ops.add(rec, stored, delta, "weight with adapter")
 
 
 def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
-    """Return B and A as views per expert, cast where the adapter is wider. The gradient of the permuted B is copied."""
+    """Return B and A as views per expert in the weight's dtype. The gradient of the permuted B is copied."""
     rec, style = block.rec, block.style
-    a, b = (
-        ops.weight(of_a, style.adapter, f"{name}.lora_A", True),
-        ops.weight(of_b, style.adapter, f"{name}.lora_B", True),
-    )
+    a = ops.weight(of_a, style.adapter, f"{name}.lora_A", True)
+    b = ops.weight(of_b, style.adapter, f"{name}.lora_B", True)
     by_expert = rec.record(b.view(), [b], [], lambda g: [rec.like(g, "contiguous gradient")])
     return ops.cast(rec, by_expert, style.weight, "lora_B"), ops.cast(rec, a, style.weight, "lora_A")
 
@@ -84,17 +80,17 @@ def _factors(block: LayerRun, name: str, of_b: int, of_a: int) -> Factors:
 def _folded(rec: GraphRecorder, elements: int, factors: Factors) -> Tensor:
     """torch.baddbmm: copies the weight and adds the product to it; the permuted B is copied first."""
     out = rec.new({"1": elements}, factors[0].itemsize, "experts with adapters")
-    copied = rec.like(factors[0], "contiguous B")
-    del copied
+    rec.like(factors[0], "contiguous B")
     return out
 
 
 def mixture(block: LayerRun, x: Tensor) -> Tensor:
-    """Run the sparse block: routed experts, and the dense expert that every token passes."""
+    """Run routed experts, and the shared expert that every token passes through."""
     m, rec = block.layer.mlp, block.rec
     if m.every_token:
         return _every_token(block, x)
-    shared = gated(block, x, m.shared_width) if m.shared_width and _gated_sharing(block) else None
+    gate_weight = block.find("shared_expert_gate", "mlp")
+    shared = gated(block, x, m.shared_width) if m.shared_width and gate_weight else None
     routed = _experts(block, x, ROUTERS[m.router](block, x, m))
     if shared is not None:
         gate = ops.unary(rec, block.linear("shared_expert_gate", x, 1, "mlp"), "sigmoid", keeps="output")
@@ -102,10 +98,6 @@ def mixture(block: LayerRun, x: Tensor) -> Tensor:
     if m.shared_width:
         return ops.add(rec, routed, gated(block, x, m.shared_width), "with shared experts")
     return routed
-
-
-def _gated_sharing(block: LayerRun) -> bool:
-    return block.find("shared_expert_gate", "mlp") is not None
 
 
 def gated(block: LayerRun, x: Tensor, width: int) -> Tensor:
@@ -124,7 +116,7 @@ def gated(block: LayerRun, x: Tensor, width: int) -> Tensor:
 
 
 def _router_logits(block: LayerRun, x: Tensor, m: Mlp, wide: bool) -> Tensor:
-    """Return the router's product, in fp32 where its code asks for that."""
+    """Return the router's logits; `wide`: computed in fp32."""
     style, rec = block.style, block.rec
     w = router_weight(block, m.experts * block.width)
     if wide:
@@ -134,15 +126,13 @@ def _router_logits(block: LayerRun, x: Tensor, m: Mlp, wide: bool) -> Tensor:
 
 
 def _route_softmax(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
-    """Probabilities in fp32, the best of them scaled to a sum of one and cast back."""
-    logits = _router_logits(block, x, m, wide=False)
-    return ops.cast(
-        block.rec, _best(block.rec, ops.softmax(block.rec, logits, 4), m, normed=True), logits.itemsize, "scores"
-    )
+    """Compute probabilities in fp32, scale the best to a sum of one, and cast them back."""
+    rec, logits = block.rec, _router_logits(block, x, m, wide=False)
+    return ops.cast(rec, _best(rec, ops.softmax(rec, logits, 4), m, normed=True), logits.itemsize, "scores")
 
 
 def _route_fp32_scores(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
-    """Mixtral: scores stay in fp32, so products with them are fp32 too."""
+    """Mixtral: scores stay in fp32, so their products are fp32 too."""
     logits = _router_logits(block, x, m, wide=False)
     return _best(block.rec, ops.softmax(block.rec, logits, 4), m, normed=True)
 
@@ -158,13 +148,13 @@ def _route_fp32(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
 
 
 def _route_fp32_softmax(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
-    """DeepSeek-V2: as above with a softmax, chosen from all experts at once and not normalised."""
+    """DeepSeek-V2: a softmax in fp32, chosen from all experts at once and not normalised."""
     scores = ops.softmax(block.rec, _router_logits(block, x, m, wide=True), 4)
     return ops.scale(block.rec, _best(block.rec, scores, m, normed=False), "scaled scores")
 
 
 def _route_topk(block: LayerRun, x: Tensor, m: Mlp) -> Tensor:
-    """gpt-oss: the softmax is taken over the chosen experts alone."""
+    """gpt-oss: a softmax over the chosen experts only."""
     logits = _router_logits(block, x, m, wide=False)
     return ops.softmax(block.rec, _best(block.rec, logits, m, normed=False), logits.itemsize)
 
@@ -176,7 +166,7 @@ ROUTERS = {
 
 
 def _best(rec: GraphRecorder, scores: Tensor, m: Mlp, *, normed: bool) -> Tensor:
-    """torch.topk, and the division by the sum in place: a copy of the undivided values is kept for it."""
+    """torch.topk, and if `normed` a division by the sum, in place, which saves a copy of the undivided values."""
     chosen, whole = {"T": m.experts_per_token}, scores.blueprint()
     values = rec.new(chosen, scores.itemsize, "best scores")
     indices = rec.new(chosen, 8, "chosen experts")
@@ -222,15 +212,14 @@ def _sorted(rec: GraphRecorder, k: int) -> tuple[Tensor, Tensor]:
     """torch.sort of the expert ids: sorted values, permutation and CUB's buffers."""
     ids, order = rec.new({"T": k}, 8, "sorted experts"), rec.new({"T": k}, 8, "permutation")
     buffers = [rec.new({"T": k}, 8, "sort buffer"), rec.new({"T": k}, 17, "sort buffer")]
-    while buffers:
-        buffers.pop()
+    buffers.clear()
     return ids, order
 
 
 def _index(
     rec: GraphRecorder, x: Tensor, width: int, indices: int, label: str, kept: list[Tensor] | None = None
 ) -> Tensor:
-    """x[indices] by row: the indices are kept; backward adds into zeros of x's shape."""
+    """x[indices] by row: saves the indices; the backward adds into zeros of x's shape."""
     saved: list[Tensor | None] = [*(kept or [])]
     if indices:
         saved.append(rec.new({"T": indices}, 8, "indices"))
@@ -240,16 +229,16 @@ def _index(
 
 
 def _sum_over_experts(rec: GraphRecorder, x: Tensor, width: int) -> Tensor:
-    """x.view(tokens, k, D).sum(1): backward expands, and the view copies what it expanded."""
+    """x.view(tokens, k, D).sum(1): the backward expands the gradient, and the view copies it."""
     out = rec.new({"T": width}, x.itemsize, "sum over experts")
     like = x.blueprint()
     return rec.record(out, [x], [], lambda g: [rec.like(like, "expanded gradient")])
 
 
 def _grouped(block: LayerRun, x: Tensor, w: Tensor, out: int, biases: Tensor | None) -> Tensor:
-    """torch._grouped_mm in the dtype of the weights; the gradient of all experts comes first.
+    """torch._grouped_mm in the dtype of the weights; the gradient of the weights comes first.
 
-    On older cards transformers' own operator runs: it keeps both operands and makes both gradients, needed or not.
+    On older cards transformers' own operator runs, which saves both operands and makes both gradients, needed or not.
     """
     rec, m = block.rec, block.layer.mlp
     x = ops.cast(rec, x, w.itemsize, "in the dtype of the experts")
@@ -276,7 +265,7 @@ def _expert_bias(block: LayerRun, out: int, name: str) -> Tensor | None:
 
 
 def _gate(rec: GraphRecorder, x: Tensor, m: Mlp) -> Tensor:
-    """act(gate) * up of the joint projection; gpt-oss clamps both and has a gate of its own."""
+    """Return act(gate) * up of the joint projection; gpt-oss clamps both and computes another gate."""
     half = x.elements["T"] // 2
     if m.activation != "gpt_oss_glu":
         gate, up = ops.split(rec, x, (half, half))
@@ -289,21 +278,20 @@ def _gate(rec: GraphRecorder, x: Tensor, m: Mlp) -> Tensor:
 
 
 def _clamp(rec: GraphRecorder, x: Tensor, bounds: int) -> Tensor:
-    """torch.clamp: backward compares with each bound and selects."""
+    """torch.clamp: the backward compares with each bound and selects."""
     out = rec.like(x, "clamped")
 
     def backward(g: Tensor) -> list[Tensor | None]:
         inside = [rec.like(g, "within the bound", 1) for _ in range(bounds)]
         result = rec.like(g, "clamp gradient")
-        while inside:
-            inside.pop()
+        inside.clear()
         return [result]
 
     return rec.record(out, [x], [x], backward)
 
 
 def _every_token(block: LayerRun, x: Tensor) -> Tensor:
-    """Llama 4: every expert computes every token, weighted by a score that is nearly always zero."""
+    """Llama 4: every expert computes every token, weighted by a score that is zero for experts not chosen."""
     m, rec, style = block.layer.mlp, block.rec, block.style
     logits = _router_logits(block, x, m, wide=False)
     indices = rec.new({"T": 1}, 8, "chosen experts")

@@ -1,4 +1,4 @@
-"""Block programs: the events of one block, forward and backward, what it keeps and the highest levels it reaches."""
+"""Block programs: the events of one block's forward and backward, the tensors it leaves, and its highest levels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradi
 
 @dataclass(frozen=True, eq=False)
 class ProgramPart:
-    """Consecutive events of a program: the peaks above the level at their start, and what they leave allocated."""
+    """Consecutive events of a program, their peaks above the level at their start, and what they leave allocated."""
 
     events: tuple[int, ...]
     peaks: tuple[tuple[Size, int], ...]  # candidates for the highest level, with the event index
     left: Size  # level at the end relative to the start
-    sizes: Mapping[int, Size]  # of the program
+    sizes: Mapping[int, Size]
     roles: Mapping[int, Role]
     product: int = -1  # events before the first cuBLAS product; -1: there is none
 
@@ -44,7 +44,7 @@ class ProgramPart:
             added(level, sizes[id])
             if i == last or events[i + 1] < 0:
                 now = {k: v for k, v in level.items() if v}
-                # the latest candidates are the likeliest to cover it
+                # the latest candidates are the most likely to cover `now`
                 if not any(covers(p, now) for p, _ in reversed(peaks)):
                     peaks = [(p, j) for p, j in peaks if not covers(now, p)]
                     peaks.append((now, i))
@@ -52,13 +52,14 @@ class ProgramPart:
 
     @property
     def marked(self) -> list[int]:
-        """The events as they were recorded, with a 0 before the first product."""
-        mark = [0] if self.product >= 0 else []
-        return [*self.events[: max(self.product, 0)], *mark, *self.events[max(self.product, 0) :]]
+        """Return the events with a 0 at the first product of cuBLAS."""
+        if self.product < 0:
+            return [*self.events]
+        return [*self.events[: self.product], 0, *self.events[self.product :]]
 
     @cached_property
     def left_by_role(self) -> dict[Role, dict[Basis, int]]:
-        """`left`, split by role."""
+        """Return `left` by role."""
         return by_role(self.events, self.sizes, self.roles)
 
 
@@ -74,11 +75,11 @@ def by_role(
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced block with ids of its own: INPUT and GRADIENT come in, `output` and `input_gradient` are its results."""
+    """A traced block. Ids are its own: INPUT and GRADIENT come in, `output` and `input_gradient` go out."""
 
     forward: ProgramPart
     leave: ProgramPart  # when the model's body returns, before the head
-    exit: ProgramPart  # when the whole forward returns: the autocast region ends, the model's output goes
+    exit: ProgramPart  # when the whole forward returns: the autocast region ends, the model's output is freed
     backward: ProgramPart
     sizes: dict[int, dict[Basis, int]]
     roles: dict[int, Role]
@@ -86,8 +87,8 @@ class Program:
     output: int
     input_gradient: int  # 0: none
     lingering: Size  # see GraphRecorder.lingering
-    attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes: they are freed with the graph
-    waiting: int = 0  # id of a gradient that waits for another part's; in that part, of the one that waited
+    attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes; freed with the graph
+    waiting: int = 0  # id of the gradient of a tied table, which the head hands to the embedding
 
 
 def recorder(style: Style) -> GraphRecorder:
@@ -101,9 +102,8 @@ def recorder(style: Style) -> GraphRecorder:
 def sharded(rec: GraphRecorder, style: Style, beside: int | None = None) -> None:
     """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
 
-    beside: at the ends of the model, bytes that are there during the reduction beyond those while gradients were made.
-    There the one large gradient is held until the reduction returns (`unsharded_grad`, a loop variable of
-    foreach_reduce).
+    beside: for embedding and head, the bytes that exist during the reduction beyond those of their backward. Their one
+    large gradient exists until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
     """
     if not style.shards or not rec.gradients:
         return
@@ -120,10 +120,9 @@ def sharded(rec: GraphRecorder, style: Style, beside: int | None = None) -> None
 
 
 def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
-    """Return the program of what `rec` has recorded in four parts; what the recorder frees from here on is no event.
+    """Return the program of four recorded parts; later frees are not recorded.
 
-    Tensors passed between programs have one role on both sides: hidden states are activations, their gradients
-    temporary.
+    Tensors passed between programs have the same role in both: hidden states are activations, gradients temporaries.
     """
     input_gradient = received.storage.id if received is not None and received.storage else 0
     rec.roles[INPUT] = rec.roles[output] = "activations"
@@ -133,8 +132,8 @@ def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: 
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
         added(lingering, rec.sizes[id])
-    waits = rec.gradients.get(rec.awaited)
-    waiting = waits.storage.id if waits is not None and waits.storage else 0
+    awaited = rec.gradients.get(rec.awaited)
+    waiting = awaited.storage.id if awaited is not None and awaited.storage else 0
     attributes = tuple(sorted({t.storage.id for t in rec.attributes if t.storage}))
     return Program(
         forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering,
@@ -168,7 +167,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
 
 
 def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """Run the forward. With checkpointing, `kept` holds the input, unless offloaded, and what the policy saves."""
+    """Return the output, the tensors that checkpointing keeps, and the number of saved tensors."""
     rec, style = block.rec, block.style
     rec.keep = style.checkpointing == "none"
     kept: list[Tensor] = _policy(block) if style.grad and style.checkpointing == "selective" else []
@@ -181,7 +180,7 @@ def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]
 
 
 def _policy(block: LayerRun) -> list[Tensor]:
-    """Return what TRL's selective policy saves: the outputs of a fused attention kernel, needed or not."""
+    """Return the tensors that TRL's selective policy saves: the outputs of a fused attention kernel, needed or not."""
     rec, style, a = block.rec, block.style, block.layer.attention
     if a.kind == "linear" or style.kernel in ("math", "eager"):
         return []
@@ -195,14 +194,14 @@ def _policy(block: LayerRun) -> list[Tensor]:
 def _run_backward(
     block: LayerRun, out: Tensor, kept: list[Tensor], saves: int, gradient: list[Tensor]
 ) -> Tensor | None:
-    """Run the backward; with checkpointing the forward runs again first, up to its last saved tensor."""
+    """Run the backward; checkpointing first runs the forward again, up to its last saved tensor."""
     rec, style = block.rec, block.style
     if style.checkpointing == "none":
         root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
         del out
         return rec.backward(root, gradient)
     x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
-    kept.clear()  # the run below makes again what the policy saved
+    kept.clear()  # the recomputation below allocates again what the policy saved
     x.requires_grad = style.input_grad
     root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
     del out

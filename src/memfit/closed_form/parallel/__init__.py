@@ -1,1 +1,1 @@
-"""What one GPU holds of a run that is spread over several: shares, buckets, gathered weights."""
+"""One GPU's part of a run on several: shares, buckets, gathered weights."""

@@ -1,4 +1,4 @@
-"""What several GPUs or host memory change: shares of the static bytes, and the buffers that gathering needs.
+"""What sharding and offloading change: shares of the static bytes, and buffers for gathered weights.
 
 Sources: PyTorch 2.13 FSDP2 (_fsdp_collectives.py) and DDP measured over 8 ranks; DeepSpeed 0.19 stage_1_and_2.py.
 """
@@ -47,22 +47,15 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
     later = replace(
-        gathered,
-        entry=gathered.entry + head,
-        forward=gathered.forward + head,
+        gathered, entry=gathered.entry + head, forward=gathered.forward + head,
         loss=max(gathered.loss, head + gathered.forward // 2),
-    )
+    )  # fmt: skip
     left = Transitions(between.first + head, between.last and between.last + head, 0)
     return replace(share, evaluated=replace(share, gathered=later, transitions=left))
 
 
-def _width(r: Recipe, n: Numerics, s: Static) -> float:
-    """Return bytes per gathered element."""
-    return (s.base + s.scales) / s.parameters if r.method == "qlora" else n.autocast or n.weight
-
-
 def whole_at_load(a: Architecture, n: Numerics) -> int:
-    """Return bytes of whole weights while FSDP2 shards them: a block, or both ends, which accelerate holds."""
+    """Return the bytes of whole weights while FSDP2 shards them: the larger of a block, or embedding and head."""
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
     ends = sum(w.numel for w in tables) * n.weight
     return max(ends, max(x.parameters for x in a.kinds) * n.weight)
@@ -72,8 +65,9 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
     """Return FSDP2's gathered weights in each part of a pass, its streams' pools, and the levels between groups."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
+    width = (s.base + s.scales) / s.parameters if r.method == "qlora" else compute  # bytes per gathered element
     adapters = 0 if full else max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds)
-    block = int(max(x.parameters for x in a.kinds) * _width(r, n, s)) + adapters * compute
+    block = int(max(x.parameters for x in a.kinds) * width) + adapters * compute
     reduced = block if full else adapters * compute  # the input of a block's reduce-scatter
     head = sum(w.numel for w in (*a.final, *a.head)) * compute
     embedding = sum(w.numel for w in a.embedding) * compute
@@ -83,17 +77,15 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         ends = head + embedding
         whole = Gathered(
             2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block,
-            ends + 2 * block + reduced,
-            ends + block + reduced, ends + reduced,
+            ends + 2 * block + reduced, ends + block + reduced, ends + reduced,
         )  # fmt: skip
         outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
-        # the block's inputs are copied together while two outputs exist
+        # a block's all-gather input is copied together while the outputs of two groups exist
         streams = Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs, share)
         return whole, streams, Transitions(2 * (ends + block), (ends + 3 * block) * several, 0)
     whole = Gathered(
         2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full,
-        2 * block + reduced, block + embedding + reduced,
-        embedding + reduced,
+        2 * block + reduced, block + embedding + reduced, embedding + reduced,
     )  # fmt: skip
     outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
     largest = max(head, embedding)

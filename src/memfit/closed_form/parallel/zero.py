@@ -1,11 +1,11 @@
 """One GPU's share under DeepSpeed's ZeRO, with the settings that memfit exports: buckets, gathered weights, copies.
 
-ZeRO-3's coordinator decides which parameters are whole while a pass runs; it is played here over counts of elements.
-The first two passes only record the order of the modules: each is gathered when it runs and released at once. From then
-on what comes next is gathered ahead, and what comes again soon is kept, up to a billion elements: 2 GB of 16-bit
-weights, on every card, whatever their number.
+ZeRO-3's PartitionedParameterCoordinator decides which parameters are whole while a pass runs; it is played here with
+counts of elements. The first two passes record the order of the modules: each is gathered when it runs and released
+afterwards. Later passes prefetch the next modules, and keep those that run again soon, up to a billion elements: 2 GB
+of 16-bit weights on every card, whatever the number of cards.
 
-Source: DeepSpeed 0.19.8 stage_1_and_2.py, stage3.py, partitioned_param_py and partition_parameters.py, with
+Source: DeepSpeed 0.19.8 stage_1_and_2.py, stage3.py, partitioned_param_coordinator.py and partition_parameters.py, with
 the defaults of zero/config.py; traced and recorded (tests/data/deepspeed_runs.json).
 """
 
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
@@ -32,7 +33,7 @@ STAGES = ("entry", "forward", "loss", "loss_backward", "last", "middle", "first"
 
 
 class Level(NamedTuple):
-    """Elements held beside the shards during one part of a pass."""
+    """Elements allocated beside the shards during one part of a pass."""
 
     fetching: int = 0  # while gathered parameters are copied out of the collective's output
     running: int = 0  # while a module runs
@@ -43,13 +44,13 @@ class Level(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Parameter:
-    """One weight. `handle`: the all-gather it is part of."""
+    """One weight; `handle` is its all-gather, until that is waited for."""
 
     numel: int
     available: bool  # gathered and waited for; a persistent weight always is, and is counted elsewhere
     handle: _Handle | None = None
     used_last: int = -1  # the step up to which it has been fetched
-    block: int = 0  # number of the allocation it lies in
+    block: int = 0  # number of its allocation
 
     @property
     def persists(self) -> bool:
@@ -58,7 +59,7 @@ class _Parameter:
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """Parameters gathered together, and the collective's output they are copied out of (0: they are the output)."""
+    """Parameters gathered together. `flat`: elements of the output they are copied out of; 0: they are the output."""
 
     waited: set[_Parameter]
     members: tuple[_Parameter, ...]
@@ -68,7 +69,7 @@ class _Handle:
 
 
 class _Step(NamedTuple):
-    """A call of a module, forward or backward."""
+    """A call of a module in the forward or backward."""
 
     stage: str
     parameters: tuple[_Parameter, ...]
@@ -76,7 +77,7 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Coordinator:
-    """PartitionedParameterCoordinator; levels in elements."""
+    """PartitionedParameterCoordinator, with levels in elements."""
 
     steps: Sequence[_Step]
     gpus: int
@@ -102,14 +103,13 @@ class _Coordinator:
         self.passed.append(total)
 
     def run(self, count: int, *, recorded: bool = True) -> Iterator[tuple[str, Level]]:
-        """The first `count` steps of a pass; `recorded`: the order of the modules is known."""
+        """Run the first `count` steps of a pass, and yield the level of each; `recorded`: their order is known."""
         for p in dict.fromkeys(p for step in self.steps for p in step.parameters if p.handle is not None):
-            self._wait(p)  # it was fetched ahead, and nothing used it
+            self._wait(p)  # it was prefetched and not used
             self._give_back(p)
         self.available = 0
-        self.queue = (
-            deque((p, at) for at, step in enumerate(self.steps) for p in step.parameters) if recorded else deque()
-        )
+        uses = ((p, at) for at, step in enumerate(self.steps) for p in step.parameters)
+        self.queue = deque(uses if recorded else ())
         for step in self.steps:
             for p in step.parameters:
                 p.used_last = -1
@@ -128,25 +128,25 @@ class _Coordinator:
         for _ in range(sum(p.used_last < at for p in wanted)):
             p, used = self.queue.popleft()
             p.used_last = used
-        limit, found, size = min(MOST_LIVE - self.available, BUCKET), list[_Parameter](), 0
+        limit, ahead, size = min(MOST_LIVE - self.available, BUCKET), list[_Parameter](), 0
         while self.queue and size < limit:
             p, used = self.queue.popleft()
             p.used_last = max(p.used_last, used)
-            if not p.available and p.handle is None and p not in found:
-                found.append(p)
+            if not p.available and p.handle is None and p not in ahead:
+                ahead.append(p)
                 size += p.numel
-        self._gather(found)
+        self._gather(ahead)
 
-    def _gather(self, found: list[_Parameter]) -> None:
-        if not found:
+    def _gather(self, parameters: list[_Parameter]) -> None:
+        if not parameters:
             return
-        self.available += sum(p.numel for p in found)
-        padded = [-(-p.numel // self.gpus) * self.gpus for p in found]
-        together = len(found) > 1 and self.gpus > 1
-        handle = _Handle(set(found), tuple(found), sum(padded) if together else 0)
+        self.available += sum(p.numel for p in parameters)
+        padded = [-(-p.numel // self.gpus) * self.gpus for p in parameters]
+        together = len(parameters) > 1 and self.gpus > 1
+        handle = _Handle(set(parameters), tuple(parameters), sum(padded) if together else 0)
         if together:
             handle.block = self._malloc(sum(padded))
-        for p, size in zip(found, padded, strict=True):
+        for p, size in zip(parameters, padded, strict=True):
             p.handle = handle
             p.block = 0 if together else self._malloc(size)
 
@@ -192,7 +192,7 @@ class _Coordinator:
 def levels(
     a: Architecture, gpus: int, rank: int, targets: frozenset[str], recomputed: bool, recorded: bool, evaluated: bool
 ) -> tuple[dict[str, Level], tuple[int, ...]]:
-    """Return the highest level in each part of a pass, and the allocations as events. rank: of the adapters, or 0."""
+    """Return the highest level in each part of a pass, and the allocations as events. rank: of adapters; 0: none."""
     ends, blocks = _modules(a, rank, targets)
     embedding, *head = ends
     loss = [_Step("loss", m) for m in head]
@@ -204,35 +204,35 @@ def levels(
         steps += [_Step(stage, m) for m in (*again, *reversed(blocks[at]))]
     steps.append(_Step("embedding", embedding))
     coordinator = _Coordinator(steps, gpus)
-    found: dict[str, Level] = dict.fromkeys(STAGES, Level())
+    highest: dict[str, Level] = dict.fromkeys(STAGES, Level())
     for _ in range(2):
         for stage, level in coordinator.run(len(forward) if evaluated else len(steps), recorded=recorded):
-            found[stage] = found[stage].most(level)
-    return found, tuple(coordinator.events)
+            highest[stage] = highest[stage].most(level)
+    return highest, tuple(coordinator.events)
 
 
 def fills(a: Architecture) -> tuple[int, ...]:
-    """Elements that are reduced together when a bucket is full, one bucket after the other."""
-    found, filled = [], 0
+    """Return the elements of each bucket when it is reduced, one bucket after the other."""
+    full, filled = [], 0
     blocks = [w for layer in reversed(a.layers) for w in reversed(layer.weights)]
     for w in (*reversed((*a.final, *a.head)), *blocks, *a.embedding):
         if filled and filled + w.numel > BUCKET:
-            found.append(filled)
+            full.append(filled)
             filled = 0
         filled += w.numel
-    return tuple(size for size in (*found, filled) if size <= BUCKET)
+    return tuple(size for size in (*full, filled) if size <= BUCKET)
 
 
 def _modules(
     a: Architecture, rank: int, targets: frozenset[str]
 ) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
-    """Return the modules in the order of their calls, with their own parameters: embedding, ends, every block."""
+    """Return the parameters of each module in the order of calls: of embedding and head, and of every block."""
 
     def of(weights: Iterable[Weight]) -> list[tuple[_Parameter, ...]]:
         modules: dict[str, list[_Parameter]] = {}
         for w in weights:
             path = w.name.rpartition(".")[0]
-            for parent in _parents(path):
+            for parent in accumulate(path.split(".")[:-1], "{}.{}".format):
                 modules.setdefault(parent, [])
             modules.setdefault(path, []).append(_Parameter(w.numel, w.numel <= PERSISTENT))
         return [tuple(m) for m in modules.values()]
@@ -248,18 +248,13 @@ def _modules(
     return ends, [block(layer) for layer in a.layers]
 
 
-def _parents(path: str) -> list[str]:
-    pieces = path.split(".")
-    return [".".join(pieces[:n]) for n in range(1, len(pieces))]
-
-
 def persisting(a: Architecture, rank: int, targets: frozenset[str]) -> int:
-    """Elements of the weights that stay whole from the first step on."""
+    """Return the elements of the weights that stay whole from the first step on."""
     adapters = adapter_weights(a.weights, targets, rank) if rank else []
     return sum(w.numel for w in (*a.weights, *adapters) if w.numel <= PERSISTENT)
 
 
-NORM_BYTES = 8  # per element: the norm of the gradients is taken in fp64 (get_norm_dtype), one weight's part at a time
+NORM_BYTES = 8  # per element: the norm of the gradients is computed in fp64 (get_norm_dtype), weight by weight
 SUB_GROUP = 1_000_000_000  # sub_group_size, DeepSpeed's default: elements that ZeRO-3 steps at once
 NOTHING = Gathered(*[0] * 8)
 
@@ -272,16 +267,16 @@ def in_backward(held: Gathered, size: int) -> Gathered:
 
 
 def stage_0(s: Static, n: Numerics, whole: Share) -> Share:
-    """BF16_Optimizer takes a step while it is constructed, and widens all gradients before each step."""
+    """BF16_Optimizer: takes a step while it is constructed, and widens all gradients before each step."""
     widened = s.trained * n.master
     return replace(whole, gradients=s.gradients + widened, early_states=True, loading=s.base + widened)
 
 
 def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
-    """Whole weights; both buckets exist from the first gradient to the end of the backward.
+    """ZeRO-1 and -2: weights are whole; both buckets exist from the first gradient to the end of the backward.
 
-    ZeRO-1 reduces gradients, as ZeRO-2 does, at the end of an accumulation, and until then keeps them whole. A gradient
-    that no bucket holds is copied whole for the part of it that stays.
+    Like ZeRO-2, ZeRO-1 reduces gradients at the end of an accumulation; until then it keeps them whole. A gradient
+    larger than a bucket is copied whole for the part of it that stays.
     """
     away = r.offload != "none"
     released = r.shard == "gradients" or away or r.accumulation == 1
@@ -309,12 +304,12 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
 
 
 def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
-    """ZeRO-3: weights lie in shares; one bucket and the shares of the gradients exist from the beginning on."""
+    """ZeRO-3: weights are sharded; one bucket and the sharded gradients exist from the beginning on."""
     on_card = r.offload == "none"
     bucket = BUCKET * n.gradient
     apart, waiting = _apart(a, r, n, s)
     reduced, at_end = _reduced(n, s)
-    # each offloaded gradient has a copy on the card, and one in fp64 for its norm
+    # each offloaded gradient has a copy on the card, and another in fp64 for its norm
     norm = 0 if on_card else (NORM_BYTES + n.gradient) * part(_largest_trained(a, r, s), r.num_gpus)
     after = at_end + norm * bool(at_end)
     norm = 0 if at_end else norm
@@ -334,7 +329,7 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
         pools = Streams(
             max(level.fetching for level in live), beside + after, used, events=events, reduced=_fills(a, r, n)
         )
-        # a bucket that never filled is reduced while the embedding is still gathered
+        # a bucket that was never full is reduced while the embedding is still gathered
         step = max(found.step_bytes, (after + held.embedding) * bool(after))
         return replace(found, gathered=gathered, streams=pools, step_bytes=step)
 
@@ -349,10 +344,10 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
 def _live(
     a: Architecture, r: Recipe, n: Numerics, s: Static, *, recorded: bool, evaluated: bool
 ) -> tuple[list[Level], tuple[int, ...]]:
-    """Return bytes of gathered weights in each part of a pass; 4-bit weights count with their average width."""
+    """Return the bytes of gathered weights in each part of a pass; 4-bit weights count with their average width."""
     width = (s.base + s.scales) / s.parameters if r.method == "qlora" else n.weight
-    found, events = levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
-    live = [Level(*(int(numel * width) for numel in found[stage])) for stage in STAGES]
+    elements, events = levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
+    live = [Level(*(int(numel * width) for numel in elements[stage])) for stage in STAGES]
     return live, tuple(int(event * width) if event > 0 else event for event in events)
 
 
@@ -361,12 +356,12 @@ def _adapters(a: Architecture, r: Recipe) -> tuple[int, frozenset[str]]:
 
 
 def _left(r: Recipe, size: int) -> int:
-    """Return what of the optimizer's bytes stays on the card."""
+    """Return the bytes of the optimizer that stay on the card."""
     return part(size, r.num_gpus) if r.offload == "none" else 0
 
 
 def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """Return the largest gradient no bucket holds, and a tied embedding's, which waits for its second half."""
+    """Return the bytes of the largest gradient above a bucket, and of a tied one, kept until its second half."""
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
@@ -374,13 +369,13 @@ def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int
 
 
 def _apart_in_blocks(a: Architecture, r: Recipe, n: Numerics) -> int:
-    """Return the largest gradient of a block where no bucket holds it, else 0."""
+    """Return the bytes of the largest gradient of a block if it is larger than a bucket, else 0."""
     largest = max(w.numel for layer in a.kinds for w in layer.weights) if r.method == "full" else 0
     return largest * n.gradient if largest > BUCKET else 0
 
 
 def _parts_and_whole(r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
-    """Return bytes of this rank's gradients joined, and of the same in fp32; ZeRO-3 goes by sub-groups."""
+    """Return the bytes of this rank's gradients joined, and of the same in fp32; ZeRO-3 steps by sub-groups."""
     share = part(s.trained, r.num_gpus)
     share = min(share, SUB_GROUP) if r.shard == "parameters" else share
     return share * n.gradient, share * n.master
@@ -391,31 +386,31 @@ def _widened(r: Recipe, n: Numerics, s: Static) -> int:
 
 
 def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
-    """Elements of the largest weight that gets a gradient."""
+    """Return the elements of the largest weight that gets a gradient."""
     if r.method == "full":
         return s.largest
     return max((w.numel for w in adapter_weights(a.weights, adapted(a, r.lora_targets), r.lora_rank)), default=0)
 
 
 def _flattened(r: Recipe, s: Static) -> int:
-    """ZeRO-1 and -2 hold trained weights twice while they flatten them, before the master copy exists."""
+    """Return the bytes beyond the master weights of a second copy, while ZeRO-1 and -2 flatten trained weights."""
     trained = s.base if r.method == "full" else s.adapter
     return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
 
 
 def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
-    """Return bytes of a whole weight and its share on the way to the host, beside the bucket in full fine-tuning."""
+    """Return the bytes of a whole weight, its share on the way to the host, and in full fine-tuning the bucket."""
     whole = s.base + s.scales if r.method == "qlora" else s.largest * n.weight
     arriving = whole + (part(whole, r.num_gpus) if r.offload == "parameters" else 0)
     if r.method != "full":
         return max(bucket, arriving)
-    # the master copy is made of a copy, before there are gradients and a bucket
+    # the master weights are made from a copy, before gradients and bucket exist
     copied = min(part(s.trained, r.num_gpus), SUB_GROUP) * n.master if r.offload == "none" else 0
     return max(bucket + arriving, copied - part(s.gradients, r.num_gpus))
 
 
 def _reduced(n: Numerics, s: Static) -> tuple[int, int]:
-    """Return what is copied out of a full bucket: (during the backward, at its end if none fills before)."""
+    """Return the bytes copied out of a bucket: (during the backward, at its end if none is full before)."""
     size = min(BUCKET, s.trained) * n.gradient
     return (size, 0) if s.trained > BUCKET else (0, size)
 

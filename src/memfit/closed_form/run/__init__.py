@@ -1,1 +1,1 @@
-"""A whole run built from layers: one micro-step, its peak, the tape of load and steps, and the estimate of a recipe."""
+"""A whole run built of layers: one micro-step and its peak, the tape of load and steps, the estimate of a recipe."""

@@ -1,4 +1,4 @@
-"""The byte account of one recipe on one card: the worst instants of every phase, in requested bytes by name."""
+"""The byte account of one recipe on one card: the worst instants of every phase, in requested bytes line by line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share
-from memfit.closed_form.run.micro_step import MicroStep, Peak, PlacedSegment, fold, meter_of
+from memfit.closed_form.run.micro_step import MicroStep, Peak, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
@@ -26,30 +26,36 @@ from memfit.tables.optimizers import Optimizer, optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer, checkpointing_of, trainer
 
+AccountLine = tuple[Role, str, int]  # role, label, bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A moment of a run and what is alive then, in requested bytes by name."""
+    """A moment of a run with its requested bytes: `static` lines and the tensors of a micro-step at `peak`."""
 
     phase: Phase
     name: str
     requested: int
-    static: tuple[tuple[Role, str, int], ...]
+    static: tuple[AccountLine, ...]
     peak: Peak | None = None
-    idle: int = 0  # cached on other streams, so this one cannot use it
+    idle: int = 0  # bytes cached on other streams, which the default stream cannot use
+
+    @staticmethod
+    def of(
+        phase: Phase, name: str, lines: tuple[AccountLine, ...], moving: int = 0, peak: Peak | None = None,
+        idle: int = 0,
+    ) -> Instant:  # fmt: skip
+        """Return the instant at which these lines and `moving` bytes of a micro-step are alive."""
+        return Instant(phase, name, sum(size for _, _, size in lines) + moving, lines, peak, idle)
 
 
 class Account:
     """The byte account of one recipe. Cheap to make: everything that does not depend on the batch is cached."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        recipe: Recipe,
-        gpu: Gpu,
-        padded: bool | None = None,
+        self, architecture: Architecture, recipe: Recipe, gpu: Gpu, padded: bool | None = None,
         profile: Trainer | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if architecture.trainable_memory:
             hint = "'memfit models' lists what is covered"
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
@@ -65,9 +71,8 @@ class Account:
             self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
-            padded = masks_needed(recipe) and not _worse_unmasked(
-                architecture, recipe, gpu, self.numerics, self.trainer
-            )
+            worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
+            padded = masks_needed(recipe) and not worse_unmasked
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
@@ -82,28 +87,28 @@ class Account:
 
     @property
     def released(self) -> bool:
-        """Return whether gradients are freed one by one, so that they never exist together."""
+        """Return whether each gradient is freed as soon as it is used, so that they never exist together."""
         return self.share.release_gradients or self.optimizer.in_backward
 
     @property
     def accumulates(self) -> bool:
-        """Return whether some forward passes begin with the gradients of earlier ones in place."""
+        """Return whether some forward passes begin while the gradients of earlier ones exist."""
         again = self.recipe.accumulation > 1 or self.trainer.zeroes_gradients
         return again and not self.optimizer.in_backward
 
     @property
     def tied_gradient(self) -> int:
-        """Return the bytes of the gradient of a tied embedding, when it is trained; else 0."""
+        """Return the bytes of a tied embedding's gradient; 0 without one."""
         tied = self.architecture.tied and self.recipe.method == "full"
         return max(w.numel for w in self.architecture.embedding) * self.numerics.gradient if tied else 0
 
     @property
     def warmup(self) -> int:
-        """Return the bytes requested and freed before a quantised model, which is loaded onto the card."""
+        """Return the bytes that transformers requests and frees before it loads a quantised model onto the card."""
         return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
 
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
-        """Return the traced micro-step (cached by everything but the batch size)."""
+        """Return the traced micro-step, cached by everything but the batch size."""
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
@@ -114,20 +119,20 @@ class Account:
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
         )  # fmt: skip
-        found = _MICRO.get(key)
-        if found is None:
+        known = _MICRO.get(key)
+        if known is None:
             if len(_MICRO) > 4096:
                 _MICRO.clear()
-            found = _MICRO[key] = micro_step_of(
-                a, r, self.traced, self.trainer, self.optimizer, self.gpu.compute_capability, situation
-            )
-        return found
+            known = _MICRO[key] = micro_step_of(a, r, self.traced, self.trainer, self.gpu.compute_capability, situation)
+        return known
 
-    def resident(self, *, states: bool, gradients: bool, buffers: int = 0) -> tuple[tuple[Role, str, int], ...]:
-        """Return what lies on the card during a phase, line by line."""
+    def resident(
+        self, *beside: AccountLine, states: bool, gradients: bool, buffers: int = 0
+    ) -> tuple[AccountLine, ...]:
+        """Return the static lines of a phase and those `beside` them, without the empty ones."""
         s, share = self.static, self.share
         whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
-        lines: list[tuple[Role, str, int]] = [
+        lines: list[AccountLine] = [
             ("parameters", "base weights", int(s.base * whole)),
             ("parameters", "buffers of the model", s.buffers),
             ("parameters", "quantisation scales", int(s.scales * whole)),
@@ -141,36 +146,37 @@ class Account:
             ("activations", "batch", self.batch),
             ("workspace", "cuBLAS workspaces", 2 * self.workspace),
         ]
-        return tuple(line for line in lines if line[2])
+        return tuple(line for line in (*lines, *beside) if line[2])
 
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
         """Return the worst instants of forward and of backward, of the first and of a later micro-batch of a step."""
-        found = []
+        found: list[Instant] = []
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
-        tied = self.tied_gradient if self.optimizer.in_backward else 0  # waits for its second half
         for later in (False, True) if accumulating else (False,):
             micro = self.micro(accumulating=later)
             where = ", later micro-batch" if later else ""
             if self.share.gathered is not None:
                 found += self._gathered(phase, micro, where, states=states, gradients=later)
                 continue
-            lines = self.resident(states=states, gradients=later)
             before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
-            if before:
-                lines = (*lines, ("activations", "inputs kept by the graph of the step before", before))
-            level, top = sum(line[2] for line in lines), fold(micro.until_loss, self.meter)
-            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
-            lines = self.resident(states=states, gradients=later)
-            if tied:
-                lines = (*lines, ("gradients", "gradient of the tied embedding", tied))
-            level, top = level + top.left - before + tied, fold(micro.from_loss, self.meter)
-            found.append(Instant(phase, _named(top) + where, level + top.height, lines, top))
+            kept: AccountLine = ("activations", "inputs kept by the graph of the step before", before)
+            top = fold(micro.until_loss, self.meter)
+            lines = self.resident(kept, states=states, gradients=later)
+            found.append(Instant.of(phase, _named(top) + where, lines, top.height, top))
+            left, top = top.left, fold(micro.from_loss, self.meter)
+            lines = self.resident(self._unreleased, states=states, gradients=later)
+            found.append(Instant.of(phase, _named(top) + where, lines, left + top.height, top))
         return found
+
+    @property
+    def _unreleased(self) -> AccountLine:
+        """Return the tied gradient that an optimizer in the backward keeps until its second half is added."""
+        return "gradients", "gradient of the tied embedding", self.tied_gradient if self.optimizer.in_backward else 0
 
     def _gathered(
         self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
     ) -> list[Instant]:
-        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights by part."""
+        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights."""
         special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
         share = special or self.share
         whole, streams = share.gathered, share.streams
@@ -182,16 +188,15 @@ class Account:
             filling = gradients or (self.released and number >= BACKWARD)
             lines = self.resident(states=states, gradients=filling, buffers=buffers)
             top = fold(stretch, self.meter)
-            level = sum(line[2] for line in lines) + left + top.height
             idle = streams.gathering + streams.reducing - used - (streams.kept if filling else 0)
-            found.append(Instant(phase, _named(top) + where, level, lines, top, idle))
+            found.append(Instant.of(phase, _named(top) + where, lines, left + top.height, top, idle))
             left += top.left
         return found
 
     def _between(
         self, phase: Phase, micro: MicroStep, where: str, share: Share, *, states: bool, gradients: bool
     ) -> list[Instant]:
-        """Return the instants of a forward at which one group is gathered while another's output is still there."""
+        """Return the instants of a forward at which one group is gathered while another's output exists."""
         found: list[Instant] = []
         if share.transitions is None:
             return found
@@ -202,74 +207,73 @@ class Account:
                 lines = self.resident(states=states, gradients=gradients, buffers=buffers)
                 top = fold(micro.before(begin), self.meter)
                 kept = Peak(top.left, top.stretch, begin, None, top.left)
-                level = sum(line[2] for line in lines) + top.left
-                found.append(Instant(phase, f"gathering the {name}{where}", level, lines, kept))
+                found.append(Instant.of(phase, f"gathering the {name}{where}", lines, top.left, kept))
         return found
 
     def optimizer_step(self, phase: Phase) -> Instant:
         """Return the optimizer step: all gradients and states exist, and the step's own buffers."""
         whole = self.share.states / max(self.static.states, 1) if self.static.states else 1.0
         stepping = int(self.static.step_bytes * whole) if self.recipe.offload == "none" else 0
-        buffers = max(stepping, self.share.step_bytes)
-        lines = self.resident(states=True, gradients=not self.optimizer.in_backward)
-        if self.optimizer.in_backward and self.tied_gradient:
-            lines = (*lines, ("gradients", "gradient of the tied embedding", self.tied_gradient))
-        if buffers:
-            lines = (*lines, ("temporaries", "optimizer step buffers", buffers))
+        buffers: AccountLine = ("temporaries", "optimizer step buffers", max(stepping, self.share.step_bytes))
+        lines = self.resident(self._unreleased, buffers, states=True, gradients=not self.optimizer.in_backward)
         streams = self.share.streams
         idle = streams.gathering + streams.reducing - streams.kept if streams and self.recipe.zero else 0
-        return Instant(phase, "optimizer step", sum(line[2] for line in lines), lines, idle=idle)
+        return Instant.of(phase, "optimizer step", lines, idle=idle)
 
     def evaluation(self) -> Instant:
-        """Return the worst instant of a forward without gradients, or of the gathering that it begins with."""
+        """Return the worst instant of a forward without gradients, gathering of weights included."""
         micro, share = self.micro(train=False), self.share.evaluated or self.share
         if share.gathered is None:
             lines = self.resident(states=True, gradients=False)
             top = fold(micro.until_loss, self.meter)
-            return Instant("eval", _named(top), sum(line[2] for line in lines) + top.height, lines, top)
+            return Instant.of("eval", _named(top), lines, top.height, top)
         found = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
         if share.transitions is None:
             lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
-            found.append(Instant("eval", "gathering the embedding", sum(line[2] for line in lines), lines))
+            found.append(Instant.of("eval", "gathering the embedding", lines))
         return max(found, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
         """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
-        kept = ("parameters", "gradients", "optimizer_states")
-        lines = tuple(line for line in self.resident(states=False, gradients=False) if line[0] in kept)
-        if self.static.passing:
-            lines = (*lines, ("temporaries", "weight being converted", self.static.passing))
+        s, whole = self.static, 0
         if self.share.by_block:
             # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
             quantised = self.recipe.method == "qlora"
-            before = (
-                self.static.base + self.static.scales if quantised else whole_at_load(self.architecture, self.numerics)
-            )
-            lines = (*lines, ("temporaries", "whole weights before they are sharded", before))
-        if self.share.loading:
-            lines = (*lines, ("temporaries", "weights being flattened or sharded", self.share.loading))
-        return Instant("load", "loading weights", sum(line[2] for line in lines), lines)
+            whole = s.base + s.scales if quantised else whole_at_load(self.architecture, self.numerics)
+        kept = ("parameters", "gradients", "optimizer_states")
+        lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
+        lines += [
+            ("temporaries", "weight being converted", s.passing),
+            ("temporaries", "whole weights before they are sharded", whole),
+            ("temporaries", "weights being flattened or sharded", self.share.loading),
+        ]
+        return Instant.of("load", "loading weights", tuple(line for line in lines if line[2]))
 
     def save(self) -> Instant:
         """Return the saving of a checkpoint; a full state dict of sharded weights is gathered on the card."""
-        lines = self.resident(states=True, gradients=False)
+        copied: AccountLine
         if self.recipe.shard == "parameters":
-            lines = (*lines, ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight))
-        elif apart := taken_apart(self.architecture, self.recipe, self.numerics):
-            lines = (*lines, ("temporaries", "experts one by one for the checkpoint", apart))
-        return Instant("save", "saving a checkpoint", sum(line[2] for line in lines), lines)
+            copied = ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight)
+        else:
+            apart = taken_apart(self.architecture, self.recipe, self.numerics)
+            copied = ("temporaries", "experts one by one for the checkpoint", apart)
+        return Instant.of("save", "saving a checkpoint", self.resident(copied, states=True, gradients=False))
 
     @property
     def resumes(self) -> bool:
-        """Return whether a checkpoint is loaded into a model already on the card, as transformers' trainers do."""
+        """Return whether resuming loads a checkpoint into a model that is already on the card, as in transformers."""
         return self.trainer.code == "transformers" and self.trainer.name != "torch" and self.recipe.num_gpus == 1
 
     @property
     def again(self) -> Static:
-        """Return what lies on the card after resuming."""
+        """Return the static bytes after resuming.
+
+        PEFT loads 16-bit adapters in fp32, and bitsandbytes loads paged states onto the card.
+        """
         if not self.resumes:
             return self.static
-        return loaded_again(self.architecture, self.recipe, self.numerics, self.optimizer, self.trainer)
+        wide = self.numerics if self.recipe.method == "full" else replace(self.numerics, adapter=4)
+        return static_of(self.architecture, self.recipe, wide, replace(self.optimizer, paged=False), self.trainer)
 
     def resume(self) -> Instant:
         """Return the worst instant of resuming.
@@ -279,58 +283,52 @@ class Account:
         return max(self._states_loaded(), self._weights_loaded(), key=lambda instant: instant.requested)
 
     def _weights_loaded(self) -> Instant:
-        """Return the loading of the weights, which FSDP2's rank 0 puts on the card whole, one by one.
+        """Return the loading of the weights, which rank 0 under FSDP2 puts on the card whole, one by one.
 
         A tied head counts as trained: PyTorch identifies frozen weights by name, and it has two
         (torch.distributed.checkpoint.state_dict, 2.13).
         """
-        lines = self.resident(states=False, gradients=False)
         saved = self.recipe.method == "full" or self.architecture.tied
-        if self.share.by_block and self.trainer.code == "transformers" and saved:
-            lines = (
-                *lines,
-                ("temporaries", "a weight of the checkpoint, whole", self.static.largest * self.numerics.weight),
-            )
-        return Instant("resume", "loading weights", sum(line[2] for line in lines), lines)
+        gathered = self.share.by_block and self.trainer.code == "transformers" and saved
+        whole = self.static.largest * self.numerics.weight if gathered else 0
+        lines = self.resident(
+            ("temporaries", "a weight of the checkpoint, whole", whole), states=False, gradients=False
+        )
+        return Instant.of("resume", "loading weights", lines)
 
     def _states_loaded(self) -> Instant:
-        lines = self.resident(states=True, gradients=False)
-        if self.recipe.num_gpus > 1 and self.share.states:
-            lines = (*lines, ("optimizer_states", "states as loaded, beside the live ones", self.share.states))
-        again = self.again
-        if wider := again.adapter - self.static.adapter:
-            lines = (*lines, ("parameters", "adapters loaded in fp32", wider))
-        if (more := again.states - self.static.states) and self.recipe.offload == "none":
-            lines = (*lines, ("optimizer_states", "states as they are loaded", more))
-        if self.resumes and (beside := again.adapter * (self.recipe.method != "full") - again.states) > 0:
-            lines = (*lines, ("temporaries", "adapters of the file, before the states", beside))
-        return Instant("resume", "loading optimizer states", sum(line[2] for line in lines), lines)
+        """Return the loading of the optimizer states, beside the live ones on several GPUs."""
+        r, again = self.recipe, self.again
+        more = again.states - self.static.states if r.offload == "none" else 0
+        adapters = again.adapter * (r.method != "full") - again.states if self.resumes else 0
+        lines = self.resident(
+            ("optimizer_states", "states as loaded, beside the live ones", self.share.states * (r.num_gpus > 1)),
+            ("parameters", "adapters loaded in fp32", again.adapter - self.static.adapter),
+            ("optimizer_states", "states as they are loaded", more),
+            ("temporaries", "adapters of the file, before the states", max(adapters, 0)),
+            states=True, gradients=False,
+        )  # fmt: skip
+        return Instant.of("resume", "loading optimizer states", lines)
 
     @property
     def merging(self) -> tuple[Merge, ...]:
-        """Return the merges of the adapter, after resuming."""
-        wide = 4 if self.resumes else self.numerics.adapter
-        return merging(self.static, self.recipe, self.numerics, wide)
+        """Return the merges of adapters into the weights of one block of every kind, after resuming."""
+        adapter = 4 if self.resumes else self.numerics.adapter
+        return tuple(_merge(numel, self.recipe, self.numerics, adapter) for numel in self.static.adapted)
 
     def merge(self) -> Instant:
         """Return the merging of the adapter into the base, one matrix at a time, in the process that trained it."""
-        lines = self._states_loaded().static
-        lines = (*lines, ("temporaries", "delta and merged weight", max((m.peak for m in self.merging), default=0)))
-        return Instant("merge", "merging the adapter", sum(line[2] for line in lines), lines)
+        most = max((m.peak for m in self.merging), default=0)
+        lines = (*self._states_loaded().static, ("temporaries", "delta and merged weight", most))
+        return Instant.of("merge", "merging the adapter", lines)
 
     def instants(self) -> list[Instant]:
         """Return the worst instants of every phase."""
-        found = [self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step")]
-        found += [
-            *self.passes("step", states=True),
-            self.optimizer_step("step"),
-            self.evaluation(),
-            self.save(),
-            self.resume(),
-        ]
-        if self.recipe.method != "full":
-            found.append(self.merge())
-        return found
+        return [
+            self.load(), *self.passes("first_step", states=False), self.optimizer_step("first_step"),
+            *self.passes("step", states=True), self.optimizer_step("step"), self.evaluation(), self.save(),
+            self.resume(), *([] if self.recipe.method == "full" else [self.merge()]),
+        ]  # fmt: skip
 
 
 def masks_needed(recipe: Recipe) -> bool:
@@ -341,10 +339,10 @@ def masks_needed(recipe: Recipe) -> bool:
 
 
 def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Trainer) -> bool:
-    """Return whether a batch that happens to be of one length needs more than a padded one.
+    """Return whether a batch of samples of one length needs more than a padded one.
 
-    Such a batch has no mask, so grouped keys are not repeated before the kernel is chosen, and where the fused kernels
-    take no grouped heads all scores are written out.
+    Such a batch has no mask, so grouped keys are not repeated before the kernel is chosen, and where no fused kernel
+    takes grouped heads the math kernel writes out all scores.
     """
     if r.padding == "packing" or t.code != "transformers":
         return False
@@ -364,7 +362,7 @@ def _windows(a: Architecture) -> tuple[int, ...]:
 
 
 def _named(peak: Peak) -> str:
-    step: PlacedSegment | None = peak.step
+    step = peak.step
     if step is None:
         return "forward"
     return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
@@ -372,30 +370,21 @@ def _named(peak: Peak) -> str:
 
 # ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------
 
-# stacked experts that are stored as they are; all others transformers stores expert by expert (conversion_mapping.py)
+# model types whose stacked experts are saved as they are; others are saved expert by expert (conversion_mapping.py)
 STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})
 
 
 def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
-    """Return the bytes that saving a whole model needs for copies of all experts' joint gate and up projections."""
+    """Return the bytes of the copies of all experts' joint gate and up projections while a whole model is saved."""
     if r.method != "full" or a.model_type in STORED_STACKED:
         return 0
     weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
     return sum(w.numel for w in weights) * n.weight
 
 
-def loaded_again(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
-    """Return what lies on the card after resuming.
-
-    PEFT loads 16-bit adapters in fp32, and bitsandbytes loads paged states onto the card.
-    """
-    wide = n if r.method == "full" else replace(n, adapter=4)
-    return static_of(a, r, wide, replace(o, paged=False), t)
-
-
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Bytes of the tensors of one merge: `before`, the product of the factors twice (scaled anew), then `after`."""
+    """Bytes of the tensors of one merge: `before`, the product of the factors and its scaled copy, then `after`."""
 
     before: tuple[int, ...]
     delta: int
@@ -415,23 +404,18 @@ class Merge:
             heap.free(block)
 
 
-def merging(s: Static, r: Recipe, n: Numerics, adapter: int) -> tuple[Merge, ...]:
-    """Return the merges of adapters into the weights of one block of every kind, one after the other.
+def _merge(numel: int, r: Recipe, n: Numerics, adapter: int) -> Merge:
+    """Return the merge into a weight of `numel` elements; `adapter`: itemsize of the factors and their product.
 
-    adapter: itemsize of the factors, in which the product is made. A quantised weight is restored, added to in the
-    wider dtype, and its sum sent to the host and back to be quantised.
+    A quantised weight is dequantised, added to in the wider dtype, and sent to the host and back to be quantised.
     Source: PEFT 0.21, tuners/lora/layer.py and bnb.py.
     """
-    return tuple(_merge(numel, r, n, adapter) for numel in s.adapted)
-
-
-def _merge(numel: int, r: Recipe, n: Numerics, adapter: int) -> Merge:
     delta = numel * adapter
     if r.method != "qlora":
         return Merge((), delta, ())
     row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
     stored = (row.payload(numel), row.scales(numel, 0))
-    if r.quantization == "int8":  # restored in fp32, sent back in fp16
+    if r.quantization == "int8":  # dequantised in fp32, sent back in fp16
         return Merge((4 * numel,), delta, (4 * numel, 2 * numel, *stored))
     total = numel * max(n.weight, adapter)
     return Merge((numel * n.weight,), delta, (total, total, *stored))

@@ -1,4 +1,4 @@
-"""Estimate a recipe on a card: the closed form, and on request a replay through the exact allocator."""
+"""Estimate a recipe on a card by the closed form, and by default replay it on the model of the allocator."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from memfit.tables.cautions import cautions
 from memfit.tables.trainers import Trainer
 from memfit.units import human
 
-# What the caching allocator holds above the tensors, as a share of what comes and goes (everything but weights and
-# states), when nothing is replayed. Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
-SLACK_SHARE = {
-    False: 0.10,
-    True: 0.25,
-}  # without and with checkpointing, whose blocks of many sizes fit each other less
+# Bytes the caching allocator reserves above the tensors when nothing is replayed, as a share of everything but weights
+# and states. By: whether there is checkpointing, whose blocks of many sizes are reused less.
+# Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
+SLACK_SHARE = {False: 0.10, True: 0.25}
 MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
-ROUNDING_SHARE = 0.002  # blocks against tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
+ROUNDING_SHARE = 0.002  # of the tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
 def estimate(
@@ -39,10 +37,10 @@ def estimate(
 ) -> Footprint:  # fmt: skip
     """Return the bytes of every phase of a run.
 
-    replay: send the run's own allocations through the allocator model, so that reserved bytes follow from block reuse
-    (some 10 to 100 ms); without it they follow from SLACK_SHARE. padded: batches hold padding, so a mask reaches the
-    attention kernel; by default when several samples are padded to the longest. Raises Unsupported for models whose
-    activations are not modelled.
+    replay: play the run's allocations on the allocator model, so that reserved bytes follow from block reuse (some 10
+    to 100 ms); else they follow from SLACK_SHARE. padded: batches hold padding, so the attention kernel gets a mask; by
+    default where several samples are padded to the longest. Raises Unsupported for models whose activations are not
+    modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
@@ -58,7 +56,7 @@ def estimate(
         exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
-        if instant.idle:  # with streams, most may be reserved at another instant than that of the most tensors
+        if instant.idle:  # with several streams, reserved and requested bytes may peak at different instants
             held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
     cached = 0
     for phase in worst:  # the cache is never given back between phases
@@ -86,7 +84,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
-    """Return the levels by phase from the allocator; `device` equals `reserved`, and `requested` is left 0."""
+    """Return the levels of the played phases; `device` equals `reserved`, and `requested` is 0."""
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
     levels: dict[Phase, Levels] = {}
     for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
@@ -99,7 +97,7 @@ def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, L
 
 
 def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
-    """Play an evaluation that needs more than training did; then, with an empty cache, resuming and merging."""
+    """Play an evaluation that needs more than training; then, from an empty cache, resuming and merging."""
     if worst["eval"].requested > worst["step"].requested:
         Pass(allocator, account.meter, account.micro(train=False)).run(0)
         yield "eval"
@@ -117,26 +115,21 @@ def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]
 
 
 def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:
-    context = account.gpu.context_bytes
-    known = exact.get(instant.phase)
-    requested = instant.requested
-    if known is not None:
-        allocated = max(known.allocated, requested + int(ROUNDING_SHARE * requested) * (not known.allocated))
-        held = max(known.reserved, allocated)
+    """Return a phase: its levels, and the lines of its worst instant. `held`: reserved bytes without a replay."""
+    context, nccl, requested = account.gpu.context_bytes, account.share.nccl, instant.requested
+    allocated = requested + int(ROUNDING_SHARE * requested)
+    if known := exact.get(instant.phase):
+        allocated = max(known.allocated, requested) if known.allocated else allocated
+        held = known.reserved
     elif exact and instant.phase not in ("load", "first_step"):
-        allocated = requested + int(ROUNDING_SHARE * requested)
-        held = max(exact.get("eval", exact["step"]).reserved, allocated)
-    else:
-        allocated = requested + int(ROUNDING_SHARE * requested)
-        held = max(held, allocated)
-    nccl = account.share.nccl
+        held = exact.get("eval", exact["step"]).reserved
+    held = max(held, allocated)
     levels = Levels(requested, allocated, held, held + context + nccl)
     lines = [Line(role, label, size) for role, label, size in instant.static]
     lines += _moving_lines(account, instant)
     lines.append(Line("fragmentation", "allocator slack", held - requested))
     lines.append(Line("context", "CUDA context", context))
-    if nccl:
-        lines.append(Line("context", "NCCL buffers", nccl))
+    lines.append(Line("context", "NCCL buffers", nccl))
     return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
 
 
@@ -146,51 +139,35 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     titles: dict[Role, str] = {
         "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
     }  # fmt: skip
-    lines = []
-    for role, size in instant.peak.by_role.items():
-        lines.append(Line(role, titles.get(role, role), account.meter.bytes(size)))
-    return lines
+    sizes = instant.peak.by_role.items()
+    return [Line(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
 
 
 def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
-    kernels = sorted({"flash" if r.attention == "flash" else s for s in _kernels(account)})
+    capability, width = account.gpu.compute_capability, kernel_width(r, n)
+    layers = (x.attention for x in account.architecture.kinds)
+    run = {attention_kernel(layer, r, width, capability, account.padded) for layer in layers}
+    kernels = ["flash"] if r.attention == "flash" else sorted(run)
     assumptions = [
         f"trainer {account.trainer.name} on PyTorch 2.13",
-        f"attention kernel {', '.join(kernels)}"
-        + (f" (cc {'.'.join(map(str, account.gpu.compute_capability))})" if account.gpu.compute_capability else ""),
+        f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, capability))})" if capability else ""),
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
         assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
-        kept = account.static.trained * account.traced.weight
-        assumptions.append(
-            f"gradients reduced after every micro-batch (sync_each_batch; without it {human(kept)} more)"
-        )
-    unknowns = [
-        "context ±100 MiB on your driver"
-        if "context_bytes" in account.gpu.unverified
-        else "context ±60 MiB on your driver"
-    ]
+        kept = human(account.static.trained * account.traced.weight)
+        assumptions.append(f"gradients reduced after every micro-batch (sync_each_batch; without it {kept} more)")
+    unknowns = [f"context ±{100 if 'context_bytes' in account.gpu.unverified else 60} MiB on your driver"]
     if not exact:
-        unknowns.append(
-            f"allocator slack taken as {SLACK_SHARE[r.checkpointing != 'none']:.0%} of what comes and goes, "
-            "not replayed"
-        )
-    if account.share.buckets and not r.zero:  # DeepSpeed's are others
-        unknowns.append(
-            f"DDP's first buckets may outlive their rebuilding in step 2 ({human(account.share.buckets)} more)"
-        )
+        slack = SLACK_SHARE[r.checkpointing != "none"]
+        unknowns.append(f"allocator slack taken as {slack:.0%} of what comes and goes, not replayed")
+    if account.share.buckets and not r.zero:
+        more = human(account.share.buckets)
+        unknowns.append(f"DDP's first buckets may outlive their rebuilding in step 2 ({more} more)")
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
     return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)
-
-
-def _kernels(account: Account) -> set[str]:
-    r, width = account.recipe, kernel_width(account.recipe, account.numerics)
-    return {
-        attention_kernel(x.attention, r, width, account.gpu.compute_capability, account.padded)
-        for x in account.architecture.kinds
-    }

@@ -1,6 +1,6 @@
-"""One micro-step as segments, from the embedding to the head and back, and the highest level that a stretch reaches.
+"""One micro-step as a sequence of segments, from the embedding to the head and back, and its peak in requested bytes.
 
-The same steps are unrolled tensor by tensor in `unroll`; here they are folded into one peak, in requested bytes.
+`unroll` plays the same sequence tensor by tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.nouns.tape import Role
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedProgram:
-    """A program at its place in the model: block `index` (from 0), or -1 for embedding and head."""
+    """A program and its place in the model: block `index` (from 0), or -1 for embedding and head."""
 
     program: Program
     title: str
@@ -32,7 +32,7 @@ class PlacedProgram:
 
 @dataclass(frozen=True, slots=True)
 class PlacedSegment:
-    """A segment of a placed program, with the name of the moment at which it runs."""
+    """A segment of a placed program, and the name of the moment at which it runs."""
 
     instant: str
     segment: ProgramPart
@@ -49,7 +49,7 @@ class EqualSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """Steps in order of time; those from `begin` on also as runs of equal segments, few in a model of equal blocks."""
+    """Steps in order of time. Those from `begin` on are also grouped into `runs` of equal segments."""
 
     steps: tuple[PlacedSegment, ...]
     begin: int
@@ -95,7 +95,7 @@ class MicroStep:
 
     @cached_property
     def lingering(self) -> Size:
-        """Return what the previous step's graph still holds during a forward, in a loop that keeps `loss`."""
+        """Return the bytes that the previous step's graph holds during a forward, in a loop that keeps `loss`."""
         total: dict[Basis, int] = {}
         for part in (self.embedding, *self.blocks, self.head):
             added(total, part.program.lingering)
@@ -109,17 +109,17 @@ class MicroStep:
 
     @cached_property
     def until_loss(self) -> Stretch:
-        """Return the forward and the frees at its end, to be folded."""
+        """Return the forward and the frees at its end."""
         return Stretch.of([*self.forward, *self.exits])
 
     @cached_property
     def from_loss(self) -> Stretch:
-        """Return the backward, to be folded; the steps before belong to its peak."""
+        """Return the backward; its peaks include the steps before."""
         return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
     def stages(self) -> tuple[Stretch, ...]:
-        """Return the parts of a pass in which different weights are gathered, in the order of `sharding.Gathered`."""
+        """Return the parts of a pass in which different weights are gathered, in the order of `share.Gathered`."""
         loss, exits = self.forward[-1:], self.exits
         head, *blocks, embedding = self.backward
         parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
@@ -131,15 +131,10 @@ class MicroStep:
     @cached_property
     def backward(self) -> list[PlacedSegment]:
         """Return the steps of the backward in order of time."""
-        first = [PlacedSegment("backward of the loss", self.head.program.backward, self.head)]
-        middle = [
-            PlacedSegment(f"backward of block {p.index + 1}", p.program.backward, p) for p in reversed(self.blocks)
-        ]
-        return [
-            *first,
-            *middle,
-            PlacedSegment("backward of the embedding", self.embedding.program.backward, self.embedding),
-        ]
+        names = {self.head: "the loss", self.embedding: "the embedding"}
+        names |= {p: f"block {p.index + 1}" for p in self.blocks}
+        parts = (self.head, *reversed(self.blocks), self.embedding)
+        return [PlacedSegment(f"backward of {names[p]}", p.program.backward, p) for p in parts]
 
 
 def micro_step(
@@ -202,12 +197,12 @@ def meter_of(dims: Dims) -> SizeMeter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peak:
-    """The highest level of a stretch, in bytes above its start, with the place it is reached at."""
+    """The highest level of a stretch, in bytes above its start, and the event at which it is reached."""
 
     height: int
     stretch: Stretch
     done: int  # steps completed before
-    event: int | None  # of the step after them; None: before it
+    event: int | None  # index in the step after those; None: before it
     left: int = 0  # level at the end of the stretch, in bytes above its start
 
     @property
@@ -217,7 +212,7 @@ class Peak:
 
     @property
     def step(self) -> PlacedSegment | None:
-        """Return the step in which the peak is reached; None: before it."""
+        """Return the step in which the peak is reached; None if it is reached before any."""
         return None if self.event is None else self.stretch.steps[self.done]
 
     @property
@@ -228,7 +223,7 @@ class Peak:
 
 @lru_cache(maxsize=4096)
 def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size]:
-    """Return what `done` steps and the beginning of the next leave alive: the same polynomials for every batch."""
+    """Return the bytes alive after `done` steps and the beginning of the next, as polynomials of the batch."""
     total: dict[Role, dict[Basis, int]] = {}
     for segment, times in Counter(step.segment for step in stretch.steps[:done]).items():
         for role, size in segment.left_by_role.items():
@@ -241,7 +236,7 @@ def _alive(stretch: Stretch, done: int, event: int | None) -> Mapping[Role, Size
 
 
 def fold(stretch: Stretch, meter: SizeMeter) -> Peak:
-    """Return the peak of a stretch; it is folded once for each meter."""
+    """Return the peak of a stretch, cached in the meter."""
     known = meter.peaks.get(stretch)
     if known is None:
         known = meter.peaks[stretch] = _folded(stretch, meter)
@@ -253,7 +248,7 @@ def _folded(stretch: Stretch, meter: SizeMeter) -> Peak:
     height, where, event, level = 0, -1, -1, 0
     for segment, first, times in stretch.runs:
         top, index, left = tops.get(segment) or meter.top(segment)
-        highest = times - 1 if left > 0 else 0  # of equal steps the last one, when each leaves something behind
+        highest = times - 1 if left > 0 else 0  # the last of equal steps, if each leaves something allocated
         if level + highest * left + top > height:
             height, where, event = level + highest * left + top, first + highest, index
         level += times * left

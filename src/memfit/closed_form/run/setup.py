@@ -1,4 +1,4 @@
-"""From architecture, recipe and card to the styles that blocks and ends are traced under."""
+"""Turn architecture, recipe and card into the styles under which blocks, embedding and head are traced."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
 from memfit.closed_form.layers.head import HeadStyle
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
-from memfit.closed_form.style import CODES, Kernel, Mask, Style
-from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Weight
+from memfit.closed_form.style import CODES, Mask, Style
+from memfit.nouns.architecture import Architecture, Attention, Norm, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
-from memfit.tables.liger_kernels import LIGER, Liger
-from memfit.tables.optimizers import Optimizer
+from memfit.tables.liger_kernels import LIGER
 from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Facts about the data and loop that a recipe does not hold."""
+    """Facts about the data and the training loop that a recipe does not hold."""
 
     padded: bool = False
     train: bool = True
@@ -33,12 +32,14 @@ class Situation:
     mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
 
 
-def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
+def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
               s: Situation) -> tuple[Style, ...]:  # fmt: skip
     """Return one style per layer; equal layers get equal styles, so they share a program."""
     full, own = r.method == "full", per_layer_of(a)
+    residual = 4 if n.autocast and _embedding_norm(a) else n.residual  # autocast runs an embedding's LayerNorm in fp32
+    liger = LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
     common = Style(
-        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=_residual(a, n), trained=full,
+        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else adapted(a, r.lora_targets),
         lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
@@ -47,7 +48,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
-        liger=_liger(a, r, t), code=CODES[t.code], per_layer=own.joint if own else 0,
+        liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
     )  # fmt: skip
     made: dict[int, Style] = {}
@@ -56,25 +57,15 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer,
         style = made.get(id(layer))
         if style is None:
             mask = _mask(layer.attention, r, s)
-            style = made[id(layer)] = replace(
-                common, kernel=_kernel(layer, r, n, capability, mask != "none", s.train), mask=mask
-            )
+            kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, mask != "none", s.train)
+            style = made[id(layer)] = replace(common, kernel=kernel, mask=mask)
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
             frozen = not full and r.checkpointing == "none" and s.train
-            style = replace(style, input_grad=not frozen, holds_input=_embedding_alone(a))
+            embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
+            style = replace(style, input_grad=not frozen, holds_input=embedding_alone)
         styles.append(style)
     return tuple(styles)
-
-
-def _liger(a: Architecture, r: Recipe, t: Trainer) -> Liger | None:
-    """Return the Liger layers that the trainer switches on together with a fused loss."""
-    return LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
-
-
-def _residual(a: Architecture, n: Numerics) -> int:
-    """Return the itemsize of the hidden states: 4 where autocast runs the LayerNorm of an embedding, in fp32."""
-    return 4 if n.autocast and _embedding_norm(a) else n.residual
 
 
 def _embedding_norm(a: Architecture) -> Norm | None:
@@ -82,26 +73,22 @@ def _embedding_norm(a: Architecture) -> Norm | None:
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
 
 
-def _kernel(layer: Layer, r: Recipe, n: Numerics, capability: Capability | None, masked: bool, train: bool) -> Kernel:
-    return attention_kernel(layer.attention, r, kernel_width(r, n), capability, masked, train)
-
-
 def _written_out(a: Attention, r: Recipe) -> bool:
     return r.attention == "eager" or not a.sdpa
 
 
 def _package(a: Attention, r: Recipe) -> bool:
-    """Return whether the flash-attn package runs; it takes lengths and windows, never a mask [B, 1, S, S]."""
+    """Return whether the flash-attn package runs, which takes lengths and windows but no [B, 1, S, S] mask."""
     return r.attention == "flash" and a.sdpa and a.code != "falcon"
 
 
 def windowed(a: Attention, sequence: int) -> bool:
-    """Return whether a sliding window is in effect; at equal length transformers makes its mask too."""
+    """Return whether a layer needs a mask for its sliding window; transformers makes it at equal length too."""
     return a.window is not None and a.window <= sequence
 
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
-    """Return which mask reaches the attention of a layer."""
+    """Return the mask that the attention of a layer gets."""
     if _package(a, r):
         return "rows" if s.padded else "none"
     always = windowed(a, r.sequence_length) or a.code == "falcon" or (a.causal and _written_out(a, r))
@@ -111,7 +98,7 @@ def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:
 
 
 def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
-    """Return the masks that the model makes once per forward."""
+    """Return the style of the masks, which the model makes once per forward."""
     kinds = {windowed(layer.attention, r.sequence_length) for layer in a.layers if layer.attention.kind != "linear"}
     first = a.layers[0].attention
     return MaskStyle(
@@ -123,18 +110,13 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
 
 
 def _tables(a: Architecture) -> dict[str, Weight]:
-    """Return the embedding tables by what they hold: tokens, positions, types."""
+    """Return the embedding tables of tokens, positions and types by kind."""
     found: dict[str, Weight] = {}
     for w in a.embedding:
         if w.kind == "embedding":
             kind = "positions" if "position" in w.name or "wpe" in w.name else "types" if "type" in w.name else "tokens"
             found.setdefault(kind, w)
     return found
-
-
-def _embedding_alone(a: Architecture) -> bool:
-    """Return whether the first block's input is the token embedding itself."""
-    return len(a.embedding) == 1 and not a.embedding_dropout
 
 
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
@@ -175,8 +157,8 @@ def _classes(a: Architecture) -> int:
     return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
 
 
-def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, o: Optimizer, capability: Capability | None,
+def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
                   s: Situation) -> MicroStep:  # fmt: skip
     """Return the traced micro-step of a recipe."""
     embedding, head = ends_of(a, r, n, t, s)
-    return micro_step(a, styles_of(a, r, n, t, o, capability, s), embedding, head)
+    return micro_step(a, styles_of(a, r, n, t, capability, s), embedding, head)

@@ -1,8 +1,8 @@
-"""Reserved bytes of sharded runs, played on the allocators of their streams: FSDP2's, and DeepSpeed's.
+"""Reserved bytes of sharded runs under FSDP2 and DeepSpeed, played on an allocator for each stream.
 
-FSDP2: what every group gathers, reduces and keeps, in order of time. Source: torch 2.13
-_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; groups as accelerate 1.15 wraps a model. DeepSpeed: the
-default stream's allocations are played, and the pools of its other streams added to them.
+FSDP2 is played group by group: gather, compute, reduce. Source: torch 2.13 _fully_shard/_fsdp_param_group.py and
+_fsdp_collectives.py; groups as accelerate 1.15 wraps a model. For DeepSpeed the default stream is played, and the pools
+of the other streams are added.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.micro_step import PlacedSegment
 from memfit.closed_form.run.timeline import load, optimizer_step
-from memfit.closed_form.run.unroll import Heap, Pass
+from memfit.closed_form.run.unroll import Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
-REDUCE = -1  # a size that stands for the moment of a reduction, not for a tensor
+REDUCE = -1  # stands among the sizes of tensors for the moment of a reduction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardGroup:
-    """Weights that are gathered together, in bytes; sizes are of the whole group or of one GPU's share."""
+    """Weights that are gathered together; sizes in bytes."""
 
-    whole: tuple[int, ...]  # of every weight, as it is loaded
-    shares: tuple[int, ...]  # of every weight as stored, on one GPU
-    gathered: tuple[int, ...]
-    cast: int  # of one GPU's share cast to the dtype that is sent; 0 where it is stored in that
-    reduced: int  # of the whole gradients
-    received: int  # of one GPU's part of the gradients as reduced; 0 where that is kept
-    kept: int  # of that part in the dtype of the weights
+    whole: tuple[int, ...]  # every weight as it is loaded
+    shares: tuple[int, ...]  # one GPU's share of every weight as it is stored
+    gathered: tuple[int, ...]  # every weight as it is gathered
+    cast: int  # one GPU's share in the dtype that is sent; 0 if it is stored in that dtype
+    reduced: int  # the whole gradients
+    received: int  # one GPU's share of the gradients as reduced; 0 if that dtype is kept
+    kept: int  # one GPU's share of the gradients in the dtype of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ModelGroups:
 
 
 def fsdp2_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Yield reserved bytes by phase: those of a fresh allocator and of the pools of the other streams."""
+    """Yield (phase, reserved bytes) of a fresh allocator and the pools of the other streams."""
     groups = groups_of(account)
     gathering, reducing = PlainAllocator(), PlainAllocator()
 
@@ -81,7 +81,7 @@ def groups_of(account: Account) -> ModelGroups:
     for layer in a.layers:
         adapters = adapter_weights(layer.weights, names, r.lora_rank) if names else []
         group = made.get(id(layer)) or made.setdefault(id(layer), _group(account, layer.weights, adapters))
-        blocks.append(replace(group))  # each layer has its own
+        blocks.append(replace(group))  # a copy for each layer, because groups are compared by identity
     tokens, head = max(a.embedding, key=lambda w: w.numel), (*a.final, *a.head)
     root = _group(account, [w for w in a.embedding if w is not tokens], [])
     if a.tied:
@@ -116,7 +116,7 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 
 
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
-    """Load every group whole and shard it; accelerate holds embedding and head until the end. 4-bit: all at once."""
+    """Load and shard every group; accelerate holds embedding and head whole until the end."""
     if account.recipe.method == "qlora":
         _load_quantised(account, groups, memory)
         return
@@ -129,11 +129,9 @@ def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
             memory.malloc(size)
         ends += whole
         if group in groups.blocks:
-            for block in ends:
-                memory.free(block)
+            free_all(memory, ends)
             ends = []
-    for block in ends:
-        memory.free(block)
+    free_all(memory, ends)
     load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
@@ -152,8 +150,7 @@ def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None
     for group in every:
         for size in group.shares:
             memory.malloc(size)
-        for block in whole[group]:
-            memory.free(block)
+        free_all(memory, whole[group])
 
 
 def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
@@ -169,13 +166,11 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any],
             early=account.trainer.head(account.recipe.loss) == "fused",
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
-        for block in batch:
-            memory.free(block)
+        free_all(memory, batch)
     for size in (size for group in s.state_tensors for size in group) if first else ():
         memory.malloc(part(size, gpus))
     optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
-    for block in gradients.values():
-        reducing.free(block)
+    free_all(reducing, gradients.values())
 
 
 def _save(groups: ModelGroups, memory: Heap) -> None:
@@ -205,7 +200,7 @@ class _ReducingHeap:
         self.reduce: Callable[[], None] = lambda: None
 
     def malloc(self, size: int) -> Any:
-        """Allocate; a size of REDUCE is no allocation but the moment of a reduction."""
+        """Allocate `size` bytes, or call `reduce` for a size of REDUCE."""
         return self.memory.malloc(size) if size != REDUCE else self.reduce()
 
 
@@ -218,14 +213,14 @@ class _ShardedPass(Pass):
     gathering: Heap
     reducing: Heap
     train: bool = True
-    early: bool = False  # the last block is gathered before the loss goes backward
+    early: bool = False  # the last block is gathered before the backward of the loss
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
-    output: Any = None  # of the last all-gather
+    output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
     sums: dict[ShardGroup, Any] = field(default_factory=dict)  # reduced gradients
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Return the bytes by local id; the outputs of a reduction lie on another stream and count 0 here."""
+        """Return the bytes by local id; the outputs of a reduction count 0, because another stream allocates them."""
         sizes = Pass.sizes_of(self, program)
         for local, label in program.labels.items():
             if label in REDUCED or label == REDUCTION:
@@ -248,7 +243,10 @@ class _ShardedPass(Pass):
             return Pass._segment(self, step, flow, backward)
         group = self._group(step)
         self.memory.reduce = lambda: self._reduce(group)
-        (self._before_backward if backward else self._before_forward)(step, group)
+        if backward:
+            self._before_backward(step, group)
+        else:
+            self._before_forward(group)
         flow = Pass._segment(self, step, flow, backward)
         if backward and not self.train:
             return flow
@@ -263,7 +261,7 @@ class _ShardedPass(Pass):
             return self.groups.blocks[step.part.index]
         return self.groups.first if step.part is self.micro.embedding else self.groups.last or self.groups.first
 
-    def _before_forward(self, step: PlacedSegment, group: ShardGroup) -> None:
+    def _before_forward(self, group: ShardGroup) -> None:
         if group not in self.whole:
             before, self.output = self.output, None
             self._gather(group)
@@ -288,12 +286,11 @@ class _ShardedPass(Pass):
         if step.part is self.micro.head and not self.early:
             self._gather(self.groups.blocks[-1])
         if step.part is not self.micro.head or self.groups.last:
-            if group in self.whole and group.kept:  # gradients that were added to earlier ones
+            if group in self.whole and group.kept:  # gradients added to earlier ones are not reduced yet
                 self._reduce(group)
             self._drop(group)
-        if step.part is self.micro.embedding:  # the head's, of a tied table
-            for gradient in self.gradients:
-                self.memory.free(gradient)
+        if step.part is self.micro.embedding:  # frees the head's gradient of a tied table
+            free_all(self.memory, self.gradients)
             self.gradients = []
 
     def _gather(self, group: ShardGroup) -> None:
@@ -317,8 +314,7 @@ class _ShardedPass(Pass):
         self.reducing.free(share) if group in self.sums else self.sums.setdefault(group, share)
 
     def _drop(self, group: ShardGroup) -> None:
-        for block in self.whole.pop(group, ()):
-            self.memory.free(block)
+        free_all(self.memory, self.whole.pop(group, ()))
 
     def _drop_output(self) -> None:
         self.gathering.free(self.output)
@@ -333,7 +329,7 @@ class _ShardedPass(Pass):
 
 
 def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Yield reserved bytes after the first step, a later one and an evaluation, on a fresh allocator."""
+    """Yield (phase, reserved bytes) after the first step, a later one and an evaluation, on a fresh allocator."""
     share = account.share
     for size in _lasting(account):
         allocator.malloc(size)
@@ -348,7 +344,7 @@ def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) 
 
 
 class _Streams:
-    """The pools of the other streams: gathered weights on one, reduced gradients on another."""
+    """The pools of the other two streams: one for gathered weights, one for reduced gradients."""
 
     def __init__(self) -> None:
         self.gathering, self.reducing = PlainAllocator(), PlainAllocator()
@@ -371,36 +367,32 @@ class _Streams:
                 live[count] = self.gathering.malloc(event)
             else:
                 self.gathering.free(live.pop(-event))
-        for block in live.values():
-            self.gathering.free(block)
+        free_all(self.gathering, live.values())
         for size in streams.reduced:
             self.reducing.free(self.reducing.malloc(size))
         self.beside = max(self.beside, streams.reducing - max(streams.reduced, default=0))
 
 
 def _lasting(account: Account) -> list[int]:
-    """Return the tensors that exist from loading on, as DeepSpeed flattens them."""
+    """Return the sizes of DeepSpeed's flat tensors, which exist from loading on."""
     share = account.share
     gradients = share.gradients if share.lasting_gradients else 0
     return [share.weights, share.master, gradients, share.buckets, account.static.buffers]
 
 
 def _deepspeed_step(account: Account, memory: Heap, *, states: bool) -> None:
-    """Play the passes of one step, then the optimizer step, which makes the states the first time."""
+    """Play the passes of one step, then the optimizer step; `states`: it allocates the states."""
     gradients: list[Any] = []
     for number in range(1 if account.released else min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
         one = Pass(memory, account.meter, account.micro(accumulating=bool(number)), late=account.share.late)
         one.run(account.workspace if states and number == 0 else 0)
         gradients += one.gradients
-        for block in batch:
-            memory.free(block)
+        free_all(memory, batch)
     for group in account.share.step_tensors:
         held = [memory.malloc(size) for size in group]
         if states and group is account.share.step_tensors[-1]:
             for _ in range(2):
                 memory.malloc(account.share.states // 2)
-        for block in held:
-            memory.free(block)
-    for gradient in gradients:
-        memory.free(gradient)
+        free_all(memory, held)
+    free_all(memory, gradients)

@@ -1,4 +1,4 @@
-"""A whole run: loading weight by weight, then optimizer steps of unrolled passes, on an allocator or onto a tape."""
+"""Play a whole run on an allocator or onto a tape: weights loaded one by one, then optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, named
+from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
@@ -18,12 +18,12 @@ from memfit.nouns.tape import Phase, Tape
 
 
 def replayable(recipe: Recipe) -> bool:
-    """Return whether the run is unrolled tensor by tensor; of several cards and of DeepSpeed only sums are known."""
+    """Return whether every tensor of the run is known; for several cards and DeepSpeed only sums are."""
     return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
 def played(account: Account, heap: Heap) -> Iterator[Phase]:
-    """Play the run's own allocations on `heap`: load, first step, later step; yields each at its end."""
+    """Play load, first step and a later step on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
@@ -37,8 +37,7 @@ def played(account: Account, heap: Heap) -> Iterator[Phase]:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
             fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
-            for old in batch:
-                heap.free(old)
+            free_all(heap, batch)
             batch = fresh
             one = Pass(heap, account.meter, account.micro(accumulating=later))
             one.run(account.workspace if phase == "first_step" and not later else 0)
@@ -51,13 +50,12 @@ def played(account: Account, heap: Heap) -> Iterator[Phase]:
                 for place, size in enumerate(group, 1):
                     malloc(size, "optimizer_states", f"{owner} state {place}")
         optimizer_step(static.step_groups, heap)
-        for gradient in gradients:
-            heap.free(gradient)
+        free_all(heap, gradients)
         yield phase
 
 
 def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
-    """Load weights one by one; what a conversion needs is gone after it. Then some are replaced by wider copies."""
+    """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies."""
     malloc = named(heap)
     narrow: list[tuple[Any, int, str]] = []
     for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
@@ -72,14 +70,12 @@ def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> No
 
 
 def optimizer_step(groups: Sequence[tuple[int, ...]], heap: Heap) -> None:
-    """Make the temporaries of one optimizer step: of each group the last is kept until the next group is there."""
+    """Play the temporaries of one optimizer step: the last of each group exists until the next group does."""
     malloc = named(heap)
     last = None
     for group in groups:
         *done, kept = [malloc(size, "temporaries", "optimizer step buffer") for size in group]
-        heap.free(last)
-        for block in done:
-            heap.free(block)
+        free_all(heap, [last, *done])
         last = kept
     heap.free(last)
 
@@ -88,9 +84,9 @@ def optimizer_step(groups: Sequence[tuple[int, ...]], heap: Heap) -> None:
 
 
 def recorded(account: Account) -> Tape:
-    """Return load, first step and later step of a run on one card, every tensor named, with its role and moment.
+    """Return the tape of load, first step and a later step on one card, every tensor with its role and name.
 
-    Raises Unsupported where a run is not unrolled.
+    Raises Unsupported unless the run is `replayable`.
     """
     recipe, writer = account.recipe, TapeWriter()
     if not replayable(recipe):
@@ -111,7 +107,7 @@ def recorded(account: Account) -> Tape:
 
 
 def _owners(account: Account) -> list[str]:
-    """Return the names of what is stored, in the order it is loaded."""
+    """Return the names of the stored tensors, in the order they are loaded."""
     a, method = account.architecture, account.recipe.method
     names, trained = _weights(a), _trained(account)
     owners = [names[at] for at in arrival(a, method)] + ["buffer"] * len(a.buffers)
@@ -130,11 +126,8 @@ def _state_owners(account: Account) -> list[str]:
 def _weights(architecture: Architecture) -> list[str]:
     """Return the names of the stored weights, in their order."""
     blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(architecture.layers, 1)]
-    parts = [
-        ("", architecture.embedding),
-        *blocks,
-        ("", (*architecture.final, *architecture.head, *architecture.tower)),
-    ]
+    above = (*architecture.final, *architecture.head, *architecture.tower)
+    parts = [("", architecture.embedding), *blocks, ("", above)]
     return [prefix + weight.name for prefix, weights in parts for weight in weights]
 
 

@@ -1,8 +1,8 @@
-"""Unroll a pass into the sizes and frees an allocator sees, every tensor by itself, onto an allocator or a tape."""
+"""Play a pass on an allocator or onto a tape, one allocation or free at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ WORKSPACE = "cuBLAS workspace"
 
 
 class Heap(Protocol):
-    """What a run is played on. A block is whatever `malloc` returns; what is falsy is no block."""
+    """An allocator or a tape on which a run is played. A falsy block is none."""
 
     def malloc(self, size: int) -> Any:
         """Return a block of `size` bytes; none for 0 bytes."""
@@ -24,16 +24,16 @@ class Heap(Protocol):
 
 
 class TapeWriter:
-    """A heap that writes down what happens to it, each allocation with its role and label."""
+    """A heap that records its calls as events, each allocation with its role and label."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._count = 0
         self._phase: Phase = "load"
-        self._instants: list[str] = []  # those whose first allocation is still to come
+        self._instants: list[str] = []  # names of parts without an allocation yet
 
     def begin(self, phase: Phase, instant: str) -> None:
-        """Begin a phase."""
+        """Write the beginning of a phase."""
         self._phase = phase
         self.events.append(Mark(phase, instant))
 
@@ -62,8 +62,14 @@ class TapeWriter:
 
 
 def named(heap: Heap) -> Callable[[int, Role, str], Any]:
-    """Return the heap's malloc with the role and label of what is allocated, for which an allocator has no use."""
+    """Return the heap's malloc as a function of size, role and label, which only a tape records."""
     return heap.malloc if isinstance(heap, TapeWriter) else lambda size, role, label: heap.malloc(size)
+
+
+def free_all(heap: Heap, blocks: Iterable[Any]) -> None:
+    """Free blocks in their order."""
+    for block in blocks:
+        heap.free(block)
 
 
 @dataclass(slots=True)
@@ -75,13 +81,13 @@ class Pass:
     micro: MicroStep
     live: dict[PlacedProgram, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
-    waiting: Any = None  # the head's gradient of a tied table
+    waiting: Any = None  # a tied head's gradient, until the embedding's is added to it
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
-    due: int = 0  # bytes of the workspace that the thread's first product takes
+    due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
 
     def run(self, workspace: int) -> None:
-        """Play the pass; cuBLAS takes a workspace of `workspace` bytes in each direction (0: it has them already)."""
+        """Play the pass; cuBLAS allocates `workspace` bytes in the forward and in the backward (0: it did before)."""
         writer = self.memory if isinstance(self.memory, TapeWriter) else None
         flow, self.due = None, workspace
         for step in self.micro.forward:
@@ -97,18 +103,16 @@ class Pass:
             flow = self._segment(step, flow, backward=True)
             if number == 0:
                 buffers = [self.memory.malloc(size) for size in self.late]
-        for buffer in buffers:
-            self.memory.free(buffer)
+        free_all(self.memory, buffers)
         for part, live in self.live.items():
-            for held in part.program.attributes:
-                self.memory.free(live.pop(held, None))
+            free_all(self.memory, [live.pop(held, None) for held in part.program.attributes])
 
     def sizes_of(self, program: Program) -> list[int]:
         """Return the bytes of a program's tensors by their local ids."""
         return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
-        """Play one segment; `flow` is the hidden state or gradient that comes in; returns the one that goes out."""
+        """Play one segment: `flow` is the incoming hidden state or gradient; return the outgoing one."""
         program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
         live = self.live.setdefault(step.part, {})
         if not backward:

@@ -74,7 +74,7 @@ def gated_mlp(f: Fields, d: Dialect, index: int, key: str = "intermediate_size")
 
 
 def plain_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """Build down(act(up(x))), `mlp_ratio` times as wide as the model where the config leaves the width out."""
+    """Build down(act(up(x))), `mlp_ratio` times as wide as the model if the config leaves the width out."""
     width, bias = f.size("hidden_size"), flag(f, d.mlp_bias)
     inner = f.size("intermediate_size", d.mlp_ratio * width) if d.mlp_ratio else f.size("intermediate_size")
     weights = linear(d.up, inner, width, bias, d.transposed) + linear(d.down, width, inner, bias, d.transposed)
@@ -90,7 +90,7 @@ def xielu_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def from_first_dense(f: Fields, index: int) -> bool:
-    """Tell for DeepSeek: the first `first_k_dense_replace` layers are dense, or `mlp_layer_types` names each."""
+    """Return whether a layer of DeepSeek is sparse, by `mlp_layer_types` or from `first_k_dense_replace` on."""
     types = f.per_layer("mlp_layer_types", f.layers())
     return types[index] == "sparse" if types else index >= f.size("first_k_dense_replace", least=0)
 
@@ -100,7 +100,7 @@ def every_layer(f: Fields, index: int) -> bool:
 
 
 def by_sparse_step(f: Fields, index: int) -> bool:
-    """Tell for Qwen: every `decoder_sparse_step`-th layer is sparse, except those in `mlp_only_layers`."""
+    """Return whether a layer of Qwen is sparse: every `decoder_sparse_step`-th is, except `mlp_only_layers`."""
     dense = f.items("mlp_only_layers", int) or ()
     return index not in dense and (index + 1) % f.size("decoder_sparse_step") == 0
 
@@ -110,12 +110,12 @@ def no_shared(f: Fields) -> int:
 
 
 def shared_experts(f: Fields) -> int:
-    """Return for DeepSeek the joint width of the experts that process every token."""
+    """Return the joint width of the experts of DeepSeek that process every token."""
     return f.size("moe_intermediate_size") * f.size("n_shared_experts", 0, least=0)
 
 
 def shared_expert(f: Fields) -> int:
-    """Return for Qwen the width of the one expert that processes every token."""
+    """Return the width of the one expert of Qwen that processes every token."""
     return f.size("shared_expert_intermediate_size", least=0)
 
 

@@ -1,4 +1,4 @@
-"""The table of decoder families older than Llama or with their own layout: GPT, Falcon, OPT, Phi, MPT, Qwen 1."""
+"""The table of decoder families older than Llama or with another layout: GPT, Falcon, OPT, Phi, MPT, Qwen 1."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _NORM_FIRST = ("input_layernorm", "@attention", "post_attention_layernorm", "@ml
 
 
 def _rotary_dim(f: Fields, index: int) -> int:
-    """Return the rotated width, which GPT-J's config gives directly; null rotates the whole head."""
+    """Return the rotated width in GPT-J's config; null rotates the whole head."""
     return f.size("rotary_dim", head_dim(f))
 
 
 def _neo_window(f: Fields, index: int) -> int | None:
-    """Return GPT-Neo's window: `attention_layers` alternates full layers and windows of `window_size` tokens."""
-    listed = f.per_layer("attention_layers", f.layers())
-    local = listed[index] == "local" if listed else index % 2 == 1
+    """Return GPT-Neo's window: every other layer, or those in `attention_layers`, have `window_size` tokens."""
+    kinds = f.per_layer("attention_layers", f.layers())
+    local = kinds[index] == "local" if kinds else index % 2 == 1
     return f.size("window_size") if local else None
 
 
@@ -67,13 +67,13 @@ def _phi(f: Fields, d: Dialect) -> Dialect:
 
 
 def _stablelm(f: Fields, d: Dialect) -> Dialect:
-    """Adapt to StableLM 2, where with a parallel residual attention and feed-forward share one norm."""
+    """Adapt to StableLM 2, whose attention and feed-forward share one norm if the residual is parallel."""
     d = _phi(f, _by_residual(f, d))
     return replace(d, body=d.body[:3]) if d.placement == "parallel" else d
 
 
 def _falcon(f: Fields, d: Dialect) -> Dialect:
-    """Choose among Falcon's layouts: one shared norm (7B), one for each part (40B), or both parts in sequence (RW)."""
+    """Adapt to Falcon's layouts: one shared norm (7B), one for each part (40B), or both parts in sequence (RW)."""
     parallel, new = f.flag("parallel_attn"), f.flag("new_decoder_architecture")
     norms: tuple[str, ...] = ("input_layernorm",)
     if not parallel:
@@ -93,7 +93,7 @@ def _falcon_kv_heads(f: Fields) -> int:
 
 
 def _opt(f: Fields, d: Dialect) -> Dialect:
-    """Adapt to OPT-350m, which has its norms after each part, no final norm, and a narrower embedding."""
+    """Adapt to OPT-350m, which has norms after each part and no final norm."""
     if not f.flag("layer_norm_elementwise_affine"):
         raise f.unsupported("norms without weights are not modelled for OPT")
     before = f.flag("do_layer_norm_before")
@@ -133,22 +133,18 @@ def _qwen_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _baichuan(f: Fields, d: Dialect) -> Dialect:
-    """Tell Baichuan 13B, with ALiBi and without `max_position_embeddings`, from 7B with rotary embeddings."""
+    """Adapt to Baichuan 13B, which has ALiBi and no `max_position_embeddings`, or 7B with rotary embeddings."""
     alibi = not f.has("max_position_embeddings")
     return replace(d, alibi=alibi, rotary=no_rotary if alibi else d.rotary)
 
 
 def _causal_mask(f: Fields) -> tuple[int, ...]:
-    """Return the bytes of a mask with one bool for every pair of positions."""
+    """Return the bytes of a bool mask over all pairs of positions."""
     return (f.size("max_position_embeddings") ** 2,)
 
 
-def _causal_masks(f: Fields) -> tuple[int, ...]:
-    return _causal_mask(f) * f.layers()
-
-
 def _sinusoids(f: Fields) -> tuple[int, ...]:
-    """Return the bytes of fp32 sines and cosines that every layer holds for every position."""
+    """Return the bytes of every layer's fp32 sines and cosines of all positions."""
     rotated = f.size("rotary_dim", f.size("hidden_size"), least=0)
     return (4 * f.size("max_position_embeddings") * rotated,) * f.layers()
 
@@ -188,10 +184,10 @@ CLASSICS: dict[str, Dialect] = {
     "gpt_neo": replace(
         GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
-        buffers=_causal_masks, positions="wpe", attention_module="attn.attention",
+        buffers=lambda f: _causal_mask(f) * f.layers(), positions="wpe", attention_module="attn.attention",
         attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, window=_neo_window, sdpa=False, up="c_fc",
-        down="c_proj",
-        attention_dropout="attention_dropout", residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
+        down="c_proj", attention_dropout="attention_dropout", residual_dropout="resid_dropout",
+        embedding_dropout="embed_dropout",
     ),
     "gpt_neox": replace(
         FUSED, aliases={"partial_rotary_factor": "rotary_pct"}, variant=_by_residual,

@@ -1,7 +1,7 @@
-"""How a decoder family is described and built.
+"""Describe and build a decoder family.
 
-The makers of weights come first, with the names and shapes of PyTorch's modules; then `Dialect`, one row per family:
-the config keys of its dimensions and how its blocks differ from Llama's; then `decoder`, which reads a config by a row.
+The makers of weights come first, with the names and shapes of PyTorch's modules; then `Dialect`, one row per family
+with its config keys and its differences from Llama; then `decoder`, which builds an Architecture from config and row.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]
 Task = Literal["causal-lm", "masked-lm", "classification", "encoder", "multimodal"]
 NormKind = Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
 QkNorm = Literal["none", "head", "full"]
-Flag = bool | str  # fixed by the modeling code, or the config key that decides it
+Flag = bool | str  # a value fixed by the modeling code, or the config key that holds it
 Head = tuple[Weights, Task, bool]  # weights above the blocks, the task, whether the output matrix is the embedding
 AttentionMaker = Callable[[Fields, "Dialect", int], tuple[Attention, Weights]]
 MlpMaker = Callable[[Fields, "Dialect", int], tuple[Mlp, Weights]]
 
 
 def head_dim(f: Fields) -> int:
-    """Return H: as the config says, or the width divided by the query heads."""
+    """Return H from the config, or the width divided by the query heads."""
     return f.size("head_dim", f.size("hidden_size") // f.size("num_attention_heads"))
 
 
@@ -94,7 +94,7 @@ def rotary(f: Fields, index: int) -> int:
 
 
 def kv_heads(f: Fields) -> int:
-    """Return K: as the config says, or one for each query head."""
+    """Return K from the config, or one key head for each query head."""
     return f.size("num_key_value_heads", f.size("num_attention_heads"))
 
 
@@ -104,12 +104,12 @@ def no_rotary(f: Fields, index: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One row of the decoder table. Defaults are Llama's; module names are those of transformers' modeling code."""
+    """One row of the decoder table. Defaults are Llama's; module names are those of transformers."""
 
     attention: AttentionMaker
     mlp: MlpMaker
     aliases: Mapping[str, str] = field(default_factory=dict)  # canonical key -> key in the published config
-    defaults: Mapping[str, object] = field(default_factory=dict)  # the config class's, for keys files may omit
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of the config class, for keys that files may omit
     variant: Callable[[Fields, Dialect], Dialect] | None = None  # adapts the row to one config
     frame: Callable[[Fields, Dialect], tuple[Weights, Weights]] | None = None  # embedding and final weights
     heads: Callable[[Fields, Dialect], Head] | None = None
@@ -139,7 +139,7 @@ class Dialect:
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
-    qkv: str = ""  # name of the fused projection, when there is one
+    qkv: str = ""  # name of the fused projection, if there is one
     kv_heads: Callable[[Fields], int] = kv_heads
     attention_order: tuple[str, ...] = ("q", "k", "v", "o")
     qkv_bias: Flag = False
@@ -167,10 +167,10 @@ class Dialect:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    gate_up: str = ""  # name of the fused projection, when there is one
+    gate_up: str = ""  # name of the fused projection, if there is one
     mlp_bias: Flag = False
-    mlp_ratio: int = 0  # F / D where the config may leave F out
-    activation: str = "hidden_act"  # config key, or "=name" when the code fixes it
+    mlp_ratio: int = 0  # F / D if the config may leave F out
+    activation: str = "hidden_act"  # config key, or "=name" if the code fixes it
 
     attention_dropout: str = "attention_dropout"  # config keys; absent and without a default: 0
     residual_dropout: str = ""
@@ -221,9 +221,8 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
 
 def blocks(f: Fields, d: Dialect) -> tuple[Layer, ...]:
     """Build every block of the model; equal ones are one object."""
-    seen: dict[Layer, Layer] = {}
-    made = (block(f, d, i) for i in range(f.layers()))
-    return tuple(seen.setdefault(layer, layer) for layer in made)
+    first: dict[Layer, Layer] = {}
+    return tuple(first.setdefault(layer, layer) for layer in (block(f, d, i) for i in range(f.layers())))
 
 
 def block(f: Fields, d: Dialect, index: int) -> Layer:

@@ -1,7 +1,7 @@
 """Encoders (BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3, ModernBERT) and encoder-decoders (T5, Whisper).
 
-Encoders have masked-language and classification heads. Of encoder-decoders only the weights are modelled, not their
-training memory.
+Encoders have masked-language and classification heads. For encoder-decoders only the weights are modelled, no training
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The weights an encoder family puts above its blocks for each task; calling it reads `architectures`."""
+    """The weights above the blocks of an encoder family for each task; calling it reads `architectures`."""
 
     masked: Callable[[Fields], Weights]  # the masked-language head without its tied output matrix
     pooler: str = ""  # pooler of the bare model
@@ -97,7 +97,7 @@ def both_ways(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
 
 
 def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Build DeBERTa's attention between content and position; positions have their own projections unless shared."""
+    """Build DeBERTa's attention between content and position; positions have projections unless these are shared."""
     trait, weights = both_ways(f, d, index)
     kinds = str(f.raw("pos_att_type") or "")
     if f.flag("relative_attention") and not f.flag("share_att_key"):
@@ -109,7 +109,7 @@ def _disentangled(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights
 
 
 def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """Return word, position and segment embeddings with one norm; nothing stands above the blocks."""
+    """Return word, position and segment embeddings with one norm, and no weights above the blocks."""
     width, segments = f.size("hidden_size"), f.size("type_vocab_size", 0, least=0)
     below = embedding("word_embeddings", f.size("vocab_size"), width)
     if f.flag("position_biased_input", True):
@@ -119,7 +119,7 @@ def _frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
 
 
 def _deberta_frame(f: Fields, d: Dialect) -> tuple[Weights, Weights]:
-    """Return BERT's, and the table of relative positions, its norm and a convolution beside the blocks."""
+    """Return BERT's embeddings, and the table of relative positions, its norm and a convolution as final weights."""
     below, above = _frame(f, d)
     width, kernel = f.size("hidden_size"), f.size("conv_kernel_size", 0, least=0)
     if f.flag("relative_attention"):
@@ -163,7 +163,7 @@ def _modernbert_mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _modernbert_body(f: Fields, d: Dialect, index: int) -> tuple[str, ...]:
-    """Return a block's order; the first has no norm before its attention, as the embedding ends in one."""
+    """Return a block's order; the first has no norm before its attention, because the embedding ends in one."""
     return ("@attention", "mlp_norm", "@mlp") if index == 0 else ("attn_norm", "@attention", "mlp_norm", "@mlp")
 
 
@@ -236,17 +236,14 @@ def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
     width, heads, head, inner = (
         f.size(k) for k in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size")
     )
-    shapes = {
-        "q": (heads * head, width),
-        "k": (heads * head, width),
-        "v": (heads * head, width),
-        "o": (width, heads * head),
-    }
-    projections = tuple(w for part, shape in shapes.items() for w in linear(part, *shape))
+    projections = tuple(w for part in "qkv" for w in linear(part, heads * head, width))
+    projections += linear("o", width, heads * head)
     bias = embedding("relative_attention_bias", f.size("relative_attention_num_buckets"), heads) if first else ()
     parts = [prefixed("SelfAttention", projections + bias)]
     parts += [prefixed("EncDecAttention", projections)] if decodes else []
-    gated, activation = _t5_activation(f)
+    feed_forward = f.text("feed_forward_proj")  # 'relu' or 'gated-gelu'
+    gated = feed_forward.partition("-")[0] == "gated"
+    activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.rpartition("-")[2]
     names = ("wi_0", "wi_1") if gated else ("wi",)
     mlp = tuple(w for part in names for w in linear(part, inner, width)) + linear("wo", width, inner)
     parts.append(prefixed("DenseReluDense", mlp))
@@ -258,14 +255,8 @@ def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
     )  # fmt: skip
 
 
-def _t5_activation(f: Fields) -> tuple[bool, str]:
-    """Parse 'relu' or 'gated-gelu' into (gated, activation)."""
-    words = f.text("feed_forward_proj").split("-")
-    return words[0] == "gated", "gelu_new" if f.text("feed_forward_proj") == "gated-gelu" else words[-1]
-
-
 def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> Architecture:
-    """Build T5 and mT5; transformers 5 ties the head to the embedding whatever the file says."""
+    """Build T5 and mT5; transformers 5 ties the head to the embedding, whatever the config holds."""
     defaults = {"relative_attention_num_buckets": 32, "feed_forward_proj": feed_forward, "dropout_rate": 0.1}
     f = Fields(config, name, _T5_KEYS, defaults)
     if f.head_class() != "lm":
@@ -306,7 +297,7 @@ _WHISPER = Dialect(
 
 
 def whisper(config: Mapping[str, object], name: str) -> Architecture:
-    """Build Whisper: two convolutions and an encoder of sound, and a decoder of text with a tied head."""
+    """Build Whisper: two convolutions and an encoder for audio, and a decoder for text with a tied head."""
     layers: tuple[Layer, ...] = ()
     names: tuple[str, ...] = ()
     f = Fields(config, name, {"hidden_size": "d_model"}, {"tie_word_embeddings": True})

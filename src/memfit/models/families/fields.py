@@ -1,4 +1,4 @@
-"""Fields reads a config.json with checks; every wrong or missing value becomes an error that names the key."""
+"""Read a config.json with checks: every wrong or missing value is an error that names the key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from memfit.errors import BadInput, Unsupported
 
 MAX_SIZE = 1 << 26  # far above any dimension of a published model; larger numbers are typing errors or attacks
-MAX_LAYERS = 4096  # the list of layers is built one by one
+MAX_LAYERS = 4096  # layers are built one by one
 _ABSENT = object()
 _HEADS = (
     ("ForCausalLM", "lm"),
@@ -26,19 +26,16 @@ SAVED_AS = {"num_experts": "num_local_experts"}
 
 
 class Fields:
-    """Reads dimensions by their canonical names; `aliases` map these to the keys of the family's config.
+    """The values of a config by canonical names, which `aliases` map to the keys of the family.
 
-    `defaults` are the values that the family's own config class uses for keys that published files leave out.
-    A key that is neither in the file nor among them is an error, never a guess.
+    `defaults` are the values of the family's config class for keys that published files leave out. A key that is
+    neither in the file nor among them is an error, never a guess.
     """
 
     def __init__(
-        self,
-        values: Mapping[str, object],
-        name: str,
-        aliases: Mapping[str, str] | None = None,
+        self, values: Mapping[str, object], name: str, aliases: Mapping[str, str] | None = None,
         defaults: Mapping[str, object] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.values, self.name = values, name
         self.aliases, self.defaults = aliases or {}, defaults or {}
 
@@ -50,7 +47,7 @@ class Fields:
         return self.defaults.get(key)
 
     def has(self, key: str) -> bool:
-        """Tell whether the file itself has the key, null included."""
+        """Return whether the file itself has the key, even with null."""
         return key in self.values or self.aliases.get(key, key) in self.values
 
     def size(self, key: str, default: int | object = _ABSENT, least: int = 1, most: int = MAX_SIZE) -> int:
@@ -94,7 +91,7 @@ class Fields:
         return value
 
     def items(self, key: str, kind: type = str) -> tuple[object, ...] | None:
-        """Return a list whose members are all of `kind`, or None when absent."""
+        """Return a list whose members are all of `kind`; None if it is absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -105,7 +102,7 @@ class Fields:
         return tuple(value)
 
     def per_layer(self, key: str, layers: int, kind: type = str) -> tuple[object, ...] | None:
-        """Return a list with exactly one entry per layer, or None when absent."""
+        """Return a list with exactly one entry per layer; None if it is absent."""
         value = self.items(key, kind)
         if value is not None and len(value) != layers:
             raise self._wrong(key, f"{len(value)} entries", f"one entry for each of the {layers} layers")
@@ -129,7 +126,7 @@ class Fields:
         raise self.unsupported(f"the head of class '{names[0]}' is not modelled")
 
     def labels(self) -> int:
-        """Return the classes of a classification head; 2 unless the file says otherwise, as in transformers."""
+        """Return the number of classes of a classification head; 2 by default, as in transformers."""
         names = self.raw("id2label")
         return len(names) if isinstance(names, Mapping) and names else self.size("num_labels", 2)
 

@@ -29,20 +29,20 @@ def _slides(f: Fields, d: Dialect, index: int) -> bool:
 
 
 def _reuses(f: Fields, index: int) -> bool:
-    """Tell whether a layer takes keys and values from an earlier one: the last `num_kv_shared_layers` do."""
+    """Return whether a layer takes keys and values from an earlier one, as the last `num_kv_shared_layers` do."""
     shared = f.size("num_kv_shared_layers", 0, least=0)
     return shared > 0 and index >= f.layers() - shared
 
 
 def _of_layer(f: Fields, index: int) -> Fields:
-    """Read a layer's own sizes of full attention, which transformers saves under the layer's number ("05")."""
+    """Return the config with a layer's own sizes of full attention, saved under the layer's number ("05")."""
     layers = f.raw("per_layer_config")
     named = {str(key).lstrip("0") or "0": value for key, value in layers.items()} if isinstance(layers, Mapping) else {}
-    found = named.get(str(index))
-    if not isinstance(found, Mapping):
+    sizes = named.get(str(index))
+    if not isinstance(sizes, Mapping):
         return f
     keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    own = {keys[key]: value for key, value in found.items() if key in keys}
+    own = {keys[key]: value for key, value in sizes.items() if key in keys}
     return Fields({**f.values, **own}, f.name, f.aliases, f.defaults)
 
 
@@ -73,7 +73,7 @@ def _attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
 
 
 def _inner(f: Fields, index: int) -> int:
-    """Return F: one number, or one for each layer."""
+    """Return F, which the config holds as one number or as one for each layer."""
     if isinstance(f.raw("intermediate_size"), list | tuple):
         listed = f.per_layer("intermediate_size", f.layers(), int) or ()
         return Fields({"intermediate_size": listed[index]}, f.name).size("intermediate_size")
@@ -82,7 +82,7 @@ def _inner(f: Fields, index: int) -> int:
 
 
 def _mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
-    """Build a dense gated part; the 26B has experts beside it that read the same residual."""
+    """Build a dense gated part, beside which the 26B has experts that read the same residual."""
     width, inner = f.size("hidden_size"), _inner(f, index)
     weights = prefixed(d.mlp_module, gated_weights(d, width, inner))
     if not f.flag("enable_moe_block"):
@@ -96,7 +96,7 @@ def _mlp(f: Fields, d: Dialect, index: int) -> tuple[Mlp, Weights]:
 
 
 def _layer_extras(f: Fields, d: Dialect, index: int) -> Weights:
-    """Return a block's other weights: AltUp and LAuReL (3n); its embedding's gate, router and experts (4)."""
+    """Return a block's other weights: AltUp and LAuReL (3n), the own embedding's gate, router and experts (4)."""
     width, own = f.size("hidden_size"), f.size("hidden_size_per_layer_input", least=0)
     weights: Weights = ()
     if f.text("model_type", "").startswith("gemma3n"):

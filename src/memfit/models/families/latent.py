@@ -22,7 +22,7 @@ from memfit.nouns.architecture import Attention
 
 
 def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Build MLA: queries, and keys with values, go through a low rank; only `qk_rope_head_dim` of each head rotates."""
+    """Build MLA: low-rank queries, keys and values, and a rotary part of `qk_rope_head_dim` in each head."""
     width, heads, bias = f.size("hidden_size"), f.size("num_attention_heads"), flag(f, d.qkv_bias)
     rope, head_v, rank = f.size("qk_rope_head_dim"), f.size("v_head_dim"), f.size("kv_lora_rank")
     head = f.size("qk_nope_head_dim") + rope
@@ -36,8 +36,7 @@ def latent_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weig
     weights += linear("kv_b_proj", heads * (head - rope + head_v), rank)
     weights += linear("o_proj", width, heads * head_v, bias)
     trait = Attention(
-        "mla", heads, heads, head, head_v, rotary_dim=d.rotary(f, index), rotary=d.rotary_how,
-        bias=bias, out_bias=bias,
+        "mla", heads, heads, head, head_v, rotary_dim=d.rotary(f, index), rotary=d.rotary_how, bias=bias, out_bias=bias,
         dropout=f.number(d.attention_dropout), q_lora_rank=q_rank, kv_lora_rank=rank, sdpa=d.sdpa,
     )  # fmt: skip
     return trait, prefixed(d.attention_module, weights)
@@ -47,13 +46,8 @@ def _rope_part(f: Fields, index: int) -> int:
     return f.size("qk_rope_head_dim")
 
 
-def _none_rotated(f: Fields, index: int) -> int:
-    """Return 0: Kimi Linear shares the rotary part of its keys between heads but does not rotate it."""
-    return 0
-
-
 def _indexed_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Weights]:
-    """Build latent attention whose keys an indexer selects; some layers reuse the selection of an earlier one."""
+    """Build latent attention with an indexer that selects keys; some layers reuse an earlier selection."""
     trait, weights = latent_attention(f, d, index)
     modes = f.per_layer("indexer_types", f.layers())
     if modes and modes[index] != "full":
@@ -70,16 +64,15 @@ def _kimi_linear_config(f: Fields) -> Fields:
     """Return the config with the linear layers' dimensions, which published files keep in `linear_attn_config`."""
     nested = f.section("linear_attn_config") if f.raw("linear_attn_config") is not None else {}
     keys = {
-        "linear_head_dim": "head_dim",
-        "linear_num_heads": "num_heads",
+        "linear_head_dim": "head_dim", "linear_num_heads": "num_heads",
         "linear_conv_kernel_dim": "short_conv_kernel_size",
-    }
-    found = {key: nested[inner] for key, inner in keys.items() if inner in nested}
-    return Fields({**f.values, **found}, f.name, f.aliases, f.defaults)
+    }  # fmt: skip
+    own = {key: nested[inner] for key, inner in keys.items() if inner in nested}
+    return Fields({**f.values, **own}, f.name, f.aliases, f.defaults)
 
 
 def _kimi_full(f: Fields, index: int) -> bool:
-    """Tell whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
+    """Return whether layer `index` (from 0) has full attention; `full_attn_layers` counts from 1."""
     if f.raw("linear_attn_config") is not None:
         nested = Fields(f.section("linear_attn_config"), f.name)
         return index + 1 in (nested.items("full_attn_layers", int) or ())
@@ -123,7 +116,7 @@ LATENTS: dict[str, Dialect] = {
         untrainable="sparse attention chosen by an indexer is not modelled",
     ),
     "kimi_linear": replace(
-        MLA, attention=_kimi_attention, rotary=_none_rotated,
+        MLA, attention=_kimi_attention, rotary=lambda f, index: 0,  # the shared part of its keys is not rotated
         aliases={"max_position_embeddings": "model_max_length", "num_experts_per_tok": "num_experts_per_token",
                  "n_shared_experts": "num_shared_experts", "n_routed_experts": "num_experts"},
         defaults={**UNTIED, "first_k_dense_replace": 1},

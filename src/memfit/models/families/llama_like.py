@@ -42,9 +42,7 @@ MISTRAL = replace(
     window=windows.uniform,
 )  # fmt: skip
 QWEN2 = replace(LLAMA, defaults=_QWEN, qkv_bias=True, out_bias=False, mlp_bias=False, window=windows.optional)
-QWEN3 = replace(
-    LLAMA, defaults={**_QWEN, "head_dim": 128}, mlp_bias=False, qk_norm="head", window=windows.optional
-)  # fmt: skip
+QWEN3 = replace(LLAMA, defaults={**_QWEN, "head_dim": 128}, mlp_bias=False, qk_norm="head", window=windows.optional)
 GEMMA = replace(
     LLAMA, defaults={**TIED, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256}, mlp_bias=False,
     norm="rms_gemma", embedding_scale="module", activation="=gelu_pytorch_tanh",
@@ -55,15 +53,9 @@ GEMMA2 = replace(
 )  # fmt: skip
 GEMMA3 = replace(GEMMA2, defaults=_GEMMA, qk_norm="head", window=windows.every(6), sdpa=True, rotary_tables=2)
 OLMO2 = replace(
-    LLAMA,
-    defaults=UNTIED,
-    mlp_bias=False,
-    norm="rms_gemma",
-    qk_norm="full",
-    body=POST_INNER,
-    placement="post_inner",
+    LLAMA, defaults=UNTIED, mlp_bias=False, norm="rms_gemma", qk_norm="full", body=POST_INNER, placement="post_inner",
     rotary_how="half_fp32_table",
-)
+)  # fmt: skip
 GLM4_MOE = replace(
     LLAMA, defaults={**UNTIED, "partial_rotary_factor": 0.5, "use_qk_norm": False}, out_bias=False, mlp_bias=False,
     qk_norm="head", qk_norm_if="use_qk_norm", mlp=Moe(
@@ -72,13 +64,9 @@ GLM4_MOE = replace(
 )  # fmt: skip
 
 
-def _llama4_experts(f: Fields) -> int:
-    return f.size("intermediate_size")
-
-
 def _llama4_sparse(f: Fields, index: int) -> bool:
-    listed = f.items("moe_layers", int)
-    return index in listed if listed is not None else (index + 1) % f.size("interleave_moe_layer_step") == 0
+    layers = f.items("moe_layers", int)
+    return index in layers if layers is not None else (index + 1) % f.size("interleave_moe_layer_step") == 0
 
 
 DECODERS: dict[str, Dialect] = {
@@ -116,7 +104,7 @@ DECODERS: dict[str, Dialect] = {
         norm="layer", norm_bias=True, window=windows.uniform,
         residual_dropout="residual_dropout", embedding_dropout="embedding_dropout",
     ),
-    "granite": replace(LLAMA, embedding_scale="model"),  # its other multipliers scale tensors that are there anyway
+    "granite": replace(LLAMA, embedding_scale="model"),  # its other multipliers make no tensor of their own
     "seed_oss": replace(
         LLAMA, defaults={**UNTIED, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
                          "head_dim": 128, "attention_dropout": 0.1, "residual_dropout": 0.1},
@@ -201,8 +189,8 @@ DECODERS: dict[str, Dialect] = {
         rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked,
         mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
-            shared_width=_llama4_experts, sparse=_llama4_sparse, transposed=True, every_token=True,
-            dense=partial(gated_mlp, key="intermediate_size_mlp"),
+            shared_width=lambda f: f.size("intermediate_size"), sparse=_llama4_sparse, transposed=True,
+            every_token=True, dense=partial(gated_mlp, key="intermediate_size_mlp"),
         ),
     ),
 }  # fmt: skip

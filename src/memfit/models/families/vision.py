@@ -1,4 +1,4 @@
-"""Models that read images: vision towers (SigLIP, CLIP, Pixtral, Qwen-VL), ViT, CLIP, and decoders with a tower."""
+"""Vision models: ViT, CLIP, and decoders with a vision tower (SigLIP, CLIP, Pixtral, Qwen-VL)."""
 
 from __future__ import annotations
 
@@ -210,16 +210,16 @@ Outside = Callable[[Fields, int], Weights]  # (top-level config, width of the de
 
 @dataclass(frozen=True, kw_only=True)
 class Multimodal:
-    """One row: the decoder, the weights outside it, and the class defaults its nested config may leave out."""
+    """One row: the decoder, the weights outside it, and class defaults that its nested config may leave out."""
 
-    text: str  # model_type of the decoder, where the config does not name it
+    text: str  # model_type of the decoder if the config does not name it
     outside: Outside
     tied: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
 def multimodal(config: Mapping[str, object], name: str, row: Multimodal) -> Architecture:
-    """Build the decoder as a language model; the tower only counts as weights."""
+    """Build the decoder as a language model; the vision tower counts only as weights."""
     top = Fields(config, name)
     flat = top.raw("text_config") is None  # Qwen2-VL files keep the decoder's keys at the top level
     text = {**config} if flat else {**top.section("text_config")}

@@ -1,4 +1,4 @@
-"""Which layers of a family use a sliding window, and which rotate their queries and keys.
+"""The layers of a family that use a sliding window, and those that rotate their queries and keys.
 
 Each function takes a config and a layer's index and returns the window in tokens (None: full attention), or the
 rotated width.
@@ -15,12 +15,12 @@ Window = Callable[[Fields, int], int | None]
 
 
 def uniform(f: Fields, index: int) -> int | None:
-    """Every layer has a window of `sliding_window` tokens, when that is set."""
+    """Give every layer a window of `sliding_window` tokens, if that is set."""
     return f.size("sliding_window") if f.raw("sliding_window") is not None else None
 
 
 def optional(f: Fields, index: int) -> int | None:
-    """Qwen: layers have a window if `use_sliding_window`, and then from layer `max_window_layers` on."""
+    """Give layers a window as Qwen does: from `max_window_layers` on, if `use_sliding_window`."""
     if not f.flag("use_sliding_window") or f.raw("sliding_window") is None:
         return None
     types = f.per_layer("layer_types", f.layers())
@@ -29,12 +29,12 @@ def optional(f: Fields, index: int) -> int | None:
 
 
 def switched(f: Fields, index: int) -> int | None:
-    """Every layer has the window, if `use_sliding_window`."""
+    """Give every layer the window, if `use_sliding_window`."""
     return uniform(f, index) if f.flag("use_sliding_window") else None
 
 
 def every(period: int, key: str = "sliding_window_pattern") -> Window:
-    """All but each `period`-th layer have a window; `layer_types`, or the number under `key`, overrides the pattern."""
+    """Give all but every `period`-th layer a window, unless the config has `layer_types` or a period under `key`."""
 
     def window(f: Fields, index: int) -> int | None:
         types = f.per_layer("layer_types", f.layers())
@@ -45,31 +45,33 @@ def every(period: int, key: str = "sliding_window_pattern") -> Window:
 
 
 def alternating_until(f: Fields, index: int) -> int | None:
-    """Qwen2-MoE: every other layer below `max_window_layers` has a window, if `use_sliding_window`."""
+    """Give every other layer below `max_window_layers` a window (Qwen2-MoE), if `use_sliding_window`."""
     types = f.per_layer("layer_types", f.layers())
-    listed = types is not None and types[index] == "sliding_attention"
-    slides = listed if types else index % 2 == 0 and index < f.size("max_window_layers", least=0)
+    if types:
+        slides = types[index] == "sliding_attention"
+    else:
+        slides = index % 2 == 0 and index < f.size("max_window_layers", least=0)
     return switched(f, index) if slides else None
 
 
 def rotary_where_sliding(f: Fields, index: int) -> int:
-    """Cohere 2, EXAONE 4: layers with full attention do not rotate, unless no layer has a window."""
+    """Rotate in layers with a window, or in all if no layer has one (Cohere 2, EXAONE 4)."""
     slides = every(4)(f, index) is not None
     return rotary(f, index) if slides or f.raw("sliding_window") is None else 0
 
 
 def chunked(f: Fields, index: int) -> int | None:
-    """Llama 4: the layers that rotate attend within chunks."""
+    """Limit attention to chunks in the layers that rotate (Llama 4)."""
     return f.size("attention_chunk_size") if has_rotary(f, index) else None
 
 
 def without_rotary(f: Fields, index: int) -> int | None:
-    """SmolLM3: only layers that do not rotate have a window, and only if `use_sliding_window`."""
+    """Give only layers that do not rotate a window (SmolLM3), if `use_sliding_window`."""
     return None if has_rotary(f, index) else switched(f, index)
 
 
 def has_rotary(f: Fields, index: int) -> bool:
-    """SmolLM3, Llama 4: `no_rope_layers` holds a 1 for layers that rotate; without it every n-th does not."""
+    """Return whether a layer rotates: it has a 1 in `no_rope_layers`, or is not every n-th (SmolLM3, Llama 4)."""
     listed = f.items("no_rope_layers", int)
     if listed:
         return bool((f.per_layer("no_rope_layers", f.layers(), int) or listed)[index])
