@@ -72,7 +72,7 @@ class _Retained:
         self.inside: set[int] = set()  # ids of modules within another
 
     def claim(self, value: Any) -> None:
-        """Note which storages belong to a model or an optimizer; done for every name before any is measured."""
+        """Note which storages belong to a model or an optimizer; to be called for all names before measuring any."""
         if isinstance(value, torch.nn.Module) and id(value) not in self.inside and value not in self.modules:
             self.modules.append(value)
             self.inside |= {id(m) for m in value.modules() if m is not value}
@@ -140,8 +140,8 @@ class _Retained:
             return None
         what = "graph" if sum(saved.values()) > sum(sizes.values()) else "collection"
         copies = self._copies(found) if what == "collection" else 0
-        line = line_of(self._most_of(name, value))
-        return Root(name.text, line, what, total, len(sizes), copies=copies, of=_classes(held))  # type: ignore[arg-type]
+        line, kinds = line_of(self._most_of(name, value)), _classes(held)
+        return Root(name.text, line, what, total, len(sizes), copies=copies, of=kinds)  # type: ignore[arg-type]
 
     def _most_of(self, name: Name, value: Any) -> Name:
         """Return the name of the item that has more than half of a dictionary's bytes, where there is one."""
@@ -250,7 +250,7 @@ class _Retained:
                     return
 
     def hooks(self) -> Iterator[Root]:
-        """Measure what hooks of modules keep in their closures; hooks from one line count together, each tensor once."""
+        """Measure what hooks of modules keep in their closures; hooks of one line count together, each tensor once."""
         kept: dict[tuple[str, str], dict[int, int]] = {}
         for name, line, sizes in self._hooks():
             kept.setdefault((name, line), {}).update(sizes)

@@ -59,7 +59,7 @@ class Following:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method for PyTorch's global hooks by a weak reference: a watch that nobody closes is freed all the same."""
+    """Wrap a method for PyTorch's global hooks by a weak reference, so that a watch that is never closed is freed."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

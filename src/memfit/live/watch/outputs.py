@@ -127,20 +127,17 @@ SINKS: dict[str, SinkKind] = {
 }
 
 
-def check(specs: Iterable[str]) -> None:
-    """Refuse unknown sinks, before anything is opened. Raises UnknownName."""
-    for spec in specs:
-        if spec.partition(":")[0] not in SINKS:
-            raise UnknownName("sink", spec.partition(":")[0], SINKS, hint=f"one of {', '.join(SINKS)}")
-
-
 def open_sinks(specs: Iterable[str], header: Header) -> tuple[Sink, ...]:
-    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'. Raises BadInput for a missing package."""
-    specs = tuple(specs)
-    check(specs)
+    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'.
+
+    Raises UnknownName before anything is opened, and BadInput for a missing package.
+    """
+    parts = [spec.partition(":") for spec in specs]
+    for name, _, _ in parts:
+        if name not in SINKS:
+            raise UnknownName("sink", name, SINKS, hint=f"one of {', '.join(SINKS)}")
     made: list[Sink] = []
-    for spec in specs:
-        name, _, argument = spec.partition(":")
+    for name, _, argument in parts:
         try:
             made.append(SINKS[name].make(header, argument))
         except ImportError as error:
