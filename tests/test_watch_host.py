@@ -184,7 +184,7 @@ def looks(step: float, steps: int) -> tuple[int, int]:
         if pace.due():
             taken += 1
             now += LOOK
-            pace.looked()
+            pace.sampled()
     return taken, pace.every
 
 
@@ -204,7 +204,7 @@ def test_steps_that_become_long_are_looked_at_within_a_second() -> None:
         if pace.due():
             last = now
             now += LOOK
-            pace.looked()
+            pace.sampled()
         elif step > 0.1:
             assert now - last < 1.0
     assert pace.every > 10
@@ -214,7 +214,7 @@ def test_a_search_looks_at_every_step() -> None:
     pace = SamplingInterval(lambda: 0.0)
     for _ in range(2 * FULL):
         if pace.due():
-            pace.looked()
+            pace.sampled()
     assert pace.every > 1
     assert [pace.due(always=True) for _ in range(5)] == [True] * 5
 

@@ -1,4 +1,4 @@
-"""memfit.explain_oom(): explains an out-of-memory of running code from the allocator and the variables as they were."""
+"""memfit.explain_oom(): explain an out-of-memory error of running code from the allocator and the live variables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
 from memfit.live.holders.retained import frames_of, roots_of
 from memfit.live.line_observer import LineObserver, about
+from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.finding import Finding, Proof
 from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
-MAX_ENTRIES = 200_000  # events that a real card's history holds: some hundred bytes of host memory each
+MAX_ENTRIES = 200_000  # events of a real card's history: some hundred bytes of host memory each
 LEAST_WORDS = 30_000  # entries of a vocabulary: hidden layers of most models are narrower
 WIDTHS = (4, 2)  # bytes of a logit
 ROUNDING = 512  # bytes by which a request may exceed its tensor
@@ -40,11 +41,11 @@ class Explained:
 
 @contextmanager
 def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explained]:
-    """Explain a torch.OutOfMemoryError that leaves this context to `tell` (default: stderr), and raise it again.
+    """Explain a torch.OutOfMemoryError raised in this context: pass the text to `tell` (default: print it to stderr).
 
     On a real card memory history is recorded from here on, unless it is recorded already; on a virtual one
-    (memfit.virtual_gpu) every allocation with its module and line. An explanation that fails is only reported as
-    such: the error is never lost.
+    (memfit.virtual_gpu) every allocation with its module and line. The error is raised again, also where explaining
+    it fails.
     """
     found = Explained()
     card = _virtual_card()
@@ -55,19 +56,13 @@ def explain_oom(tell: Callable[[str], object] | None = None) -> Iterator[Explain
             try:
                 text = "".join(traceback.format_exception(error))
                 evidence = read_text(text, memory(), roots_of(error))
-                found.evidence = replace(evidence, clues=_sums(error, evidence))
+                clue = logits_clue(error, evidence.memory.asked if evidence.memory else 0)
+                found.evidence = replace(evidence, clues=(clue,) if clue else ())
                 found.findings = explain(found.evidence)
                 (tell or _to_stderr)(_text(found))
             except Exception as failure:
                 (tell or _to_stderr)(f"memfit could not explain it: {type(failure).__name__}: {failure}")
             raise
-
-
-def _sums(error: BaseException, evidence: Evidence) -> tuple[Clue, ...]:
-    """Return what the size of the request shows."""
-    asked = evidence.memory.asked if evidence.memory else 0
-    clue = logits_clue(error, asked) if asked else None
-    return (clue,) if clue else ()
 
 
 def _text(found: Explained) -> str:
@@ -104,7 +99,7 @@ def _recorded(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
         with observer.watching():
             yield lambda: memory_of(observer.tape(about(card)))
     elif torch.cuda.is_available() and torch._C._cuda_isHistoryEnabled():
-        yield _of_real_card  # the program records already, perhaps from its start: leave that as it is
+        yield _of_real_card  # the program records already: leave its recording as it is
     elif torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
         try:
@@ -118,25 +113,24 @@ def _recorded(card: Card | None) -> Iterator[Callable[[], Memory | None]]:
 def _of_real_card() -> Memory | None:
     from memfit.documents.snapshot.history import tape_of
 
-    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
-    return memory_of(tape_of(torch.cuda.memory._snapshot(), torch=(version[0], version[1])))
+    return memory_of(tape_of(torch.cuda.memory._snapshot(), torch=torch_version(torch.__version__)))
 
 
 # --- logits: the request that failed, compared with the shapes in the frames ---
 
 
-def logits_clue(error: BaseException, asked: int) -> Clue | None:
-    """Recognise `asked` bytes as tokens x words x width of a tensor or an output layer in the frames of the error."""
+def logits_clue(error: BaseException, requested: int) -> Clue | None:
+    """Recognise `requested` bytes as tokens x words x width of a tensor or an output layer in the error's frames."""
     for rows, words, name in _shapes(error):
         for width in WIDTHS:
-            if words >= LEAST_WORDS and rows and 0 <= asked - rows * words * width < ROUNDING:
-                text = f"{human(asked)} are {rows:,} tokens x {words:,} words x {width} B, as of '{name}'"
-                return Clue("logits", SURE + SHOWN, Proof(text, asked))
+            if words >= LEAST_WORDS and rows and 0 <= requested - rows * words * width < ROUNDING:
+                text = f"{human(requested)} are {rows:,} tokens x {words:,} words x {width} B, as of '{name}'"
+                return Clue("logits", SURE + SHOWN, Proof(text, requested))
     return None
 
 
 def _shapes(error: BaseException) -> Iterator[tuple[int, int, str]]:
-    """Yield (rows, columns, name) of what the frames hold, the innermost frame first."""
+    """Yield (rows, columns, name) of the frames' tensors and of what their layers make of them, innermost first."""
     for frame in reversed(frames_of(error)):
         values = list(frame.f_locals.items())
         for name, value in values:

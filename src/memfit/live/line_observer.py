@@ -1,4 +1,4 @@
-"""An Observer that keeps the user's own line of every allocation, and decides by lines which passes train."""
+"""LineObserver: records the user's line of every allocation, and decides by these lines which passes train."""
 
 from __future__ import annotations
 
@@ -21,40 +21,36 @@ from memfit.virtual.observer import Observer
 
 
 class LineObserver(Observer):
-    """An Observer whose tape has labels that end in "(train.py:41)"."""
+    """An Observer whose tape labels every request with the user's line: "...(train.py:41)"."""
 
     def __init__(self, card: Card) -> None:
         self._first = len(card.ledger.blocks)
-        self._allocated_at: list[
-            tuple[str, Origin]
-        ] = []  # of each allocation: the user's line, and what a library made it for
+        # the user's line of each allocation, and the purpose for which a library made it
+        self._allocated_at: list[tuple[str, Origin]] = []
         self._backward_at = ""  # the line that called the backward, whose own thread has no frames of the user's
-        self._new_pass = True  # does the forward under way begin a pass, or continue one?
-        self._run: set[int] = set()  # root modules that ran in the pass under way
+        self._new_pass = True  # whether the current forward begins a pass or continues one
+        self._run: set[int] = set()  # root modules that ran in the current pass
         self._sites: list[Site] = []  # where each forward was called
-        self._forward = False  # is a forward under way that a backward should follow?
+        self._forward = False  # whether a forward is running that a backward should follow
         super().__init__(card)
 
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         if not (self._depth or self._in_backward):  # else the first batch would count as part of the loaded model
             for t in tensors(inputs):
-                self._tag_batch(t)
+                number = self.card.ledger.number_at.get(base(t)) if t.is_cuda else None
+                if number is not None:
+                    self._roles.setdefault(number, "temporaries")
         super()._enter(module, inputs)
 
-    def _tag_batch(self, t: torch.Tensor) -> None:
-        number = self.card.ledger.number_at.get(base(t)) if t.is_cuda else None
-        if number is not None:
-            self._roles.setdefault(number, "temporaries")
-
     def _tag_loaded(self) -> None:
-        """Give the role of parameters to what modules made among the tensors alive, not to data and checkpoints."""
+        """Tag live tensors as parameters where modules made them or the observer is younger; not data, checkpoints."""
         for number in self.card.ledger.number_at.values():
             if number < self._first or self._site_of(number)[1] == "module":
                 self._roles.setdefault(number, "parameters")
 
     def _begin_forward(self, root: torch.nn.Module) -> None:
-        held = [t.is_cuda for t in (*root.parameters(), *root.buffers())]
-        if held and not any(held):  # a pass on the CPU, which allocates nothing on the card
+        on_card = [t.is_cuda for t in (*root.parameters(), *root.buffers())]
+        if on_card and not any(on_card):  # a pass on the CPU allocates nothing on the card
             return
         self._new_pass = id(root) in self._run or not self._run
         self._run = {id(root)} if self._new_pass else self._run | {id(root)}
@@ -90,9 +86,9 @@ class LineObserver(Observer):
         return LABELS.get(made) or super()._place()
 
     def _site_of(self, number: int) -> tuple[str, Origin]:
-        """Return the line and purpose of an allocation; "" for those from before the observer."""
-        place = number - self._first
-        return self._allocated_at[place] if 0 <= place < len(self._allocated_at) else ("", "")
+        """Return the line and purpose of an allocation; empty texts for one made before the observer."""
+        index = number - self._first
+        return self._allocated_at[index] if 0 <= index < len(self._allocated_at) else ("", "")
 
     def tape(self, about: dict[str, str]) -> Tape:
         """Return what happened as a Tape, every request with its line."""
@@ -100,7 +96,7 @@ class LineObserver(Observer):
         for root in self._roots:
             for name, p in root.named_parameters():
                 self._tag(p.grad, "gradients", f"gradient of {name}")
-        if self._forward:  # it failed before a backward could show what the forward saved
+        if self._forward:  # the run failed before a backward could show what the forward saved
             self._tag_live("activations", self._began)
         tape, refused = super().tape(about), iter(sorted(self.card.ledger.refused))
         return replace(tape, events=tuple(self._with_line(event, refused) for event in self._with_phases(tape.events)))
@@ -112,7 +108,7 @@ class LineObserver(Observer):
         return replace(event, label=f"{event.label} ({line})") if line else event
 
     def _with_phases(self, events: tuple[Event, ...]) -> Iterator[Event]:
-        """Correct which passes train and which evaluate, by whether a backward followed passes of the same lines.
+        """Correct which passes train and which evaluate: those train that a backward follows, or one of the same lines.
 
         The mode of the modules is no proof: a teacher in a training step has no gradients, and a loop may evaluate in
         training mode.
@@ -133,30 +129,27 @@ class LineObserver(Observer):
 
 @dataclass(slots=True)
 class _Pass:
-    """A forward pass.
+    """A forward pass of one or more parts."""
 
-    `kind`: the lines that called it, and whether its first part evaluates. `marks`: those of its parts, by index.
-    """
-
-    kind: tuple[Site, bool]
-    marks: dict[int, Mark]
-    followed: bool = False  # by a backward
+    kind: tuple[Site, bool]  # the lines that called it, and whether its first part evaluates
+    marks: dict[int, Mark]  # the marks of its parts, by their index among the events
+    followed: bool = False  # whether a backward followed
 
 
 def _passes(events: tuple[Event, ...], sites: list[Site]) -> Iterator[_Pass]:
-    """Yield the passes of a history in order; `sites` are those of its marks that begin a forward."""
+    """Yield the passes of a history in order. sites: where each forward was called, in the order of the marks."""
     one: _Pass | None = None
-    there = iter(sites)
+    site = iter(sites)
     for index, event in enumerate(events):
         if not isinstance(event, Mark):
             continue
         if event.instant == NEXT_PART and one is not None:
-            next(there, None)
+            next(site, None)
             one.marks[index] = event
         elif event.instant in (FORWARD, GRADIENTS_ON, NEXT_PART):
             if one is not None:
                 yield one
-            one = _Pass((next(there, ()), event.phase == "eval"), {index: event})
+            one = _Pass((next(site, ()), event.phase == "eval"), {index: event})
         elif event.instant == BACKWARD and one is not None:
             one.followed = True
     if one is not None:
@@ -174,16 +167,16 @@ def about(card: Card) -> dict[str, str]:
 
 def allocation_site() -> tuple[str, Origin]:
     """Return the user's innermost line on this thread's stack, as "train.py:41", and what it called a library for."""
-    found: Origin = ""
+    purpose: Origin = ""
     for frame in _frames():
         if own(frame.f_code.co_filename):
-            return short_line(frame.f_code.co_filename, frame.f_lineno), found
-        found = of_both(found, _made_for(frame.f_code))
-    return "", found
+            return short_line(frame.f_code.co_filename, frame.f_lineno), purpose
+        purpose = of_both(purpose, _made_for(frame.f_code))
+    return "", purpose
 
 
 def user_lines() -> Site:
-    """Return all lines of the user's on this thread's stack, outermost first."""
+    """Return all of the user's lines on this thread's stack, outermost first."""
     lines = [(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in _frames() if own(f.f_code.co_filename)]
     return tuple(reversed(lines))
 

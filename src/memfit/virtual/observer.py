@@ -22,7 +22,7 @@ from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHER
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.patching import patched
 
-# what these operators allocate where parameters are sharded (torch.distributed.fsdp)
+# labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
 _DDP = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
 # the role that follows from a label alone
@@ -32,7 +32,7 @@ _ROLES: dict[str, Role] = {
 
 
 def _common(one: str, other: str) -> str:
-    """Return the common title of two gradients in one storage: of layers.0.a and layers.0.b it is that of layers.0."""
+    """Return the title of a storage that two gradients share: layers.0 for layers.0.a and layers.0.b."""
     if other == one or other.startswith(one + "."):
         return one
     shared = [a for a, b in zip(one.split("."), other.split("."), strict=False) if a == b]
@@ -40,7 +40,7 @@ def _common(one: str, other: str) -> str:
 
 
 class EnoughSteps(BaseException):
-    """The requested steps are done. It is no Exception, so that no training loop swallows it."""
+    """The requested steps are done. It is not an Exception, so no training loop catches it."""
 
 
 class Observer:
@@ -58,11 +58,11 @@ class Observer:
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._tensor_names: dict[int, str] = {}  # id of a parameter -> its name
         self._roles: dict[int, Role] = {}
-        self._titles: dict[int, str] = {}  # labels of tagged allocations, instead of the operator that made them
-        self._began = 0  # number of the first allocation of the forward pass under way
-        self._in_backward = self._learned = False  # _learned: a backward pass has run
+        self._titles: dict[int, str] = {}  # labels of tagged allocations, in place of the operator that made them
+        self._began = 0  # number of the first allocation of the current forward pass
+        self._in_backward = self._learned = False  # _learned: whether a backward pass has run
         self._path: list[str] = []
-        self._stepping: Any = None  # the optimizer whose step is under way
+        self._stepping: Any = None  # the optimizer whose step is running
         self.mark("load", "load")
 
     def mark(self, phase: Phase, instant: str) -> None:
@@ -141,7 +141,7 @@ class Observer:
             self._roots.add(root)
             self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}
         self.card.settle()
-        if not self.done and not self._began:  # what the load left behind belongs to the model
+        if not self.done and not self._began:  # what is alive after loading belongs to the model
             self._tag_loaded()
         for name, p in root.named_parameters():
             self._tensor_names[id(p)] = name
@@ -153,7 +153,7 @@ class Observer:
 
     def _backward(self, real: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # reentrant checkpointing runs a backward of its own for every block
+            if self._in_backward:  # reentrant checkpointing runs a nested backward for every block
                 real(*args, **kwargs)
                 return
             self.card.settle()
@@ -181,7 +181,7 @@ class Observer:
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         self._tag_states(optimizer)
         self._stepping = None
-        if not self._learned:  # to make the states, DeepSpeed steps once while it loads and FSDP2 while it resumes
+        if not self._learned:  # DeepSpeed while loading and FSDP2 while resuming step once to create the states
             return
         self.mark(self.phase, AFTER_STEP)
         self.stepped[optimizer] = self.stepped.get(optimizer, 0) + 1
@@ -212,11 +212,11 @@ class Observer:
                 self._titles[number] = _common(earlier, title) if earlier else title
 
     def _tag_loaded(self) -> None:
-        """Give the role of parameters to what is alive before the first pass."""
+        """Tag what is alive before the first pass as parameters."""
         self._tag_live("parameters")
 
     def _tag_live(self, role: Role, since: int = 0) -> None:
-        """Give a role to what is alive, has none, and is no older than allocation number `since`."""
+        """Give a role to live allocations from number `since` on that have none."""
         for number in self.card.ledger.number_at.values():
             if number >= since:
                 self._roles.setdefault(number, role)

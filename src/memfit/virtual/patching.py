@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +37,19 @@ def _own(target: Any, name: str) -> Any:
 
 
 @contextmanager
+def no_log_warnings() -> Iterator[None]:
+    """Silence log messages up to warnings for the length of the block."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+@contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables; afterwards restore all, also those that libraries set inside (ACCELERATE_USE_FSDP)."""
+    """Set environment variables; afterwards restore all, also those that libraries set (ACCELERATE_USE_FSDP)."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -51,7 +63,7 @@ Change = Callable[[ModuleType], AbstractContextManager[Any]]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Finds modules as Python does, and changes a module after its execution if `change_of` its name is not None."""
+    """Finds modules as Python does; once one is imported, applies the change that `change_of` returns for its name."""
 
     def __init__(self, change_of: Callable[[str], Change | None], stack: ExitStack) -> None:
         self._change_of, self._stack = change_of, stack

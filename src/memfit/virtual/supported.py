@@ -1,4 +1,4 @@
-"""Check what a trace needs of the machine, without importing it: system, processor, libraries and their versions."""
+"""Check whether this machine can trace, by its system, processor and installed versions, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch, torch_version
 
-OLDEST: Torch = (2, 10)  # the first with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
+OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
 _OPTIONAL = ("bitsandbytes", "deepspeed")
 
@@ -45,9 +45,9 @@ def check_host(torch: str) -> None:
 
 def check_trace() -> None:
     """Raise BadInput where `check_host` does, and where a training library is missing."""
-    there = versions()
-    check_host(there.get("torch", ".".join(map(str, OLDEST))))
-    if missing := [name for name in PACKAGES if name not in there and name not in _OPTIONAL]:
+    installed = versions()
+    check_host(installed.get("torch", ".".join(map(str, OLDEST))))
+    if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
             "a trace needs the training libraries", hint=f"pip install 'memfit[trace]' (missing: {', '.join(missing)})"
         )

@@ -1,11 +1,10 @@
-"""Run a training job on a virtual card without a limit and keep what happened as a tape."""
+"""Run a training job on a virtual card without a limit and record it as a tape."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import io
-import logging
 import os
 import sys
 import warnings
@@ -18,7 +17,7 @@ from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
-from memfit.virtual.patching import environment, patched
+from memfit.virtual.patching import environment, no_log_warnings, patched
 from memfit.virtual.supported import check_trace, versions
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def trace_recipe(
     """Run the recipe's own trainer on a card like `gpu` without a limit; return its tape and reads of unknown values.
 
     config: the model's config.json. lean: this process traces nothing else, so libraries that the recipe does not use
-    may be hidden from those that it does. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch
+    may be hidden from those that it uses. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch
     or the trainer is not installed, Unsupported for a recipe that cannot be traced.
     """
     check_trace()
@@ -54,9 +53,9 @@ def trace_recipe(
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
-        found = unrolled(plan, once, gpu) if plan else None
-        tape, reads = found or once(setup)
-        depth = {"depth": str(plan)} if found else {}
+        short = unrolled(plan, once, gpu) if plan else None
+        tape, reads = short or once(setup)
+        depth = {"depth": str(plan)} if short else {}
         return replace(tape, about={**tape.about, **about, **versions(), **depth}), reads
 
 
@@ -91,7 +90,7 @@ def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
 
 @contextlib.contextmanager
 def _failures_explained(model_type: str) -> Iterator[None]:
-    """Turn what a trainer raises into an error of memfit."""
+    """Turn a trainer's exceptions into memfit's errors."""
     try:
         yield
     except MemfitError:
@@ -113,8 +112,8 @@ def _failures_explained(model_type: str) -> Iterator[None]:
 def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
     """Use one thread, which is enough for the few values that are computed, and hide bitsandbytes where it is not used.
 
-    PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process,
-    which traces no other job.
+    PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process, which traces no other
+    job.
     """
     import torch
 
@@ -133,15 +132,15 @@ def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[None]:
-    """Collect reference cycles of the job as in a training script; objects from before are left out of it."""
-    before = gc.isenabled()
+    """Collect the job's reference cycles as in a training script, leaving out objects from before."""
+    enabled = gc.isenabled()
     gc.freeze()
     gc.enable()
     try:
         yield
     finally:
         gc.unfreeze()
-        if not before:
+        if not enabled:
             gc.disable()
 
 
@@ -151,17 +150,13 @@ def quiet() -> Iterator[None]:
     from huggingface_hub import constants  # reads the environment once, when it is imported
 
     words = {k: v for k, v in {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}.items() if k not in os.environ}
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with (
-            environment(words),
-            patched(constants, {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1") not in ("", "0")}),
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    with (
+        no_log_warnings(),
+        environment(words),
+        patched(constants, {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1") not in ("", "0")}),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -38,10 +38,10 @@ def virtual_gpu(
 ) -> Iterator[Card]:
     """Make `cuda` the named card for the length of the block: its memory, its compute capability, no data.
 
-    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). A card given by name
-    then has no more memory in all; of one given as a Gpu, other processes hold the rest. world_size: ranks of
-    torch.distributed, each with such a card; this one is rank 0's. launched: open a process group even of one rank,
-    which DeepSpeed needs. alloc_conf: a value of PYTORCH_ALLOC_CONF; default: the one of this process.
+    capacity: bytes its driver can hand out, or "8GiB" (None: any number; default: the card's own). For a card given by
+    name this also sets its total memory; for a Gpu, other processes hold the rest. alloc_conf: a value of
+    PYTORCH_ALLOC_CONF; default: the one of this process. world_size: ranks of torch.distributed, each with such a card;
+    this one is rank 0's. launched: open a process group even for one rank, which DeepSpeed needs.
     """
     device_guard.install()
     alloc_conf = alloc_conf_of_environment() if alloc_conf is None else alloc_conf

@@ -1,8 +1,7 @@
-"""The tensors that are alive in this process, found through Python's garbage collector; nothing is hooked.
+"""Find the tensors that are alive in this process through Python's garbage collector; nothing is hooked.
 
-PyTorch keeps the Python object of a tensor that C++ still holds, so what autograd saved for the backward is seen too,
-except outputs that an operator saved of itself. A search takes about a tenth of a microsecond per object of the
-process.
+PyTorch keeps the Python object of a tensor that C++ still holds, so tensors that autograd saved for the backward are
+found too, except an operator's own outputs. A search takes about a tenth of a microsecond per object of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MOST_NODES = 200_000  # nodes of one graph that are counted
 
 
 class _IsTensor(dict[type, bool]):
-    """Maps a type to whether it is one of tensors, computed once per type: the rest of the search never leaves C."""
+    """Maps a type to whether it is a tensor class, computed once per type: the rest of the search never leaves C."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = issubclass(kind, Tensor)
@@ -33,7 +32,7 @@ def live_tensors() -> list[Tensor]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return storage -> bytes; tensors may share a storage."""
+    """Return storage -> bytes, each storage once."""
     sizes: dict[int, int] = {}
     for t in tensors:
         if t.device.type == "meta" or t.layout is not torch.strided:
@@ -71,12 +70,12 @@ def graph(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a node keeps for its backward; none once that is done."""
+    """Yield the tensors that a node keeps for its backward; none once the backward is done."""
     for name in dir(node):
         if name.startswith("_saved_"):
             try:
                 value = getattr(node, name)
-            except (RuntimeError, AttributeError):  # released, or of a kind that Python cannot read
+            except (RuntimeError, AttributeError):  # released, or of a type that Python cannot read
                 continue
             saved = value if isinstance(value, tuple | list) else (value,)
             yield from (part for part in saved if isinstance(part, Tensor))

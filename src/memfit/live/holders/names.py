@@ -1,8 +1,8 @@
 """The names of a running program: its variables, what lies below them, and which files are the user's own.
 
-Both searches for who holds a tensor meet here. `retained` starts from these names and measures what each keeps;
-`referrers` starts from tensors and climbs until it reaches one of them. A name is written as the program would write it
-(`history`, `model.cache['k'][...]`) and says in which functions or classes a line may store into it.
+Both searches use them: `retained` starts from these names and measures what each keeps; `referrers` starts from
+tensors and climbs until it reaches one of them. A name is written as in the program (`history`,
+`model.cache['k'][...]`) and lists the functions or classes in which a line may store into it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memfit.explain.frames import library
 
 OURS = str(FOLDER)  # memfit's own files: they hold what they look at
 FRAME_COPY = 3  # references to a frame's copy of its variables: the frame's, ours, and the counting call's
-WIDEST = 2000  # items of one container that are looked at
+WIDEST = 2000  # items of one container that are inspected
 ITEM = "[...]"  # an item whose key is no short text
 CACHE_OF = "the cache of "  # begins the name of what functools.cache keeps: no path of the program leads there
 
@@ -30,7 +30,7 @@ Place = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name in the program. `places` are where lines may store into it, the likeliest first."""
+    """A name in the program. `places`: where lines may store into it, the likeliest first."""
 
     path: str
     places: tuple[Place, ...] = ()
@@ -43,7 +43,7 @@ class Name:
     def attribute(self, path: str, kind: type) -> Name:
         """Return the name of an attribute of an object of the class `kind`.
 
-        The code of the class stores into it more likely than the code that owns the object.
+        The class's own code is likelier to store into it than the code that owns the object.
         """
         file, last = file_of(kind), self.places[-1:]
         return Name(f"{self.path}.{path}", ((file, 0, kind.__name__), *last) if file else last)
@@ -66,7 +66,7 @@ def short_line(file: str, line: int) -> str:
 
 
 def key_text(key: Any) -> str:
-    """Return an item's key as a program writes it; long keys and those that are no text are left out."""
+    """Return an item's key as a program writes it; ITEM for long keys and those that are no text."""
     return f"[{key!r}]" if isinstance(key, str) and len(key) < 40 else ITEM
 
 
@@ -75,7 +75,7 @@ def key_text(key: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def own(file: str) -> bool:
-    """Is this file the user's, or a cell of a notebook: not a library's, not memfit's, not generated code?"""
+    """Return whether a file is the user's or a notebook cell: not a library's, not memfit's, not generated code."""
     return file.startswith("<ipython") or not (file.startswith((OURS, "<")) or library(file))
 
 
@@ -88,12 +88,12 @@ def file_of(kind: type) -> str:
 
 
 def of_the_user(kind: type) -> bool:
-    """Is this one of the program's own classes?"""
+    """Return whether this is one of the program's own classes."""
     return kind.__module__ == "__main__" or bool(file_of(kind))
 
 
 def running() -> Iterator[FrameType]:
-    """Yield every function that is running, in every thread, innermost first."""
+    """Yield the frame of every running function, in every thread, innermost first."""
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
@@ -104,8 +104,8 @@ def running() -> Iterator[FrameType]:
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a running function.
 
-    Before Python 3.13 reading them makes a copy that the frame keeps, and with it tensors that the function has
-    released since. The copy is emptied again, unless the program asked for it (`locals()`).
+    Before Python 3.13 reading them makes a copy that the frame keeps, which would hold tensors that the function
+    releases later. The copy is emptied again, unless the program itself uses it (`locals()`).
     """
     kept = frame.f_locals
     found = dict(kept)
@@ -118,14 +118,14 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
 
 class Roots:
-    """All names that exist now, by the identity of what they are bound to.
+    """All current names, by the id of the object that they are bound to.
 
     An object with several names gets the one in its module, else the one in the first of `frames`; names in functions
     of libraries come last.
     """
 
     def __init__(self, frames: Callable[[], Iterable[FrameType]] = running) -> None:
-        self._frames = frames  # called anew each time: frames that are kept keep their tensors
+        self._frames = frames  # called again each time, as a frame that is kept keeps its tensors
         self.names: dict[int, Name] = {}
         for name, value, file in _globals():
             self.names.setdefault(id(value), Name(name, ((file, 0, ""),)))
@@ -147,13 +147,13 @@ class Roots:
                 self.names[id(value)] = variable(text, code)
 
     def named(self) -> Iterator[tuple[Name, Any]]:
-        """Yield every name with what it is bound to."""
+        """Yield every name and the object it is bound to."""
         for frame in self._without_memfit():
             yield from ((self.names[id(v)], v) for v in variables_of(frame).values() if id(v) in self.names)
         yield from ((self.names[id(value)], value) for _, value, _ in _globals() if id(value) in self.names)
 
     def variables(self) -> Iterator[tuple[Name, Any]]:
-        """Yield every name with what it is bound to, and the attributes and items one level below."""
+        """Yield every name and the object it is bound to, and the attributes and items one level below."""
         for name, value in self.named():
             yield name, value
             if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a program's objects hold: attributes with names of their own, and the contents of containers and objects."""
+"""List what a program's objects hold: attributes with names of their own, and contents of containers and objects."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from torch import Tensor
 
 from memfit.live.holders.names import Name, Roots, file_of, of_the_user, own
 
-MOST_ITEMS = 100_000  # objects that are looked at in one container
+MOST_ITEMS = 100_000  # objects of one container that are inspected
 DEEP = 8  # levels of containers and objects inside a container
 FAR = 3  # levels of attributes of attributes that count as names
 UNNAMED = Name("a model being made")
 CONTAINERS = (list, tuple, dict, set, deque)
-OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # accounted for by themselves
+OWNERS = (torch.nn.Module, torch.optim.Optimizer, BaseException)  # measured on their own
 LEAVES = (
     Tensor, *OWNERS, type, ModuleType, BuiltinFunctionType, CodeType, FrameType, str, bytes, int, float, complex,
     type(None), torch.device, torch.dtype, torch.Generator,
 )  # fmt: skip
-CALLS = (FunctionType, MethodType, partial, _lru_cache_wrapper)  # they keep what they close over, are given, or cache
+CALLS = (FunctionType, MethodType, partial, _lru_cache_wrapper)  # keep closures, defaults, arguments or results
+_PLAIN = (*CONTAINERS, *LEAVES, *CALLS)
 
 
 def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
@@ -58,9 +59,9 @@ def names(roots: Roots) -> Iterator[tuple[Name, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, type]]:
-    """Yield (path, value, class that has it) of the attributes that have a name of their own.
+    """Yield (path, value, class of the owner) of the attributes that have a name of their own.
 
-    Of a library's objects these are only models, optimizers and errors.
+    A library's object has such names only for models, optimizers and errors.
     """
     if isinstance(value, torch.nn.Module):
         for path, module in value.named_modules():
@@ -70,13 +71,13 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, type]]:
     elif isinstance(value, type):
         if file_of(value):
             yield from ((name, item, value) for name, item in list(vars(value).items()) if not name.startswith("__"))
-    elif not isinstance(value, (*CONTAINERS, *LEAVES, *CALLS)):
+    elif not isinstance(value, _PLAIN):
         users = of_the_user(type(value))
         yield from ((n, item, type(value)) for n, item in _fields(value) if users or isinstance(item, OWNERS))
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    """Return what an object has in its dictionary and its slots."""
+    """Return the attributes in an object's slots and its dictionary."""
     slots = [name for kind in type(value).__mro__ for name in _slots(kind) if name not in ("__dict__", "__weakref__")]
     try:
         found = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
@@ -93,7 +94,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
     """Yield what a container or an object holds, through the containers and objects in it.
 
-    An object whose id is in `apart` has a name of its own, which accounts for what it holds.
+    An object whose id is in `apart` has a name of its own and is measured under that.
     """
     todo, seen = deque([(value, 0)]), {id(value)}
     for _ in range(MOST_ITEMS):
@@ -103,20 +104,16 @@ def parts(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Any]:
         yield part
         if depth < DEEP:
             inside = (item for item in _inside(part) if id(item) not in seen and not unmade(item))
-            fresh = [item for item in inside if id(item) not in apart or _plain(item)]
+            fresh = [item for item in inside if id(item) not in apart or isinstance(item, _PLAIN)]
             seen.update(map(id, fresh))
             todo += ((item, depth + 1) for item in fresh)
 
 
 def unmade(value: Any) -> bool:
-    """Does a model or an optimizer lack its attributes? It is being copied or unpickled just now."""
+    """Return whether a model or an optimizer lacks its attributes, as while it is being copied or unpickled."""
     if isinstance(value, torch.nn.Module):
         return not vars(value).keys() >= {"_modules", "_parameters", "_buffers"}
     return isinstance(value, torch.optim.Optimizer) and not vars(value).keys() >= {"state", "param_groups"}
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (*CONTAINERS, *LEAVES, *CALLS))
 
 
 def _inside(value: Any) -> list[Any]:
@@ -130,7 +127,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _closed_over(value: Any) -> list[Any]:
-    """Return what a callable keeps: arguments, its object, cached results, a user function's cells and defaults."""
+    """Return what a callable keeps: arguments, its object, cached results, or a user function's cells and defaults."""
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
@@ -146,11 +143,11 @@ def _closed_over(value: Any) -> list[Any]:
 def _is_full(cell: CellType) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:  # its variable is not bound yet
+    except ValueError:  # the variable is not bound yet
         return False
     return True
 
 
-def tensors(value: Any, apart: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors among the parts of a value."""
-    return (part for part in parts(value, apart) if isinstance(part, Tensor))
+    return (part for part in parts(value) if isinstance(part, Tensor))

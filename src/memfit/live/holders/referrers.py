@@ -1,4 +1,4 @@
-"""The search from tensors up to the names that keep them, by Python's referrers: a walk over the heap per level."""
+"""Search from tensors up to the names that keep them, by Python's referrers: one walk over the heap per level."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from memfit.live.holders.names import CACHE_OF, ITEM, Name, Roots, file_of, key_text, own, variable
 
-DEEPEST = 12  # links from a tensor up to a name: a list in a hook's object, of a layer, of a layer, of a model
-HOOKS = re.compile(r"\._\w*hooks")  # a module's dictionaries of hooks: no line of the program stores there by name
+DEEPEST = 12  # links from a tensor up to a name, as for a list in the object of a hook of a nested layer
+HOOKS = re.compile(r"\._\w*hooks")  # a module's dictionaries of hooks, into which no line stores by name
 CELL = "[cell "  # begins the step from a function's closure to one of its variables
 WIDEST = 48  # objects per level: the walk compares everything on the heap with each of them
 
@@ -32,7 +32,7 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
     """Return number -> the name that keeps a thing alive, by the shortest path, for those that have one."""
     level = [Link(thing, (), {number}) for number, thing in enumerate(things[:WIDEST])]
     found: dict[int, Name] = {}
-    attributes: dict[int, Name] = {}  # in objects of the user's classes, in case nothing that leads to them has a name
+    attributes: dict[int, Name] = {}  # attributes of the user's classes, for objects that no name leads to
     seen = {id(link.node): set(link.origins) for link in level}
     for _ in range(DEEPEST):
         open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
@@ -43,13 +43,13 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
             break
         below = {id(link.node): link for link in open_links}
         level = list(_above(below, seen, things))
-    # the code of the innermost class on the path stores there more likely than the code that owns the root
+    # the innermost class on the path is likelier to store there than the code that owns the root
     inside = {n: (*attributes[n].places, *name.places) for n, name in found.items() if n in attributes}
     return attributes | found | {number: replace(found[number], places=places) for number, places in inside.items()}
 
 
 def _resolved(link: Link, roots: Roots, found: dict[int, Name]) -> bool:
-    """Does this object have a name? Then the things it leads to are named by it."""
+    """Name the things that this object leads to if it has a name; return whether all of them are named now."""
     name = _named(link, roots)
     if name is not None:
         for number in link.origins:
@@ -65,7 +65,7 @@ def _named(link: Link, roots: Roots) -> Name | None:
         return variable(f"{CACHE_OF}{function.__qualname__}()", function.__code__)
     if isinstance(node, FunctionType) and steps and steps[0].startswith(CELL):
         code, number = node.__code__, int(steps[0][len(CELL) : -1])
-        if own(code.co_filename):  # the variable of a closure, whatever keeps the function
+        if own(code.co_filename):  # the variable of a closure, whoever keeps the function
             return variable(code.co_freevars[number] + _short("".join(steps[1:])), code)
     known = roots.names.get(id(node))
     if known is not None and not HOOKS.search(path):
@@ -83,7 +83,7 @@ def _attribute(link: Link) -> Name | None:
 
 
 def _short(path: str) -> str:
-    """Cut a path behind its first item, which keeps what lies inside, and write parameters as module attributes."""
+    """Cut a path after its first item without a key, and write parameters as attributes of their module."""
     head, item, _ = path.partition("[...]")
     return re.sub(r"\._(?:parameters|modules|buffers)\['(\w+)'\]", r".\1", head) + item
 
@@ -91,8 +91,8 @@ def _short(path: str) -> str:
 def _above(below: dict[int, Link], seen: dict[int, set[int]], things: Sequence[Any]) -> Iterable[Link]:
     """Yield what refers to these objects, each with the path down to the tensors.
 
-    An object that was met before is met again for tensors that lead to it only now: an optimizer's states are keyed by
-    parameters, and these lead to it sooner than the states do.
+    An object is visited again for tensors that reach it later than others: an optimizer's states are keyed by
+    parameters, which lead to the optimizer in fewer links than the states do.
     """
     nodes = [link.node for link in below.values()]
     for above in gc.get_referrers(*nodes):
@@ -126,7 +126,7 @@ def _way(above: Any, child: Link) -> tuple[str, ...]:
 
 
 def _is_namespace(above: Any, node: Any) -> bool:
-    """Is `node` the __dict__ of `above`?"""
+    """Return whether `node` is the __dict__ of `above`."""
     if isinstance(above, type):
         return all(vars(above).get(key) is value for key, value in list(node.items())[:3])
     return getattr(above, "__dict__", None) is node

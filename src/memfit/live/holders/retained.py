@@ -1,8 +1,8 @@
-"""The search from a program's names down to what each retains when memory ran out, by name, bytes and line.
+"""Search from a program's names down to what each retains when memory ran out, by name, bytes and line.
 
-It covers the locals of the frames that the error came through, the globals of the user's modules, the attributes of
-objects and classes among them, the closures of hooks, and the frames of other errors: those being handled, those a
-variable keeps, and the last one that a console showed.
+The search covers the locals of the frames that the error came through, the globals of the user's modules, the
+attributes of objects and classes among them, the closures of hooks, and the frames of other errors: those being
+handled, those that a variable keeps, and the last one that a console showed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memfit.live.holders.source import line_of
 SMALL = 4096  # bytes a variable must keep to be reported
 NEAR = 2  # levels of submodules in which a second model is looked for
 FEW = 3  # weights whose shapes suffice to recognise a model
-ALL_OF_IT = 0.8  # share of a collection's bytes above which it counts as copies of weights
+MOSTLY = 0.8  # share of a collection's elements from which it counts as copies of weights
 MOST_CLASSES = 3  # classes that are listed of a collection's objects
 LAST_ERROR = ("last_exc", "last_value")  # attributes of `sys` with the error that a console or notebook showed last
 
@@ -39,13 +39,13 @@ def roots_of(error: BaseException) -> tuple[Root, ...]:
     """Return what the program's variables keep, largest first; tensors of a model or optimizer count for that alone."""
     frames = frames_of(error)
     named = list(names(Roots(lambda: frames)))
-    found = _Retained(frames, frozenset(id(value) for _, value in named))
+    retained = _Retained(frames, frozenset(id(value) for _, value in named))
     for _, value in named:
-        found.claim(value)
-    made = [root for name, value in named for root in found.roots(name, value)]
-    made += [*found.hooks(), *found.handled(error), *found.shown(error)]
+        retained.claim(value)
+    roots = [root for name, value in named for root in retained.roots(name, value)]
+    roots += [*retained.hooks(), *retained.handled(error), *retained.shown(error)]
     best: dict[tuple[str, str], Root] = {}
-    for root in made:
+    for root in roots:
         key = (root.what, root.name)
         if key not in best or best[key].bytes < root.bytes:
             best[key] = root
@@ -67,13 +67,12 @@ class _Retained:
         self.frames, self.named = frames, named
         self.owned: set[int] = set()  # storages of parameters, gradients and states
         self.states: dict[int, int] = {}  # id of a parameter -> bytes of its states
-        # ids of parameters whose optimizer has all of them frozen now: a GAN's other net
-        self.resting: set[int] = set()
+        self.resting: set[int] = set()  # ids of parameters of an optimizer that are all frozen now: a GAN's other net
         self.modules: list[torch.nn.Module] = []
         self.inside: set[int] = set()  # ids of modules within another
 
     def claim(self, value: Any) -> None:
-        """Note which storages belong to a model or an optimizer; done for every name before any is measured."""
+        """Note which storages belong to a model or an optimizer; to be called for all names before measuring any."""
         if isinstance(value, torch.nn.Module) and id(value) not in self.inside and value not in self.modules:
             self.modules.append(value)
             self.inside |= {id(m) for m in value.modules() if m is not value}
@@ -99,7 +98,7 @@ class _Retained:
         return {key: size for key, size in storages(t for t in found if t.is_cuda).items() if key not in self.owned}
 
     def roots(self, name: Name, value: Any) -> list[Root]:
-        """Return what a variable keeps; nothing where that is little."""
+        """Return what a variable keeps; nothing if it keeps less than SMALL."""
         if isinstance(value, torch.nn.Module):
             return self._models(name, value)
         if isinstance(value, BaseException):
@@ -123,7 +122,7 @@ class _Retained:
         return Root(name.text, line_of(name), "graph" if value.numel() == 1 else "state", total, passes)
 
     def _container(self, name: Name, value: Any) -> Root | None:
-        """Measure a container or an object of a library, by the kind of content that takes most."""
+        """Measure a container or an object of a library by the kind of its content that has the most bytes."""
         held = list(parts(value, self.named))
         errors = [part for part in held if isinstance(part, BaseException)]
         kept = [
@@ -141,8 +140,8 @@ class _Retained:
             return None
         what = "graph" if sum(saved.values()) > sum(sizes.values()) else "collection"
         copies = self._copies(found) if what == "collection" else 0
-        line = line_of(self._most_of(name, value))
-        return Root(name.text, line, what, total, len(sizes), copies=copies, of=_classes(held))  # type: ignore[arg-type]
+        line, kinds = line_of(self._most_of(name, value)), _classes(held)
+        return Root(name.text, line, what, total, len(sizes), copies=copies, of=kinds)  # type: ignore[arg-type]
 
     def _most_of(self, name: Name, value: Any) -> Name:
         """Return the name of the item that has more than half of a dictionary's bytes, where there is one."""
@@ -153,7 +152,7 @@ class _Retained:
         return name.item(key) if "'" not in key and 2 * sizes.get(key, 0) > sum(sizes.values()) else name
 
     def _copies(self, found: list[Tensor]) -> int:
-        """Return how many tensors there are for every weight of a model; 0 where most of the bytes are something else.
+        """Return how many copies of a model's weights these tensors are; 0 where too many of them are something else.
 
         A head of another shape, as in a checkpoint that is fine-tuned, is allowed for.
         """
@@ -166,21 +165,18 @@ class _Retained:
                 wanted = Counter(tuple(p.shape) for p in weights)
                 times = round(total / max(sum(p.numel() for p in weights), 1))
                 shared = {shape: min(shapes[shape], times * count) for shape, count in wanted.items() if shapes[shape]}
-                there = sum(prod(shape) * count for shape, count in shared.items())
-                if len(shared) >= min(FEW, len(wanted)) and len(weights) >= FEW and there >= ALL_OF_IT * total > 0:
+                matched = sum(prod(shape) * count for shape, count in shared.items())
+                if len(shared) >= min(FEW, len(wanted)) and len(weights) >= FEW and matched >= MOSTLY * total > 0:
                     return times
         return 0
 
     def _models(self, name: Name, module: torch.nn.Module) -> list[Root]:
-        """Measure a model, and apart from it the frozen models inside: a teacher, a reference, an average."""
+        """Measure a model, and separately the frozen models within it: a teacher, a reference, an average."""
         if id(module) in self.inside:
             return []
         near = [(path, part) for path, part in module.named_modules() if path and path.count(".") < NEAR]
-        frozen = [
-            (path, part)
-            for path, part in near
-            if OTHER_MODEL.search(path.rsplit(".", 1)[-1]) and not self._trained(part)
-        ]
+        others = [(path, part) for path, part in near if OTHER_MODEL.search(path.rsplit(".", 1)[-1])]
+        frozen = [(path, part) for path, part in others if not self._trained(part)]
         outer = [(path, part) for path, part in frozen if not any(path.startswith(f"{other}.") for other, _ in frozen)]
         apart = {id(p) for _, part in outer for p in part.parameters()}
         made = [self._model(name, module, apart)]
@@ -203,14 +199,14 @@ class _Retained:
         return Root(name.text, line_of(name), "model", total, len(sizes), wide, double, trained, waiting)
 
     def _saved_modules(self, name: Name, module: torch.nn.Module) -> Root | None:
-        """Measure the modules that PEFT trains whole beside its adapters, with gradients and states."""
+        """Measure the modules that PEFT trains in full beside its adapters, with gradients and states."""
         weights = [p for path, p in module.named_parameters() if SAVED in path and p.requires_grad and p.is_cuda]
         sizes = storages(t for p in weights for t in (p, p.grad) if t is not None)
         total = sum(sizes.values()) + sum(self.states.get(id(p), 0) for p in weights)
         return Root(SAVED, line_of(name), "part", total, len(weights)) if total >= SMALL else None
 
     def _several(self, name: Name, held: list[Any]) -> Root | None:
-        """Measure the models and optimizers that a container leads to, as far as no other name accounts for them."""
+        """Measure the models and optimizers that a container leads to and that have no name of their own."""
         modules = [part for part in held if isinstance(part, torch.nn.Module)]
         found = [t for module in modules for p in module.parameters() for t in (p, p.grad) if t is not None]
         found += [t for part in held if isinstance(part, torch.optim.Optimizer) for t in tensors(dict(part.state))]
@@ -226,7 +222,7 @@ class _Retained:
         found = [t for value in values for t in (*tensors(value), *_of_models(value))]
         sizes = self.held(found)
         total = sum((sizes | self._graph(found)[0]).values())
-        if not line and frames:  # where it was caught, and is still being handled
+        if not line and frames:  # the line that caught the error and is still handling it
             own_first = (frame for frame in frames.values() if own(frame.f_code.co_filename))
             first = next(own_first, next(iter(frames.values())))
             line = short_line(first.f_code.co_filename, first.f_lineno)
@@ -236,27 +232,25 @@ class _Retained:
         """Measure the errors that were being handled when this one was raised."""
         earlier = error.__context__
         while earlier is not None:
-            root = None
-            if not type(earlier).__module__.startswith("memfit"):
-                root = self.exceptions(type(earlier).__name__, [earlier])
-            if root is not None:
+            ours = type(earlier).__module__.startswith("memfit")
+            if not ours and (root := self.exceptions(type(earlier).__name__, [earlier])) is not None:
                 yield root
             earlier = earlier.__context__
 
     def shown(self, error: BaseException) -> Iterator[Root]:
         """Measure the error that a console showed last: `sys` keeps it until the next one."""
-        kept = [(name, getattr(sys, name, None)) for name in LAST_ERROR]
         files = dict.fromkeys(f.f_code.co_filename for f in self.frames if own(f.f_code.co_filename))
-        for name, last in kept:
+        places = tuple((file, 0, "") for file in files)
+        for name in LAST_ERROR:
+            last = getattr(sys, name, None)
             if isinstance(last, BaseException) and last is not error:
-                path = f"sys.{name}"
-                root = self.exceptions(path, [last], line_of(Name(path, tuple((file, 0, "") for file in files))))
+                root = self.exceptions(f"sys.{name}", [last], line_of(Name(f"sys.{name}", places)))
                 if root is not None:
                     yield root
                     return
 
     def hooks(self) -> Iterator[Root]:
-        """Measure what hooks of modules keep in their closures: those of one line together, each tensor once."""
+        """Measure what hooks of modules keep in their closures; hooks of one line count together, each tensor once."""
         kept: dict[tuple[str, str], dict[int, int]] = {}
         for name, line, sizes in self._hooks():
             kept.setdefault((name, line), {}).update(sizes)
@@ -279,7 +273,7 @@ class _Retained:
                 yield name, line_of(variable(name, code)), sizes
 
     def _trained(self, module: torch.nn.Module) -> list[Tensor]:
-        """Return the weights that are trained: with a gradient, one to come, or states, or frozen just now."""
+        """Return the trained weights: they have or will get a gradient, have states, or are frozen only for now."""
         return [
             p
             for part in module.modules()

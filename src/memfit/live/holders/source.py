@@ -1,4 +1,4 @@
-"""The line of a program that stores into a name, found by parsing its source; no code is run and nothing is hooked."""
+"""Find the line of a program that stores into a name by parsing its source; no code is run and nothing is hooked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait",
 # functions that store into their first argument
 PUSHES = ("heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right")
 LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-MOST_LINES = 4  # that are listed besides the likeliest
-MOST = 2 << 20  # characters of a source file that is parsed
+MOST_LINES = 4  # lines listed besides the likeliest
+MOST = 2 << 20  # characters of the longest source file that is parsed
 EVERY_LINE = range(1, sys.maxsize)
 
 
@@ -34,10 +34,10 @@ class SourceLine(NamedTuple):
 def storing_line(name: Name, running: Iterable[Place] = ()) -> SourceLine | None:
     """Find the line that stores into a name, or that binds it; None where the source shows neither.
 
-    Every part of the path is tried, innermost first: of `self.cache['a'][...]` that is `cache`, then `self`. Lines of
-    the function or class that owns the name go before lines of a function that is running, and those before others of
-    the file. A line that binds the name where it is owned is chosen before a line elsewhere that stores; not so for a
-    path that ends in an item: that names a container, and something was stored into it.
+    Every part of the path is tried, innermost first: for `self.cache['a'][...]` first `cache`, then `self`. Lines of
+    the function or class that owns the name go before lines of a running function, and those before others of the
+    file. A line that binds the name in its owner goes before a line elsewhere that stores into it, unless the path ends
+    in an item: then the name is a container's, and something was stored into it.
     """
     if name.path.startswith(CACHE_OF):
         return None
@@ -76,26 +76,26 @@ def line_of(name: Name) -> str:
 
 
 def keeping_line(name: Name, running: Iterable[Place] = ()) -> tuple[str, str]:
-    """Return ("train.py:12", "history.append(loss)"): the line that stores into a name, and its code.
+    """Return the line that stores into a name and its code: ("train.py:12", "history.append(loss)").
 
-    Where the source shows none it is the function that owns the name, or only the file. Other lines that are as likely
-    are listed behind the code.
+    Where the source shows none, return the function that owns the name, or only the file. Other lines that are as
+    likely are listed after the code.
     """
     file, first, _ = name.places[-1]
     line = storing_line(name, running) or (SourceLine(file, first) if first else None)
     if line is None:
-        return shown(file) if file else "", ""
+        return _relative(file) if file else "", ""
     also = f" (or line {', '.join(map(str, line.also))})" if line.also else ""
-    return f"{shown(line.file)}:{line.number}", linecache.getline(line.file, line.number).strip() + also
+    return f"{_relative(line.file)}:{line.number}", linecache.getline(line.file, line.number).strip() + also
 
 
-def shown(file: str) -> str:
-    """Return a path as a person in the current folder writes it."""
+def _relative(file: str) -> str:
+    """Return a path relative to the current folder, if it lies inside."""
     try:
-        near = os.path.relpath(file)
+        relative = os.path.relpath(file)
     except ValueError:  # another drive
         return file
-    return file if near.startswith("..") else near
+    return file if relative.startswith("..") else relative
 
 
 def _identifiers(path: str) -> list[str]:
@@ -134,7 +134,7 @@ def _extent(file: str, first: int, function: str) -> range:
 
 
 class Store(NamedTuple):
-    """A line that stores into a name, or binds it. `key`: the text it stores under, where the line has one."""
+    """A line that stores into a name, or binds it. `key`: the text key it stores under, if any."""
 
     line: int
     key: str | None = None
@@ -143,7 +143,7 @@ class Store(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _stores(file: str) -> dict[str, tuple[Store, ...]]:
-    """Return for every name the lines that store into it and keep what was there: appends, items, sums."""
+    """Return for every name the lines that add to what it holds: appends, items, sums."""
     found: dict[str, set[Store]] = {}
     tree = _tree(file) or ast.Module([], [])
     looped = {id(node) for loop in ast.walk(tree) if isinstance(loop, LOOPS) for node in ast.walk(loop)}
@@ -186,10 +186,7 @@ def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
 
 
 def _names(target: ast.AST) -> list[tuple[str, str | None]]:
-    """Return the name that a store goes to, and the text it stores under.
-
-    Of a["x"].b[0] that is b; of d.setdefault("k", []).append it is d, under "k".
-    """
+    """Return the name that is stored into, and the text key: b for a["x"].b[0], d and "k" for d.setdefault("k", [])."""
     key = None
     while True:
         if isinstance(target, ast.Subscript):

@@ -1,4 +1,4 @@
-"""A command run as a child and watched from outside: memory by the clock, signals, output and exit code passed on."""
+"""Run a command as a child, sample its memory from outside, and pass on signals, output and the exit code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from memfit.live.outside.processes import NvmlMeter, RssMeter
 from memfit.live.watch.recorder import Recorder
 from memfit.nouns.sample import Alarm, Sample, Watched
 
-STDERR = 2  # its file, whatever sys.stderr is
-FIRST = 0.05  # seconds to the second look; then every wait is twice as long, up to what the user chose
+STDERR = 2  # the file descriptor, whatever sys.stderr is
+FIRST = 0.05  # seconds between the first two samples; every later wait is twice as long, up to what the user chose
 PASSED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-TERMINAL = Path("/dev/tty")  # the controlling one, whatever stdin is
-SENT = 0  # highest si_code of a signal that a process sent; the kernel's, as of Ctrl-C, are above. Source: sigaction(2)
+TERMINAL = Path("/dev/tty")  # the controlling terminal, whatever stdin is
+SENT = (
+    0  # highest si_code of a signal from a process; Ctrl-C's comes from the kernel and is higher. Source: sigaction(2)
+)
 SIZE = 1 << 16  # bytes read at one time
 POLL = 0.1  # seconds between two checks whether the command has ended
 
@@ -37,9 +39,9 @@ def run(
 ) -> tuple[int, Watched]:  # fmt: skip
     """Run the command to its end; return (its exit code as shells report it, what was measured).
 
-    show_line: takes the command's output line by line, for a live view that the output would overwrite. Without it the
-    command writes by itself; to stderr alone where `aside` is set.
-    Raises BadInput for a command that cannot be started. Once it runs it is waited for, whatever fails beside it.
+    show_line: called with each line of the command's output, for a live view that the output would overwrite. Without
+    it the command inherits stdout and stderr. aside: its stdout goes to stderr.
+    Raises BadInput for a command that cannot be started. Once it runs it is waited for, even if measuring fails.
     """
     began = time.monotonic()
     child = _start(command, subprocess.PIPE if show_line else STDERR if aside else None)
@@ -47,7 +49,7 @@ def run(
         output = OutputTee(child.stdout, show_line) if show_line and child.stdout else None
         try:
             _look(child, recorder, meter, every, began)
-        except Exception as error:  # the card or a sink may be lost; the command goes on
+        except Exception as error:  # the card or a sink may fail; the command goes on
             _failed(recorder, "nothing is measured from here on", error)
         child.wait()
         if isinstance(meter, RssMeter) and (most := meter.ended()) is not None:
@@ -78,7 +80,7 @@ def _look(
 
 
 def _failed(recorder: Recorder, what: str, error: Exception) -> None:
-    """Raise an alarm for what the watch lacks."""
+    """Raise an alarm for a part of the watch that failed."""
     with suppress(Exception):
         recorder.alarm(Alarm("unsure", 0, "step", 0, 0, f"{what}: {type(error).__name__}: {error}"))
 
@@ -87,11 +89,8 @@ def program_of(command: Sequence[str]) -> str:
     """Return the path of the program to start. Raises BadInput where there is none."""
     program = shutil.which(command[0])
     if program is None:
-        problem = (
-            f"{command[0]} cannot be run as it is"
-            if Path(command[0]).is_file()
-            else f"there is no command '{command[0]}'"
-        )
+        is_file = Path(command[0]).is_file()
+        problem = f"{command[0]} cannot be run as it is" if is_file else f"there is no command '{command[0]}'"
         script = command[0] if command[0].endswith(".py") else "train.py"
         raise BadInput(problem, hint=f"memfit watch -- python {script}")
     return program
@@ -99,10 +98,9 @@ def program_of(command: Sequence[str]) -> str:
 
 def _start(command: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
     program = program_of(command)
-    piped = output == subprocess.PIPE
-    options: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT if piped else None}
+    errors = subprocess.STDOUT if output == subprocess.PIPE else None
     try:
-        return subprocess.Popen([program, *command[1:]], **options)
+        return subprocess.Popen([program, *command[1:]], stdout=output, stderr=errors)
     except OSError as error:
         raise BadInput(f"cannot start '{command[0]}': {error.strerror or error}", hint="is it executable?") from None
 
@@ -112,7 +110,7 @@ def _start(command: Sequence[str], output: int | None) -> subprocess.Popen[bytes
 
 @contextmanager
 def passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass signals on to the child, and SIGINT once: Ctrl-C reaches the child from the terminal anyway."""
+    """Pass signals on to the child; SIGINT only where Ctrl-C does not reach the child from the terminal itself."""
 
     def forward(number: int, _: object = None) -> None:
         if child.poll() is None:
@@ -133,39 +131,39 @@ def passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _in_foreground() -> bool:
-    """Does Ctrl-C of the controlling terminal go to our group of processes, which is the child's too?"""
+    """Return whether Ctrl-C in the controlling terminal reaches this process group, which is also the child's."""
     if not hasattr(os, "tcgetpgrp"):
         return True  # Windows: Ctrl-C reaches all processes of a console
     try:
         with TERMINAL.open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:  # there is none
+    except OSError:  # there is no terminal
         return False
 
 
 @contextmanager
 def _interrupts_of_processes(forward: Callable[[int], None]) -> Iterator[None]:
-    """Forward each SIGINT that a process sent, by a thread that waits for them; without sigwaitinfo do nothing."""
+    """Forward each SIGINT that a process sent, from a thread that waits for them; without sigwaitinfo do nothing."""
     if not hasattr(signal, "sigwaitinfo"):
         yield
         return
-    only, over = {signal.SIGINT}, threading.Event()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, only)  # of this thread and of the one that it starts
+    interrupt, ended = {signal.SIGINT}, threading.Event()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, interrupt)  # in this thread and in the one that it starts
 
-    def take() -> None:
+    def wait() -> None:
         while True:
-            sender = signal.sigwaitinfo(only)
-            if over.is_set():
+            sender = signal.sigwaitinfo(interrupt)
+            if ended.is_set():
                 return
             if sender.si_code <= SENT:
                 forward(signal.SIGINT)
 
-    thread = threading.Thread(target=take, daemon=True)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         assert thread.ident is not None
         signal.pthread_kill(thread.ident, signal.SIGINT)
         thread.join()
@@ -176,17 +174,17 @@ def _interrupts_of_processes(forward: Callable[[int], None]) -> Iterator[None]:
 
 
 class OutputTee:
-    """Shows a command's output line by line until the command has ended, read from a pipe in a thread of its own.
+    """Shows a command's output line by line, read from a pipe in a thread, until the command has ended.
 
-    A process that the command left behind may hold the pipe's other end open for ever. Windows has no `fcntl` to say
-    what is left in a pipe; there is no live view either.
+    The pipe may stay open for longer: a process that the command left behind may hold its other end. Windows, which
+    has no `fcntl` to ask how much is left in a pipe, has no live view either.
     """
 
     def __init__(self, pipe: IO[Any], show_line: Callable[[str], None]) -> None:
         self.pipe, self.show_line = pipe, show_line
         self._ended = threading.Event()
         self._rest = ""
-        # as in text files, \r of a progress bar ends a line too
+        # as in text files, the \r of a progress bar ends a line too
         self._text = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

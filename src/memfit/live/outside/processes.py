@@ -1,4 +1,4 @@
-"""Meters of a command's memory from outside: what the driver counts for its processes, or their resident memory."""
+"""Meters of a command's memory from outside: the driver's count for its processes, or their resident memory."""
 
 from __future__ import annotations
 
@@ -65,10 +65,9 @@ class RssMeter:
         return Levels(0, 0, 0, size)
 
     def ended(self) -> Levels | None:
-        """Return the most that a process of the ended command ever had, between readings too; None where unknown.
+        """Return the most that a process of the ended command ever had, also between readings; None where unknown.
 
-        A child begins as a copy of this process, before it becomes the command: only what exceeds this process is
-        known.
+        A child begins as a copy of this process, so its peak is the command's only where it exceeds this process.
         """
         most = _largest_child()
         return Levels(0, 0, 0, most) if most > max(self._before, _own_highest()) else None
@@ -105,7 +104,7 @@ def _resident(pid: int) -> int:
 
 
 class NvmlMeter:
-    """Reads what the driver counts for the command and its children, on the card that has most of it.
+    """Reads what the driver counts for the command and its children, on the card where that is most.
 
     Inside a container the driver's process numbers are not ours: then the whole card is read, other processes included,
     and `whole_card` is set.
@@ -122,7 +121,7 @@ class NvmlMeter:
         # vGPU, MIG and restricted drivers list no processes to anybody
         unlisted = ("NVMLError_NotSupported", "NVMLError_NoPermission")
         self._unlisted = tuple(getattr(library, name) for name in unlisted if hasattr(library, name))
-        for card in self.cards:  # raise what the driver refuses before the command runs
+        for card in self.cards:  # a driver that refuses raises here, before the command runs
             self._listed(card, set())
         self._before = [self._in_use(card) for card in self.cards]
         self._choose(0)
@@ -148,7 +147,7 @@ class NvmlMeter:
         sizes = [self._listed(card, ours) for card in self.cards]
         if any(sizes):
             self.whole_card = False
-        else:  # not started yet, or not visible by its number: take what has come since the beginning
+        else:  # not started yet, or not visible by its number: take the card whose use has grown most
             grown = [self._in_use(card) - before for card, before in zip(self.cards, self._before, strict=True)]
             self.whole_card = max(grown) > 0
             best = max(range(len(grown)), key=grown.__getitem__)
@@ -160,11 +159,11 @@ class NvmlMeter:
 
 
 def nvml() -> NvmlMeter:
-    """Return the meter of this machine's driver. Raises BadInput saying what is missing."""
+    """Return the meter of this machine's driver. Raises BadInput that names what is missing."""
     try:
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
-        if not _driver():
+        if not (DRIVER.exists() or shutil.which("nvidia-smi")):
             raise BadInput("there is no NVIDIA driver in this machine", hint=RSS_HINT) from None
         raise BadInput("watching a card from outside needs the package nvidia-ml-py", hint=NVML_HINT) from None
     try:
@@ -172,10 +171,6 @@ def nvml() -> NvmlMeter:
         return NvmlMeter(pynvml)
     except pynvml.NVMLError as error:
         raise BadInput(f"the NVIDIA driver does not answer: {error}", hint=NVML_HINT) from None
-
-
-def _driver() -> bool:
-    return DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
 def outside_meter(measure: str) -> tuple[RssMeter | NvmlMeter, str]:

@@ -1,10 +1,10 @@
-"""The leak search: who holds what grows, within a run and from one run of a process to the next.
+"""The leak search finds who holds growing memory, within a run and from one run of a process to the next.
 
-Within a run three looks are taken at the end of steps, and only once the leak test has seen growth:
+Within a run it inspects the live tensors three times at the end of steps, once the leak test has found growth:
 
-    look 1   collect cyclic garbage, remember what is alive and how large the graph behind every variable is
-    look 2   APART steps later: what is new is a suspect
-    look 3   APART steps later: suspects still alive are what leaks; names are found for them
+    1   collect cyclic garbage, remember the live tensors and how large the graph behind every variable is
+    2   APART steps later: new tensors are suspects
+    3   APART steps later: suspects that are still alive leak; find names for them
 
 A batch, a loss or an output lives into the next step or two, never through both intervals.
 """
@@ -27,11 +27,12 @@ from memfit.live.holders.source import keeping_line
 from memfit.live.watch.leak_test import FLOOR
 from memfit.nouns.sample import Leak, LeakHolder
 
-APART = 4  # steps between two looks: more than loaders prefetch (2) and a loop's variables live (1)
+APART = 4  # steps between two inspections: more than loaders prefetch (2) and a loop's variables live (1)
 MOST_HOLDERS = 5
 NOBODY = ("", "")
 NAMELESS = "tensors that no Python name leads to"
-RISES = 2  # between runs, one after the other: a single one may be a data set or a model that is shared on purpose
+CYCLES = "reference cycles, freed only when Python's garbage collector runs"
+RISES = 2  # rises in a row from run to run: a single one may be a data set or a model that is shared on purpose
 
 Graphs = dict[tuple[str, str], tuple[Name, int]]
 
@@ -49,10 +50,10 @@ class LeakSearch:
         self._suspects: list[weakref.ref[Tensor]] = []
 
     def look(self) -> tuple[LeakHolder, ...] | None:
-        """Count one more step; return the holders after the last look."""
+        """Count one more step; return the holders once the third inspection is done."""
         self._steps += 1
         if self._steps == APART:
-            old = self._old  # a tensor may have got the id of one that is gone
+            old = self._old  # a new tensor may have the id of one that is gone
             self._suspects = [weakref.ref(t) for t in live_tensors() if id(t) not in old or old[id(t)]() is not t]
         if self._steps < 2 * APART:
             return None
@@ -60,7 +61,9 @@ class LeakSearch:
         kept = without(alive(self._suspects), alive(self._old.values()))
         roots = Roots()
         graphs = _grown(self._graphs, _graphs(roots), 2 * APART)
-        return (*named(kept, roots, APART, graphs), *_cycles(self.garbage, bool(kept or graphs)))
+        if not (kept or graphs) and self.garbage > 0:
+            return (LeakHolder("cycle", CYCLES, "", "", 0, 0),)
+        return named(kept, roots, APART, graphs)
 
 
 def alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
@@ -69,7 +72,7 @@ def alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
 
 
 def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that share no memory with others: a view of a weight is nothing new."""
+    """Return the tensors that share no memory with `others`: a view of a weight is nothing new."""
     old = storages(others).keys()
     return [t for t in tensors if not storages([t]).keys() & old]
 
@@ -77,14 +80,15 @@ def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]
 def named(
     kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[LeakHolder] = ()
 ) -> tuple[LeakHolder, ...]:
-    """Group tensors that leak by the name that keeps them; those without a name belong to the graphs that grow."""
-    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # holders_of looks at WIDEST of them
+    """Group leaking tensors by the name that keeps them; those without a name belong to the graphs that grow."""
+    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # a sample: holders_of takes at most WIDEST
     found = holders_of(picked, roots)
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for number, t in enumerate(picked):
         name = found.get(number)
         groups.setdefault(_key(name) if name else NOBODY, []).append(t)
-    count, share = len(kept) / max(len(picked), 1) / steps, _per_byte(kept, picked) / steps
+    count = len(kept) / max(len(picked), 1) / steps  # tensors per step for each picked one
+    share = sum(storages(kept).values()) / max(sum(storages(picked).values()), 1) / steps
     first = {_key(name): name for name in found.values()}
     nameless = groups.pop(NOBODY, [])
     holders = []
@@ -114,7 +118,7 @@ def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int,
 
 
 def _key(name: Name) -> tuple[str, str]:
-    """Return what tells two names apart: the path and the file."""
+    """Return the path and the file of a name, which distinguish it from others."""
     return name.path, name.places[0][0]
 
 
@@ -122,13 +126,8 @@ def _kind(name: Name) -> Literal["container", "variable"]:
     return "container" if "[" in name.path or name.path.startswith(CACHE_OF) else "variable"
 
 
-def _per_byte(kept: Sequence[Tensor], picked: Sequence[Tensor]) -> float:
-    """Return the bytes of all tensors for one byte of those that were looked at."""
-    return sum(storages(kept).values()) / max(sum(storages(picked).values()), 1)
-
-
 def _amount(tensors: Sequence[Tensor], count: float, share: float) -> tuple[int, int]:
-    """Return (tensors, bytes) per step that a group of those looked at stands for."""
+    """Return (tensors, bytes) per step that a group of picked tensors stands for."""
     return max(round(len(tensors) * count), 1), int(sum(storages(tensors).values()) * share)
 
 
@@ -151,20 +150,13 @@ def _grown(before: Graphs, after: Graphs, steps: int) -> list[LeakHolder]:
     return sorted(holders, key=lambda holder: -holder.count)
 
 
-def _cycles(garbage: int, others: bool) -> tuple[LeakHolder, ...]:
-    if others or garbage <= 0:
-        return ()
-    text = "reference cycles, freed only when Python's garbage collector runs"
-    return (LeakHolder("cycle", text, "", "", 0, 0),)
-
-
 # --- from one run of a process to the next ---
 
 
 class Experiments:
-    """The watched runs of one process: what one leaves to the next, as caches, kept models, results with their graphs.
+    """Finds what the watched runs of a process leave behind: caches, kept models, results with their graphs.
 
-    Every watch that begins notes what is alive besides its own model. Where that grew RISES times in a row, tensors
+    Every watch that begins counts what is alive besides its own model. If that grew RISES times in a row, tensors
     that came with the last run and are still alive leak.
     """
 
@@ -172,7 +164,7 @@ class Experiments:
         self.starts: list[int] = []  # bytes alive when each run began, without its own model and optimizer
         self._reported: set[tuple[str, str]] = set()  # (name, place) of holders
         self._last: list[weakref.ref[Tensor]] = []  # alive when the last run ended
-        self._before: list[weakref.ref[Tensor]] = []  # when the one before it ended
+        self._before: list[weakref.ref[Tensor]] = []  # alive when the run before it ended
 
     def begin(self, live: Callable[[], int], own: Iterable[Tensor], floor: int = FLOOR) -> Leak | None:
         """Note that a run begins; return the leak between runs, if any. `live` counts bytes besides `own`."""

@@ -1,10 +1,9 @@
-"""The leak test: does a series of live bytes grow beyond noise, and what can be text of it once the run has ended?
+"""The leak test decides whether a series of live bytes grows beyond noise, and what to report when the run has ended.
 
 It is a rank test on the minima of blocks, which assumes no distribution. Noise is whatever leaves the order of the
 blocks to chance: batches of varying length, what the last step left behind. Eight minima are in rising order by
 chance once in 8! = 40,320 tests, and the series is tested only when it is half as long again as at the last test.
-Only its later half counts, so that loading, the first step's optimizer states and a cache that fills up and stays do
-not.
+Only its later half counts, which leaves out loading, the first step's optimizer states and a cache that fills up.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from memfit.units import MIB, human
 BLOCKS = 8
 FIRST_TEST = 2 * BLOCKS  # points
 WARMUP = 3  # steps that are left out: the first makes optimizer states, workspaces and caches settle in the next two
-FLOOR = MIB  # bytes a growth must have reached: less is not worth a search for who holds it
-MOST_POINTS = 4096  # beyond these two neighbours are merged into the lower one, which no minimum of blocks loses by
+FLOOR = MIB  # bytes a growth must have reached: less is not worth a search for the holders
+MOST_POINTS = 4096  # beyond these, neighbours are merged into the lower of two, which changes no minimum of a block
 RESIDENT = 8 * MIB  # growth of resident memory that settling allocators do not reach after the first steps
-ENOUGH = 4  # counts that did not rise, from which on resident memory grows by something else than tensors
+ENOUGH = 4  # counts that suffice: if they did not rise, resident memory grows by something else than tensors
 STOPPED = 0.1  # share of a leak's growth per step below which it has stopped
 COUNT_ALWAYS = "count_every=1 counts them at every step"
 
@@ -85,7 +84,7 @@ def growth_of(points: Sequence[tuple[int, int]], floor: int = FLOOR) -> Growth |
     return Growth(slope, since, until, gained) if gained >= floor else None
 
 
-# --- what is left to say when the run has ended ---
+# --- alarms at the end of the run ---
 
 
 def inconclusive(samples: Iterable[Sample]) -> Alarm | None:
@@ -141,12 +140,12 @@ def stopped(leak: Leak, samples: Iterable[Sample], since: int) -> Alarm | None:
 
 
 def _risen(counts: Sequence[Sample]) -> int:
-    """Return the bytes by which counts rose; 0 where they fell once."""
+    """Return the bytes by which counts rose; 0 if they ever fell."""
     live = [s.now.allocated for s in counts]
     return live[-1] - live[0] if len(live) > 1 and all(b >= a for a, b in pairwise(live)) else 0
 
 
 def _resident(sizes: Sequence[int]) -> int:
-    """Return the bytes from the median of the first quarter to that of the last."""
+    """Return the growth from the median of the first quarter to that of the last."""
     part = len(sizes) // 4
     return int(median(sizes[-part:]) - median(sizes[:part])) if part else 0

@@ -1,4 +1,4 @@
-"""memfit.watch() and the Watch it returns: follows the phases of a training loop and reads the meter at their ends."""
+"""memfit.watch() and Watch, which follows the phases of a training loop and reads the meter at the end of each step."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from memfit.nouns.tape import PHASES, Phase, Role
 from memfit.units import human
 
 LOG = "memfit-watch.jsonl"
-SENTENCES = 2  # of an error's message that are kept: what ran out, and how much was requested
-SAME = 0.5  # share of a growth that an earlier leak must grow by to explain it too
-EXPLAINED = 0.2  # share of a growth that named holders must keep to explain it
+SENTENCES = 2  # sentences of an error's message that are kept: what ran out, and how much was requested
+SAME = 0.5  # an earlier leak explains a growth too if it grows by at least this share of it
+EXPLAINED = 0.2  # named holders explain a growth if they keep at least this share of it
 
 
 class Following:
-    """A hook on the watched model. Its copies, saved ones too, get one that does nothing and needs no memfit."""
+    """A hook on the watched model; copies and saved files of the model get a hook that does nothing, without memfit."""
 
     def __init__(self, call: Callable[[Any, Any], None]) -> None:
         self._call = call
@@ -54,19 +54,16 @@ class Following:
     def __call__(self, module: Any, args: Any) -> None:
         self._call(module, args)
 
-    def __deepcopy__(self, _: Any) -> Callable[[Any, Any], Any]:
-        return partial(dict.get, {})  # made of builtins alone; changes no arguments
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (dict.get, {})
+        return partial, (dict.get, {})  # made of builtins alone; changes no arguments
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method for PyTorch's global hooks, which else would keep a watch that nobody closes, and its model."""
-    found = weakref.WeakMethod(method)
+    """Wrap a method for PyTorch's global hooks by a weak reference, so that a watch that is never closed is freed."""
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        alive = found()
+        alive = reference()
         if alive is not None:
             alive(*args)
 
@@ -76,9 +73,9 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 class Watch:
     """A watched training loop. Use it as a context manager, or call `close()`.
 
-    With an optimizer its steps are counted automatically, also those of an optimizer that replaces it; without, call
-    `step()` at the end of each. `phase("eval")` names a part of the loop; evaluation is detected automatically where
-    the model is given. `leaks`, `footprint()` and `timeline()` return what was found so far.
+    The steps of `optimizer`, or of one that replaces it, are counted automatically; without an optimizer call `step()`
+    at the end of each. `phase("eval")` names a part of the loop; where the model is given, evaluation is detected
+    automatically. `leaks`, `footprint()` and `timeline()` return what was found so far.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Watch:
         self._optimizer: Callable[[], Any] = lambda: None
         self.optimizer = optimizer
         self._beside: tuple[Callable[[], Any], ...] = ()  # further optimizers, whose states lie on the card as well
-        self._states_of = 0  # number of weights with optimizer states, when they were last counted
+        self._with_states = 0  # number of weights that had optimizer states at the last count
         self.done = 0  # optimizer steps
         self._phase: Phase = "load"
         self._interval = SamplingInterval(clock)
@@ -97,7 +94,7 @@ class Watch:
         self._began = clock()
         self._series = Series() if find_leaks else None
         self._search: LeakSearch | None = None
-        self._growth = Growth(0.0, 0, 0, 0)  # the growth that the search is about
+        self._growth = Growth(0.0, 0, 0, 0)  # the growth whose holders are searched
         self._hooks: list[Any] = []
         self._counts_itself = False
         self._closed = False
@@ -105,7 +102,8 @@ class Watch:
         self._between_experiments(first)
         self._phase = "first_step"
         self._hook()
-        _closes_with_the_program(self)
+        _hook_uncaught_errors()
+        _OPEN.add(self)
 
     # --- what a loop calls ---
 
@@ -125,9 +123,10 @@ class Watch:
         self._beside = tuple(weakref.ref(optimizer) for optimizer in optimizers)
 
     def step(self) -> None:
-        """Note that an optimizer step is done. An optimizer's steps are noted automatically, until this is called."""
+        """Count an optimizer step. The first call ends the automatic count of the optimizer's steps."""
         if self._counts_itself:
-            self._unhook_optimizer()
+            self._hooks.pop().remove()  # the post-step hook, which was added last
+            self._counts_itself = False
             if self.done:  # the hook has counted this step
                 return
         self._stepped()
@@ -155,7 +154,7 @@ class Watch:
         self.enter("step" if self.done else "first_step")
 
     def close(self) -> None:
-        """End the watch: take a last look, and report what was found."""
+        """End the watch: read the meter once more, and report what was found."""
         if self._closed:
             return
         self._closed = True
@@ -207,17 +206,13 @@ class Watch:
             self._hooks.append(self.optimizer.register_step_post_hook(lambda *_: self._stepped()))
             self._counts_itself = True
 
-    def _unhook_optimizer(self) -> None:
-        self._hooks.pop().remove()  # the hook behind the step, made last
-        self._counts_itself = False
-
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        """Let go of the first optimizer where the loop has replaced it by another of the same weights."""
+        """Drop the reference to the first optimizer where the loop has replaced it by another of the same weights."""
         if optimizer is self.optimizer:
             return
         mine = {id(weight) for weight in self._parameters()}
         if any(id(weight) in mine for group in optimizer.param_groups for weight in group["params"]):
-            self._kept = None  # it lives on only where the loop keeps it
+            self._kept = None  # from here on it lives only as long as the loop keeps it
             if self.optimizer is None:
                 self.optimizer = optimizer
 
@@ -240,16 +235,16 @@ class Watch:
         phase: Phase = "first_step" if self.done == 1 else "step"
         reading = self._sample(phase)
         self._phase = "step"
-        states_of = sum(len(getattr(optimizer, "state", None) or ()) for optimizer in self._optimizers())
-        if self.done == 1 or states_of != self._states_of:  # some weights get their states later than others
-            self._states_of = states_of
+        with_states = sum(len(getattr(optimizer, "state", None) or ()) for optimizer in self._optimizers())
+        if self.done == 1 or with_states != self._with_states:  # some weights get their states later than others
+            self._with_states = with_states
             self.recorder.share(self._shares())
         if self._series is not None:
             self._look_for_leaks(self._series, reading)
-        self._interval.looked()
+        self._interval.sampled()
 
     def _sample(self, phase: Phase, always: bool = False) -> Reading:
-        """Take a look; at the first one of each phase tensors are always counted."""
+        """Read the meter and record a sample; tensors are always counted at the first one of each phase."""
         reading = self.meter.read(always or phase not in self.recorder.peaks)
         seconds = self.clock() - self._began
         every = self._interval.every if self._paced else 1
@@ -257,7 +252,7 @@ class Watch:
         return reading
 
     def _look_for_leaks(self, series: Series, reading: Reading) -> None:
-        """Test the series, which is cheap; once it grows, search over the next steps for who holds it."""
+        """Test the series, which is cheap; once it grows, search over the next steps for the holders."""
         if self._search is not None:
             holders = self._search.look()
             if holders is not None:
@@ -270,14 +265,14 @@ class Watch:
             self._growth, self._search = growth, LeakSearch()
 
     def _report(self, holders: tuple[LeakHolder, ...]) -> None:
-        """Report the leak, once for each holder, where the holders explain the growth."""
+        """Report the leak where the holders explain the growth and one of them is new."""
         growth = self._growth
         known = {(h.name, h.place) for leak in self.leaks for h in leak.holders}
         fresh = any((h.name, h.place) not in known for h in holders)
         sure = any(h.kind in ("graph", "cycle") for h in holders)
         if fresh and (sure or sum(h.bytes for h in holders) >= EXPLAINED * growth.per_step):
-            found = Leak(int(growth.per_step), growth.since, growth.until, growth.bytes, holders)
-            self.recorder.leak(found, "step")
+            leak = Leak(int(growth.per_step), growth.since, growth.until, growth.bytes, holders)
+            self.recorder.leak(leak, "step")
 
     def _report_inconclusive(self) -> None:
         """Report growth that the run was too short to explain, and leaks that have stopped growing since."""
@@ -288,10 +283,9 @@ class Watch:
                 self.recorder.alarm(alarm)
         known = any(leak.per_step >= SAME * growth.per_step for leak in self.leaks if leak.unit == "step")
         if self._search is not None and not known:
-            span = f"steps {growth.since:,} to {growth.until:,}"
-            per_step = human(int(growth.per_step))
             text = (
-                f"live memory grew by {per_step} per step over {span}; the run ended before it was known who holds it"
+                f"live memory grew by {human(int(growth.per_step))} per step over steps {growth.since:,} to "
+                f"{growth.until:,}; the run ended before it was known who holds it"
             )
             self.recorder.alarm(Alarm("unsure", self.done, "step", growth.bytes, 0, text))
         elif self.meter.name == "tensors" and not self.leaks:
@@ -300,6 +294,7 @@ class Watch:
                 self.recorder.alarm(alarm)
 
     def _between_experiments(self, first: Reading) -> None:
+        """Report what earlier watched runs of this process left behind."""
         if self._series is None:
             return
         own = [*self._parameters(), *self._states()]
@@ -316,12 +311,11 @@ class Watch:
 
     def _shares(self) -> tuple[tuple[Role, int], ...]:
         """Return the bytes of parameters (with buffers) and of optimizer states on the metered device."""
-        parts: tuple[tuple[Role, list[Tensor]], ...] = (
-            ("parameters", self._parameters()),
-            ("optimizer_states", self._states()),
-        )
+        parts: dict[Role, list[Tensor]] = {"parameters": self._parameters(), "optimizer_states": self._states()}
         kind = "cuda" if self.meter.name == "cuda" else "cpu"
-        sizes = ((role, sum(storages(t for t in found if t.device.type == kind).values())) for role, found in parts)
+        sizes = (
+            (role, sum(storages(t for t in part if t.device.type == kind).values())) for role, part in parts.items()
+        )
         return tuple((role, size) for role, size in sizes if size)
 
     def _parameters(self) -> list[Tensor]:
@@ -353,15 +347,15 @@ def watch(
     name: str = "",
     screen: Screen | None = None,
 ) -> Watch:
-    """Watch a training loop from here on.
+    """Watch a training loop from here on. Raises MemfitError for bad arguments.
 
     model, optimizer: as the loop has them; with an optimizer its steps are counted automatically, with a model
     evaluation is distinguished from training. predicted: a Footprint, a Tape, or a file (recipe.toml, tape, snapshot,
-    JSON of memfit estimate, log of another watch) to compare the run with. log: JSON lines are appended here; None:
-    nowhere. to: further sinks, "tensorboard:runs/a", "wandb", "prometheus:9400". live: a view in the terminal instead
-    of lines. reset_peaks: give every step a peak of its own, by torch.cuda.reset_peak_memory_stats. count_every: on a
-    run without a card, count live tensors every so many steps instead of when there is time, and look at every step,
-    however short. screen: shows the run instead of these. Raises MemfitError for bad arguments.
+    JSON of memfit estimate, log of another watch) to compare the run with. log: the file that JSON lines are appended
+    to, or None. to: further sinks, "tensorboard:runs/a", "wandb", "prometheus:9400". live: draw a view in the terminal
+    instead of printing lines. reset_peaks: give every step a peak of its own, by torch.cuda.reset_peak_memory_stats.
+    count_every: on a run without a card, count live tensors every so many steps instead of when there is time, and
+    read the meter at every step, however short. screen: a screen to use in place of `live` and `quiet`.
     """
     if model is not None and not callable(getattr(model, "parameters", None)):
         raise BadInput(
@@ -401,7 +395,7 @@ def _of_rank(log: str | os.PathLike[str] | None) -> Path | None:
 
 
 def failed(error: Exception, step: int, phase: Phase) -> Alarm:
-    """Return the alarm for an error; its `bytes` are those of a request for memory that failed, 0 for another error."""
+    """Return the alarm for an error; its `bytes` are those of a failed request for memory, 0 for any other error."""
     message = " ".join(str(error).split())
     requested = next((found.tried for found in messages(message) if found.tried is not None), 0)
     short = ". ".join(message.split(". ")[:SENTENCES])
@@ -411,14 +405,9 @@ def failed(error: Exception, step: int, phase: Phase) -> Alarm:
 _OPEN: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
-def _closes_with_the_program(watch: Watch) -> None:
-    """Let an error that nobody catches end this watch, as an error that leaves its block does."""
-    _hook_uncaught_errors()
-    _OPEN.add(watch)
-
-
 @cache
 def _hook_uncaught_errors() -> None:
+    """Let an error that nobody catches end every open watch, as an error that leaves its block does."""
     before = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -25,10 +25,10 @@ from memfit.nouns.sample import MeterName
 
 DEVICE_EVERY = 1.0  # seconds between two calls of the driver, which cost more than the allocator's own counters
 COUNT_SHARE = 0.005  # share of the run's time that counting live tensors on the host may take
-EARLY = 0.01  # the same until they were counted as often as the leak test needs
-RISING = 0.02  # the same once resident memory has grown beyond noise, or counts only rise
-RISES = 4  # counts that rose one after the other
-AT_ONCE = 2.0  # seconds that counting may take besides, from then on
+EARLY = 0.01  # the share until tensors were counted as often as the leak test needs
+RISING = 0.02  # the share once memory rises: resident memory beyond noise, or RISES counts in a row
+AT_ONCE = 2.0  # seconds that counting may take in addition once memory rises
+RISES = 4
 FIRST = 2  # readings at which tensors are always counted: after loading and after the first step
 STATM = Path("/proc/self/statm")
 
@@ -56,7 +56,7 @@ class CudaMeter:
 
     The level `device` is what the whole card has in use, other processes included. It is read once a second, and
     follows the reserved bytes in between. reset: reset torch's peak counters at every reading, so that each step has
-    a peak of its own; without it a peak is the highest since anybody last reset the counters.
+    a peak of its own; otherwise a peak is the highest value since the counters were last reset.
     """
 
     name: MeterName = "cuda"
@@ -88,11 +88,11 @@ class CudaMeter:
 class HostMeter:
     """Reads a run without a card: `device` is resident memory of the process, other levels are bytes of live tensors.
 
-    Tensors are counted at the first readings and where one must be exact (`always`); else when all counts and one more
-    take no more than EARLY, later COUNT_SHARE, of the run's time so far. With `every` they are counted at every so many
-    readings instead. Resident memory costs nothing to read: once it has grown as a leak does, or counts only rise,
-    counting may take AT_ONCE seconds and RISING of the time, so that few steps suffice to tell whether it is tensors.
-    A peak is the highest value that was read; what came and went inside a step is missed.
+    Tensors are counted at the first readings, at readings with `always`, and whenever all counts including one more
+    take no more than EARLY, later COUNT_SHARE, of the run's time so far; with `every`, at every so many readings
+    instead. Resident memory costs nothing to read: once it has grown as a leak does, or counts only rise, counting may
+    take AT_ONCE seconds and RISING of the time, so that few steps suffice to decide whether tensors grow.
+    A peak is the highest value that was read: tensors that come and go within a step are missed.
     """
 
     name: MeterName = "tensors"
@@ -146,10 +146,9 @@ def resident_bytes() -> int:
 
 
 def meter_for(model: Any, reset: bool = True, every: int | None = None) -> Meter:
-    """Return the meter of the device that the model is on; without a model that of the card, if there is one."""
-    device = (
-        next((p.device for p in model.parameters() if p.device.type != "meta"), None) if model is not None else None
-    )
+    """Return the meter of the model's device; without a model that of the card, if there is one."""
+    parameters = model.parameters() if model is not None else ()
+    device = next((p.device for p in parameters if p.device.type != "meta"), None)
     on_card = torch.cuda.is_available() and (device is None or device.type == "cuda")
     if not on_card:
         return HostMeter(every)
@@ -158,38 +157,37 @@ def meter_for(model: Any, reset: bool = True, every: int | None = None) -> Meter
 
 # --- the sampling interval ---
 
-STEP_SHARE = 0.01  # share of the steps' time that looks may take
-FULL = 128  # looks that are taken at every step when a run begins
-RECENT = 16  # looks whose median gives the two times
-MOST = 1000  # steps between two looks, at most
-LONGEST = 1.0  # seconds between two looks, at most
+STEP_SHARE = 0.01  # share of the steps' time that samples may take
+FULL = 128  # samples that are taken at every step when a run begins
+RECENT = 16  # samples over which the medians of their cost and of a step's time are taken
+MOST = 1000  # steps between two samples, at most
+LONGEST = 1.0  # seconds between two samples, at most
 
 
 class SamplingInterval:
-    """Call `due` at the end of every step and, where it returns True, `looked` after the look."""
+    """Decides after which steps to sample. Call `due` after every step and, where it returns True, then `sampled`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.every = clock, 1
-        self._steps = self._looks = 0
+        self._steps = self._samples = 0
         self._start = self._end = clock()
         self._costs: deque[float] = deque(maxlen=RECENT)
-        self._gaps: deque[float] = deque(maxlen=RECENT)  # seconds of one step, without looks
+        self._gaps: deque[float] = deque(maxlen=RECENT)  # seconds of one step, without samples
 
     def due(self, always: bool = False) -> bool:
-        """Should a look be taken after this step?"""
+        """Return whether to sample after this step."""
         self._steps += 1
         if self._steps < self.every and not always and self.clock() - self._end < LONGEST:
             return False
         self._start = self.clock()
         return True
 
-    def looked(self) -> None:
-        """Note that the look is over, and adapt the interval to what it took."""
+    def sampled(self) -> None:
+        """Note that a sample was taken, and adapt the interval to the time it took."""
         self._gaps.append((self._start - self._end) / self._steps)
         self._end, self._steps = self.clock(), 0
         self._costs.append(self._end - self._start)
-        self._looks += 1
-        if self._looks >= FULL and self._looks % RECENT == 0:
-            room = STEP_SHARE * median(self._gaps)
-            self.every = min(math.ceil(median(self._costs) / room), MOST) if room > 0 else MOST
-            self.every = max(self.every, 1)
+        self._samples += 1
+        if self._samples >= FULL and self._samples % RECENT == 0:
+            allowed = STEP_SHARE * median(self._gaps)
+            self.every = max(min(math.ceil(median(self._costs) / allowed), MOST), 1) if allowed > 0 else MOST

@@ -1,4 +1,4 @@
-"""Where a watched run goes besides its log: to a screen, and to sinks, each through its own library.
+"""The outputs of a watched run besides its log: a screen, and sinks that each write through a library of their own.
 
 A new sink is one class and one row of SINKS. Values are bytes, as in the log.
 """
@@ -14,8 +14,8 @@ from typing import Any, Protocol, TextIO
 from memfit.errors import BadInput, UnknownName
 from memfit.nouns.sample import METERS, Alarm, Header, Leak, Sample, Status, Watched
 
-PREFIX = "memfit"  # of the names of metrics
-REFRESH = 0.5  # seconds between two pictures of a live view
+PREFIX = "memfit"  # begins the names of metrics
+REFRESH = 0.5  # seconds between two updates of a live view
 
 
 class Sink(Protocol):
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 def _series(header: Header, sample: Sample) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of every level that was read, now and at its highest."""
+    """Yield (name, bytes) of the current and the peak value of every level that was read."""
     tensors = METERS[header.meter].roles and sample.counted
     for when in ("now", "peak"):
         for level, size in asdict(getattr(sample, when)).items():
@@ -127,20 +127,17 @@ SINKS: dict[str, SinkKind] = {
 }
 
 
-def check(specs: Iterable[str]) -> None:
-    """Refuse unknown sinks, before anything is opened. Raises UnknownName."""
-    for spec in specs:
-        if spec.partition(":")[0] not in SINKS:
-            raise UnknownName("sink", spec.partition(":")[0], SINKS, hint=f"one of {', '.join(SINKS)}")
-
-
 def open_sinks(specs: Iterable[str], header: Header) -> tuple[Sink, ...]:
-    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'. Raises BadInput for a missing package."""
-    specs = tuple(specs)
-    check(specs)
+    """Open sinks given as 'tensorboard:runs/a', 'wandb', 'prometheus:9400'.
+
+    Raises UnknownName before anything is opened, and BadInput for a missing package.
+    """
+    parts = [spec.partition(":") for spec in specs]
+    for name, _, _ in parts:
+        if name not in SINKS:
+            raise UnknownName("sink", name, SINKS, hint=f"one of {', '.join(SINKS)}")
     made: list[Sink] = []
-    for spec in specs:
-        name, _, argument = spec.partition(":")
+    for name, _, argument in parts:
         try:
             made.append(SINKS[name].make(header, argument))
         except ImportError as error:
@@ -178,7 +175,7 @@ class Quiet:
 
 
 class Plain(Quiet):
-    """Prints warnings as they come and a summary at the end, one fact a line, and overwrites nothing."""
+    """Prints warnings as they come and a summary at the end, one fact per line, and overwrites nothing."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self.file = file
@@ -186,7 +183,7 @@ class Plain(Quiet):
     def alarm(self, alarm: Alarm) -> None:
         from memfit.report.watching import alarm_line
 
-        if alarm.kind != "leak":  # `leak` prints that, with its holders
+        if alarm.kind != "leak":  # `leak` prints those, with their holders
             self._print(alarm_line(alarm))
 
     def leak(self, leak: Leak) -> None:
@@ -204,8 +201,8 @@ class Plain(Quiet):
         print(f"memfit watch: {line}", file=self.file or sys.stderr, flush=True)
 
 
-class Live:
-    """Draws a picture at the bottom of the terminal; what the program prints scrolls above it."""
+class Live(Quiet):
+    """Draws a view at the bottom of the terminal; what the program prints scrolls above it."""
 
     def __init__(self, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.live import Live as RichLive
@@ -227,8 +224,6 @@ class Live:
     def alarm(self, alarm: Alarm) -> None:
         self._shown = -REFRESH  # the next call of `show` draws it
 
-    def leak(self, leak: Leak) -> None: ...
-
     def close(self, watched: Watched) -> None:
         from memfit.report.watching import closing_view
 
@@ -246,7 +241,7 @@ def screen_for(live: bool, quiet: bool = False) -> Screen:
 def _console(file: TextIO | None) -> Any:
     from memfit.report.layout import Output
 
-    made = Output(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
-    if not made.is_terminal:
-        made.width = 10_000  # nothing is wrapped in a pipe
-    return made
+    console = Output(file=file, stderr=file is None, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000  # nothing is wrapped in a pipe
+    return console

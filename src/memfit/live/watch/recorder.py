@@ -1,4 +1,4 @@
-"""The recorder: passes samples to log, alarm rules, sinks and screen, and keeps what a footprint needs."""
+"""The recorder passes samples to log, alarm rules, sinks and screen, and keeps what a footprint needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from memfit.nouns.sample import Alarm, Header, Leak, Sample, Status, Watched
 from memfit.nouns.tape import Phase, Role
 from memfit.units import human
 
-MOST_SAMPLES = 8192  # kept in memory; beyond these neighbours of one phase are merged (the log has every one)
+MOST_SAMPLES = 8192  # kept in memory; beyond these, neighbours of one phase are merged (the log has every sample)
 
 
 def check_log(path: Path | None) -> None:
-    """Raise BadInput for a file that holds something else than a log: appending would make both unreadable."""
+    """Raise BadInput for a file that holds anything but a log: appending would make both unreadable."""
     try:
-        if path is None or not path.is_file():  # a new one, or a pipe
+        if path is None or not path.is_file():  # a new file, or a pipe
             return
         with path.open("rb") as file:
             head = file.read(64)
@@ -68,7 +68,7 @@ class Recorder:
 
     def __init__(self, header: Header, log: Path | None, sinks: Sequence[Sink], screen: Screen) -> None:
         self.header, self.sinks, self.screen = header, sinks, screen
-        self.unread = False  # nobody reads the screen any more
+        self.unread = False  # whether the screen's stream was closed by its reader
         self.alarm_rules = Alarms(header)
         self.samples: list[Sample] = []
         self.peaks: dict[Phase, Levels] = {}
@@ -131,7 +131,7 @@ class Recorder:
             self.log.close()
 
     def _show(self, call: Callable[..., None], shown: object) -> None:
-        """Show something; a screen that nobody reads any more (stderr is closed) is left alone, and the run goes on."""
+        """Show something, until the screen's stream is closed; the run then goes on without a screen."""
         if not self.unread:
             try:
                 call(shown)
@@ -144,7 +144,7 @@ class Recorder:
 
 
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """Merge every two neighbours of one phase: the later instant at which tensors were counted, the higher peaks."""
+    """Merge every two neighbours of one phase: keep the later one with counted tensors, and the higher peaks."""
     kept: list[Sample] = []
     for index, sample in enumerate(samples):
         before = kept[-1] if kept else None

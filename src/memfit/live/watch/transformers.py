@@ -38,7 +38,7 @@ class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for earlier in (self.watch, _UNDER_WAY[model]() if model in _UNDER_WAY else None):
             if earlier:
-                earlier.close()  # an error may have ended its training, which no callback is called for
+                earlier.close()  # its training may have ended in an error, for which no callback is called
         self.watch = watch(model, **self.options)
         if model is not None:
             _UNDER_WAY[model] = ref(self.watch)

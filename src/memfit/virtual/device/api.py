@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A CUDA stream: work on it is already done; allocations under it come from its own pool."""
+    """A CUDA stream. Its work is always done already; allocations on it come from a pool of its own."""
 
     _count = 0
 
@@ -32,25 +32,19 @@ class Stream:
         self.stream_id = self.cuda_stream = Stream._count
         self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing is ever waited for."""
+    def wait_event(self, event: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing is ever waited for."""
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> Event:
-        """Return an event, which has already happened."""
         return event or Event()
 
-    def synchronize(self) -> None:
-        """Nothing is ever waited for."""
-
     def query(self) -> bool:
-        """All work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """No CUDA graph is being captured."""
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -61,26 +55,20 @@ class Stream:
 
 
 class Event:
-    """A CUDA event that has happened."""
+    """A CUDA event that has already happened, whatever torch.cuda.Event's arguments; no time passes between two."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Take whatever torch.cuda.Event takes; no time is measured."""
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None:
-        """It has happened already."""
+    def record(self, stream: Any = None) -> None: ...
 
-    def wait(self, stream: Any = None) -> None:
-        """It has happened already."""
+    def wait(self, stream: Any = None) -> None: ...
 
-    def synchronize(self) -> None:
-        """It has happened already."""
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
-        """It has happened."""
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        """Return 0 ms: no time passes on a virtual card."""
         return 0.0
 
 
@@ -119,7 +107,7 @@ def stream_functions(card: Card) -> dict[str, Any]:
 
 
 def record_stream(card: Card) -> Callable[[Tensor, Any], None]:
-    """Return Tensor.record_stream: a block that was freed is available again only once that stream has caught up."""
+    """Return Tensor.record_stream, after which a freed block is reused only once that stream has caught up."""
 
     def recorded(self: Tensor, stream: Any) -> None:
         if self.is_cuda:
@@ -133,8 +121,6 @@ def record_stream(card: Card) -> Callable[[Tensor, Any], None]:
 
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Return replacements, by name, for functions of torch._C."""
-    gpu = card.gpu
-    free = lambda: max(gpu.total_bytes - gpu.context_bytes - card.settled().reserved, 0)  # noqa: E731
     nothing = lambda *_: None  # noqa: E731
     return {
         "_cuda_getDeviceCount": lambda: 1,
@@ -157,7 +143,6 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_scatter": lambda t, devices, sizes, dim, streams: tuple(x.to("cuda") for x in t.chunk(1, dim)),
         "_gather": lambda tensors, dim, to: torch.cat(tensors, dim),
         "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
-        "_memfit_free": free,
     }
 
 
@@ -174,7 +159,7 @@ class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """torch.Generator on the host in place of the card's: the random numbers themselves do not matter."""
+    """A torch.Generator on the host in place of the card's: the random numbers themselves do not matter."""
 
     made_for: torch.device
     philox: torch.Tensor
@@ -186,7 +171,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         return made
 
     def get_state(self) -> torch.Tensor:
-        """Return the state; a card's is its seed and offset, 8 bytes each, which DTensor reads, never a FakeTensor."""
+        """Return the state; a card's is its seed and offset, 8 bytes each, which DTensor reads: never a FakeTensor."""
         if self.made_for.type != "cuda":
             return super().get_state()
         with _disable_current_modes():
@@ -203,7 +188,6 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device it was made for."""
         return self.made_for
 
 
@@ -234,7 +218,7 @@ _clone_on_host = torch.UntypedStorage.clone
 
 
 def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """UntypedStorage.clone, which builds without CUDA have for the host only. copy.deepcopy of tensors calls it."""
+    """Replace UntypedStorage.clone, which copy.deepcopy calls and builds without CUDA have for the host only."""
     if self.device.type != "cuda":
         return _clone_on_host(self)
     return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
@@ -244,12 +228,12 @@ _profile = torch.autograd.profiler.profile.__init__
 
 
 def _profile_host(self: Any, enabled: bool = True, **words: Any) -> None:
-    """Let torch.profiler record the host only: no kernel runs, and this build warns about each one it cannot time."""
+    """Let torch.profiler record the host only: no kernel runs, and builds without CUDA warn about each of them."""
     _profile(self, enabled, **(words | {"use_cpu": True, "use_cuda": False, "use_device": None}))
 
 
 def _is_all_true(card: Card) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return torch._is_all_true, by which torch.distributions validates: unknown values count as valid."""
+    """Return torch._is_all_true, with which torch.distributions validates: unknown values count as valid."""
     real = torch._is_all_true
 
     def check(t: torch.Tensor) -> torch.Tensor:
@@ -279,8 +263,8 @@ def _clear_autocast_cache(card: Card) -> Callable[[], None]:
 @contextmanager
 def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
-    functions = _functions(card)
-    free = functions.pop("_memfit_free")
+    used = lambda: card.gpu.context_bytes + card.settled().reserved  # noqa: E731
+    total = card.gpu.total_bytes
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -290,7 +274,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "get_device_properties": lambda *_: _properties(card),
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
-        "mem_get_info": lambda *_: (free(), card.gpu.total_bytes), 
+        "mem_get_info": lambda *_: (max(total - used(), 0), total),
         "default_generators": (Generator("cuda"),), "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
@@ -300,19 +284,17 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "record_stream": record_stream(card),
     }  # fmt: skip
     with (
-        patched(torch._C, functions),
+        patched(torch._C, _functions(card)),
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
-        patched(
-            torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}
-        ),  # a name of its own for the compiler
+        # a function of its own, for the compiler
+        patched(torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}),
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
         patched(torch.version, {"cuda": "13.0"}),
-        patched(
-            torch.backends.cudnn, {"is_acceptable": lambda _: False}
-        ),  # cuDNN is not built in, so recurrent layers run without it
+        # cuDNN is not built in, so recurrent layers run without it
+        patched(torch.backends.cudnn, {"is_acceptable": lambda _: False}),
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules imported some names by value
         patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),

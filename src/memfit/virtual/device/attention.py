@@ -1,7 +1,7 @@
-"""scaled_dot_product_attention on the virtual GPU: the composite operator that calls the kernel PyTorch would choose.
+"""scaled_dot_product_attention on the virtual GPU: a composite operator that calls the kernel PyTorch would choose.
 
-PyTorch's own composite asks a dispatch stub for the choice, which builds without CUDA lack. It is rewritten here after
-aten/src/ATen/native/transformers/attention.cpp of PyTorch 2.13; the choice itself is tables.cuda_kernels.sdpa_kernel.
+PyTorch's own composite takes the choice from a dispatch stub, which builds without CUDA lack. It is rewritten here from
+aten/src/ATen/native/transformers/attention.cpp of PyTorch 2.13; tables.cuda_kernels.sdpa_kernel chooses the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 def _kernel(
     capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, masked: bool, dropout: float, enable_gqa: bool
 ) -> SdpaKernel:
-    """The kernel for q: [B, N, S, H] and k, v: [B, K, S, H], of those that the program has left enabled."""
+    """Return the kernel for q: [B, N, S, H] and k, v: [B, K, S, H], of those that the program has left enabled."""
     flags = torch.backends.cuda
     enabled = {
         "cudnn": flags.cudnn_sdp_enabled(), "flash": flags.flash_sdp_enabled(),
@@ -45,7 +45,7 @@ def sdpa(
     capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
     scale: float | None, grouped: bool,
 ) -> Tensor:  # fmt: skip
-    """The output [B, N, S, Hv], through the autograd of the chosen kernel."""
+    """Return the output [B, N, S, Hv], through the autograd of the chosen kernel."""
     kernel = _kernel(capability, q, k, v, mask is not None, dropout, grouped)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask = _as_float(mask, q)
@@ -60,14 +60,14 @@ def sdpa(
 
 
 def _as_float(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """convert_boolean_attn_mask: a mask of the queries' dtype, made at each call."""
+    """Make a boolean mask one of the queries' dtype, at each call, as convert_boolean_attn_mask does."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=q.dtype, device=q.device), -math.inf)
 
 
 def _padded_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """preprocess_mask: the last dimension aligned to 16 elements where the mask is not, then expanded."""
+    """Align the mask's last dimension to 16 elements and expand it, as preprocess_mask does."""
     if mask is None:
         return None
     align = 16

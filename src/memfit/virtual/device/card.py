@@ -24,7 +24,7 @@ NOTHING = -1  # the number of tensors without bytes
 class Card:
     """One virtual device, `cuda:0`, with an allocator that is empty at first.
 
-    capacity: bytes the driver can hand out in all (None: any number). Sizes are bytes.
+    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes.
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
@@ -47,7 +47,7 @@ class Card:
 
     @property
     def limit(self) -> int | None:
-        """Return the bytes that its driver can hand out; None: any number."""
+        """Return the bytes that the driver can hand out; None for any number."""
         capacity = self.ledger.allocator.capacity
         return capacity if capacity < 2 * self.gpu.total_bytes else None
 
@@ -72,7 +72,7 @@ class Card:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """storage.resize_: allocate the new memory before the old is freed, as resize_bytes_cuda does."""
+        """Resize a storage: allocate the new memory before the old is freed, as resize_bytes_cuda does."""
         self.settle()
         if size == storage.nbytes():
             return
@@ -92,7 +92,7 @@ class Card:
             self.ledger.free(number)
 
     def tensors(self, planned: Any, label: str) -> Any:
-        """Make new tensors in the place of Blueprints in what an operator returns, in the order of its outputs."""
+        """Replace the Blueprints in what an operator returns by new tensors, in the order of its outputs."""
         if isinstance(planned, tuple):
             return self.tensor(planned, label)
         if isinstance(planned, list):
@@ -121,12 +121,12 @@ class Card:
             self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
 
     def clear_workspaces(self) -> None:
-        """torch._C._cuda_clearCublasWorkspaces()."""
+        """Free all workspaces, as torch._C._cuda_clearCublasWorkspaces() does."""
         while self._workspaces:
             self.ledger.free(self._workspaces.popitem()[1])
 
     def empty_cache(self) -> None:
-        """torch.cuda.empty_cache()."""
+        """Do torch.cuda.empty_cache()."""
         self.settle()
         self.ledger.empty_cache()
 
@@ -136,14 +136,14 @@ class Card:
         return self.ledger.allocator
 
     def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
-        """Free storages that died since the last call; call it before allocating and before reading the allocator."""
+        """Free storages that died since the last call; to be called before allocating or reading the allocator."""
         if self.storages.deaths:
             for number in arranged(self.storages.dead()):
                 self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    """computeStorageNbytes: count bytes up to the last element that the strides reach."""
+    """Count the bytes up to the last element that the strides reach, as computeStorageNbytes does."""
     last = 0
     for size, step in zip(shape, stride, strict=True):
         if size == 0:
@@ -153,7 +153,7 @@ def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: in
 
 
 def _format_size(size: int) -> str:
-    """c10::CachingAllocator::format_size."""
+    """Write a size as c10::CachingAllocator::format_size does."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size > 1 << shift:
             return f"{size / (1 << shift):.2f} {unit}"
@@ -161,7 +161,7 @@ def _format_size(size: int) -> str:
 
 
 def out_of_memory_text(error: OutOfMemory, context: int) -> str:
-    """Return the message of torch.OutOfMemoryError since PyTorch 2.11; the `context` bytes are not PyTorch's."""
+    """Return the message of torch.OutOfMemoryError since PyTorch 2.11. context: bytes in use outside of PyTorch."""
     size = _format_size
     limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
     process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "

@@ -1,13 +1,13 @@
-"""Make a PyTorch without a GPU believe it has CUDA devices: a device guard, the CUDA hooks, and a thread for backward.
+"""Make PyTorch report CUDA devices without a GPU: a device guard, the CUDA hooks, and a thread for the backward.
 
-A CPU wheel registers no CUDA device guard, and the autograd engine asks the CUDA hooks for an accelerator. Both are
+A CPU wheel registers no CUDA device guard, and the autograd engine gets its accelerator from the CUDA hooks. Both are
 C++ objects: the guard is registered through ctypes, then replaced by PyTorch's own no-op guard; the hooks object gets
 a copy of its own virtual function table with a few entries replaced. Slot numbers are read from the headers that
 ship in the wheel. Itanium C++ ABI only.
 
-Autograd's engine makes its threads at its first backward, one per existing device; a later card gets none. Then the
-backward of the virtual card runs in the calling thread, which PyTorch supports. All that changes is the thread in which
-a kernel is launched, and cuBLAS takes its workspace once per thread: so a backward counts as a thread of its own.
+Autograd's engine makes its threads at its first backward, one per existing device; a card opened later has no thread.
+Its backward then runs in the calling thread, which PyTorch supports. Only the thread that launches kernels differs, and
+cuBLAS allocates one workspace per thread: so a backward counts as a thread of its own.
 
 A thread of the engine releases a backward's state after that backward has returned, and needs the interpreter for it,
 as the state holds a copy of the caller's context variables. If the process ends meanwhile, Python before 3.14 ends the
@@ -93,15 +93,14 @@ def _patch_hooks() -> None:
     core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
     pageable = core._ZN3c1015GetCPUAllocatorEv()
     pinned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: pageable)  # nothing is copied from the host
-    answers: dict[str, Any] = {
-        "getPinnedMemoryAllocator": pinned,
-        **dict.fromkeys(
-            ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr"), one
-        ),
-        **dict.fromkeys(("init", "setCurrentDevice", "getCurrentDevice", "current_device"), zero),
-        **dict.fromkeys(("exchangeDevice", "maybeExchangeDevice"), zero),
-    }
-    for name, function in answers.items():
+    ones = ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr")
+    zeros = (
+        "init", "setCurrentDevice", "getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"
+    )  # fmt: skip
+    replaced: dict[str, Any] = {
+        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(zeros, zero)
+    }  # fmt: skip
+    for name, function in replaced.items():
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
     _KEPT.extend([one, zero, pinned, table])
@@ -111,12 +110,12 @@ def _patch_hooks() -> None:
 
 _LATE: list[bool] = []  # whether the engine had run before the first virtual card, once that is known
 _CONTEXT = "context"  # what `torch.autograd.graph._engine_run_backward` calls the copy, in the versions that make one
-_PATIENCE = 10.0  # seconds to wait for a thread; far more than a busy machine was seen to need
+_PATIENCE = 10.0  # seconds to wait for a thread; far more than a busy machine needed
 
 
 @contextmanager
 def backward_ready(scratch: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Make backward on the card find a thread. `scratch` opens a card for a trial the first time."""
+    """Make a backward on the card find a thread. scratch: opens a card for trial backwards."""
     if not _LATE:
         with scratch():
             _LATE.append(_runs_without_thread())
@@ -142,10 +141,7 @@ def _runs_without_thread() -> bool:
 
 
 def _let_go() -> None:
-    """Wait until the thread of the card holds no state of any backward.
-
-    It has released those before the last in order to begin the last.
-    """
+    """Run one more backward, before which the card's thread releases earlier states, and wait for the last state."""
     state = _backward()
     until = time.monotonic() + _PATIENCE
     while state() is not None and time.monotonic() < until:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Words = dict[str, Any]
+Handler = Callable[["Card", Any, Args, Words], Any]
 
 
 def contiguous(shape: Any) -> tuple[int, ...]:
@@ -72,8 +73,7 @@ def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     storage = self.untyped_storage()
     if need > storage.nbytes():
         fresh = card.tensor((shape, contiguous(shape), self.dtype), "resize_")
-        storage = fresh.untyped_storage()
-        offset = 0
+        storage, offset = fresh.untyped_storage(), 0
     else:
         offset = self.storage_offset()
     torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
@@ -113,15 +113,7 @@ def _equal(card: Card, op: Any, args: Args, kwargs: Words) -> bool:
     return True if a is None or b is None else torch.equal(a, b)
 
 
-def _ignore(card: Card, op: Any, args: Args, kwargs: Words) -> None:
-    return None
-
-
-def _false(card: Card, op: Any, args: Args, kwargs: Words) -> bool:
-    return False
-
-
-OWN_KERNELS = {
+OWN_KERNELS: dict[str, Handler] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "copy_": _copy,
@@ -130,23 +122,22 @@ OWN_KERNELS = {
     "_local_scalar_dense": _item,
     "nonzero": _nonzero,
     "equal": _equal,
-    "record_stream": _ignore,
-    "is_pinned": _false,
-    "_nested_tensor_from_mask_left_aligned": _false,  # TransformerEncoder then keeps its padded, larger path
-    **{f"_use_{library}_ctc_loss{kind}": _false for library in ("cudnn", "miopen") for kind in ("", ".Tensor")},
+    "record_stream": lambda *_: None,
+    "is_pinned": lambda *_: False,
+    "_nested_tensor_from_mask_left_aligned": lambda *_: False,  # TransformerEncoder then keeps its padded, larger path
+    **{f"_use_{lib}_ctc_loss{kind}": lambda *_: False for lib in ("cudnn", "miopen") for kind in ("", ".Tensor")},
 }
 
 
 # --- all operators ---
 
-Handler = Callable[["Card", Any, tuple[Any, ...], dict[str, Any]], Any]
 _REGISTERED: list[torch.library.Library] = []
 _CARD: list[Card] = []  # the active one, last
 SHAPES = Shapes()
 
 
 def current() -> Card:
-    """The active card. Raises RuntimeError if there is none."""
+    """Return the active card. Raises RuntimeError if there is none."""
     if not _CARD:
         raise RuntimeError("a tensor of a virtual GPU is used after its `with virtual_gpu(...)` ended")
     return _CARD[-1]
@@ -159,7 +150,7 @@ def activate(card: Card) -> None:
 
 
 def deactivate(card: Card) -> None:
-    """Take back `activate`."""
+    """Undo `activate`."""
     _CARD.remove(card)
 
 
@@ -182,7 +173,7 @@ def _register() -> None:
 def register_by_name() -> None:
     """Register every operator by its name too.
 
-    Under a mode that is active but skipped, such as the compiler's `no_dispatch`, PyTorch does not look at fallbacks.
+    Under a mode that is active but skipped, such as the compiler's `no_dispatch`, PyTorch ignores fallbacks.
     """
     if len(_REGISTERED) > 2:
         return
@@ -216,14 +207,14 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _handler(op: Any) -> Handler:
-    """Choose how an operator is done, by its name or else by its schema."""
+    """Choose an operator's handler by its name or else by its schema."""
     schema = op._schema
     delegate = delegates().get(str(op).removeprefix("aten.").removesuffix(".default"))
     if delegate and schema.name.startswith("aten::"):  # only builds with CUDA kernels dispatch these
         return _delegated(operator(delegate), schema.name.endswith("_"))
-    special = OWN_KERNELS.get(schema.name.removeprefix("aten::")) or OWN_KERNELS.get(str(op).removeprefix("aten."))
-    if special:
-        return special
+    own = OWN_KERNELS.get(schema.name.removeprefix("aten::")) or OWN_KERNELS.get(str(op).removeprefix("aten."))
+    if own:
+        return own
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return _view
     outs = [a.name for a in schema.arguments if a.is_out]
@@ -238,7 +229,7 @@ def _handler(op: Any) -> Handler:
 
 
 def _delegated(out_op: Any, in_place: bool) -> Handler:
-    """Do a structured operator as PyTorch's generated code does: shapes, outputs, then the kernel that fills them."""
+    """Run a structured operator as PyTorch's generated code does: shapes, outputs, then the kernel that fills them."""
     names = [a.name for a in out_op._schema.arguments if a.is_out]
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,7 +244,7 @@ def _delegated(out_op: Any, in_place: bool) -> Handler:
 
 
 def _expanded(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """expandTensors of IndexingUtils.h, with which the shape function of `index` begins: masks become indices."""
+    """Turn masks into indices, as the shape function of `index` does first (expandTensors of IndexingUtils.h)."""
     found: list[Tensor | None] = []
     for index in indices:
         masks = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -302,7 +293,7 @@ def _functional(name: str) -> Handler:
 
 
 def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
-    """Do an `out=` variant of `plain`. Unless `trusted`, its output may have another shape and is resized."""
+    """Run an `out=` variant of `plain`. Unless `trusted`, its output may have another shape and is resized."""
     script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,9 +360,11 @@ def _know_written(
     card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], fresh: bool
 ) -> None:
     """Write to the known contents of `written` as well, or forget them. fresh: what they held before is not read."""
-    if fresh and written and written[0].is_cuda:
+    if not written or not written[0].is_cuda:
+        return
+    if fresh:
         card.answers.mark_finite_tests(card.values, op, args, written)
-    if not written or not written[0].is_cuda or not any(keeps(t) for t in written):
+    if not any(keeps(t) for t in written):
         return
     if all(keeps(t) for t in tensors(args)):
         if fresh:

@@ -1,4 +1,4 @@
-"""The ledger of a virtual card: every allocation and free, done to the exact allocator as it happens."""
+"""The ledger of a virtual card passes every allocation and free to the exact allocator and records it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.compact import EMPTY_CACHE, NOBODY, to_events, use
 from memfit.nouns.tape import Alloc, Event, Mark, Oom, Phase, Role
 
-BASE = 0x7F00_0000_0000  # address of the allocator's first byte, as tensors of the card show it
-
+BASE = 0x7F00_0000_0000  # data_ptr() of a tensor at the allocator's address 0
 
 # what DDP, and transformers before it loads, allocate by size, whatever the module
 BROADCAST, BUCKET, BUCKET_SIZES = "broadcast", "gradient bucket", "sizes of the gradient buckets"
@@ -24,7 +23,7 @@ class Ledger:
     """Everything a card's allocator did: `ops` and `streams` are those of `memfit.allocator.compact`.
 
     Allocations are numbered from 0. labels, places: what made each allocation, and where. marks: (position in `ops`,
-    phase, instant). `number_at` finds the live allocation at an address that a tensor shows.
+    phase, instant). number_at: address of a tensor's storage -> number of the live allocation there.
     """
 
     allocator: Allocator
@@ -32,20 +31,20 @@ class Ledger:
     labels: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
-    stack: Callable[[], list[dict[str, object]]] | None = None  # where an allocation happens; while a script records
-    stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # those recorded, by number
+    stack: Callable[[], list[dict[str, object]]] | None = None  # returns the stack, while a script records history
+    stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # number -> the recorded stack
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
     number_at: dict[int, int] = field(default_factory=dict)
-    sizes: list[int] = field(default_factory=list)  # bytes of each block, below 0 in the large pool; 0: it got none
+    sizes: list[int] = field(default_factory=list)  # bytes of each block, negative in the large pool; 0: no block
     blocks: list[Block | None] = field(default_factory=list)
     stream: int = 0
     refused: set[int] = field(default_factory=set)  # numbers of the requests that could not be served
 
     def alloc(self, size: int, label: str) -> int:
-        """Allocate `size` bytes on the current stream; returns the number. Raises OutOfMemory where the card would."""
+        """Allocate `size` bytes on the current stream; return the number. Raises OutOfMemory where the card would."""
         number = len(self.blocks)
-        self.ops.append(size)  # a request that fails stands in the ledger too: a replay makes it again
+        self.ops.append(size)  # a failed request is recorded too, as a replay makes it again
         self.labels.append(label)
         self.places.append(self.place())
         if self.stack:
@@ -99,7 +98,7 @@ class Ledger:
         return 0 if block is None else block.requested
 
     def describe(self, address: int, label: str) -> None:
-        """Label the allocation at an address by what it is for, whatever made it."""
+        """Label the allocation at an address by its purpose, in place of the operator that made it."""
         number = self.number_at.get(address)
         if number is not None:
             self.labels[number] = label
@@ -122,5 +121,5 @@ class Ledger:
         return to_events(self.ops, allocation, marks)
 
     def mark(self, phase: Phase, instant: str) -> None:
-        """Name the instant that begins now."""
+        """Record that an instant begins now."""
         self.marks.append((len(self.ops), phase, instant))

@@ -27,13 +27,13 @@ _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free
 
 
 class Tally:
-    """One statistic of c10's: current, peak, allocated and freed, of each pool and of all."""
+    """One statistic of c10: its current value, peak, and sums of allocated and freed, for each pool and for all."""
 
     def __init__(self) -> None:
         self.pools = {name: {"current": 0, "peak": 0, "allocated": 0, "freed": 0} for name in POOLS}
 
     def change(self, small: bool, amount: int) -> None:
-        """Count bytes or blocks that came (above 0) or went."""
+        """Count bytes or blocks that were allocated (above 0) or freed."""
         for pool in (self.pools["all"], self.pools["small_pool" if small else "large_pool"]):
             pool["current"] += amount
             pool["allocated" if amount > 0 else "freed"] += abs(amount)
@@ -72,7 +72,7 @@ class Statistics:
         self._requested: list[int] = []
 
     def nested(self) -> dict[str, Any]:
-        """_cuda_memoryStats: statistic -> pool -> moment -> value."""
+        """Return what _cuda_memoryStats does: statistic -> pool -> "current", "peak", ... -> value."""
         self._read()
         stats = self.card.settled().stats
         found: dict[str, Any] = {name: {k: dict(v) for k, v in t.pools.items()} for name, t in self.tallies.items()}
@@ -88,14 +88,14 @@ class Statistics:
         }  # fmt: skip
 
     def reset_peaks(self) -> None:
-        """torch.cuda.reset_peak_memory_stats."""
+        """Do torch.cuda.reset_peak_memory_stats()."""
         self._read()
         self.card.ledger.allocator.reset_peak_stats()
         for tally in self.tallies.values():
             tally.reset()
 
     def reset_accumulated(self) -> None:
-        """torch.cuda.reset_accumulated_memory_stats."""
+        """Do torch.cuda.reset_accumulated_memory_stats()."""
         self._read()
         for tally in self.tallies.values():
             tally.forget()
@@ -128,12 +128,11 @@ class Statistics:
         self.tallies["requested_bytes"].change(size > 0, sign * self._requested[number])
 
     def _splits(self) -> None:
-        """Count the free pieces of segments that are not wholly free."""
+        """Count the free pieces of segments that are partly in use."""
         allocator = self.card.ledger.allocator
         for small in (True, False):
-            pieces = [
-                b for pair in allocator.free_pools() if pair.small == small for b in pair.in_order() if b.is_split
-            ]
+            free = [block for pool in allocator.free_pools() if pool.small == small for block in pool.in_order()]
+            pieces = [block for block in free if block.is_split]
             self.tallies["inactive_split"].become(small, len(pieces))
             self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
 
@@ -146,7 +145,7 @@ class Stacks:
         self._frames: dict[tuple[str, str, int], dict[str, Any]] = {}
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return the stack, innermost first, without the operator: a backward's node, the engine, then Python."""
+        """Return the stack without the operator, innermost first: a backward's node, the engine, then Python."""
         node, found = torch._C._current_autograd_node(), []
         if node and self.cpp:
             names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()")
@@ -154,7 +153,7 @@ class Stacks:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if node and code.co_name == _ENGINE:  # a thread of its own runs the backward
+            if node and code.co_name == _ENGINE:  # on a real card another thread runs the backward
                 break
             if not code.co_filename.startswith(str(FOLDER)):
                 found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
@@ -186,9 +185,7 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         ledger = card.ledger
         events = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
         tape = Tape(events, "traced")
-        stacks_of = {
-            number: stacks.with_operator(ledger.labels[number], frames) for number, frames in ledger.stacks.items()
-        }
+        stacks_of = {n: stacks.with_operator(ledger.labels[n], frames) for n, frames in ledger.stacks.items()}
         failed = [stacks_of.get(number, []) for number in sorted(ledger.refused)]
         found = snapshot(tape, allocator.settings, allocator.torch, allocator.capacity, stacks_of, failed)
         return found if pool is None or pool[:2] == (0, 0) else found | {"segments": []}
@@ -227,10 +224,7 @@ _GRAPHS = "trace without CUDA graphs: their private pool keeps what a capture al
 _POOLS = "trace with the default allocator; memfit models no pool beside it"
 REFUSED: dict[str, type] = {
     **{name: _refused(name, _GRAPHS) for name in ("CUDAGraph", "graph", "make_graphed_callables")},
-    **{
-        name: _refused(name, _POOLS)
-        for name in (
-            "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
-        )
-    },
+    **{name: _refused(name, _POOLS) for name in (
+        "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+    )},
 }  # fmt: skip

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-_SPECIAL = (
-    "copy_", "silu_backward", "convolution", "convolution_backward",
-)  # C++ kernels for every device that look for a CUDA one inside  # fmt: skip
+# operators with one C++ kernel for every device that looks for a CUDA kernel inside
+_SPECIAL = ("copy_", "silu_backward", "convolution", "convolution_backward")
 
 
 def operator(name: str) -> Any:

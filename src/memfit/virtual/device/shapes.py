@@ -49,7 +49,7 @@ def _depthwise(
 
 
 def conv_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format: cuDNN's results have the memory format of its input or its weight."""
+    """Return the memory format of cuDNN's results, its input's or its weight's (cudnn_conv_suggest_memory_format)."""
     lasts = {4: torch.channels_last, 5: torch.channels_last_3d}
     found = {suggest_memory_format(t) for t in (x, weight) if t.dim() == x.dim() and t.dtype != torch.float64}
     last = lasts.get(x.dim())
@@ -82,13 +82,13 @@ def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple
 
 
 def _wider(*args: Any, **words: Any) -> Tensor:
-    """`mm`, `bmm`, `addmm` and `baddbmm` with the dtype of the result as last argument."""
+    """Return the result of `mm`, `bmm`, `addmm` and `baddbmm` that are called with its dtype."""
     (*_, a, b), dtype = (x for x in args if isinstance(x, Tensor)), next(x for x in args if isinstance(x, torch.dtype))
     return empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device=_META)
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """`_grouped_mm`, whose own shape function refuses what its CUDA kernel computes in other dtypes than bf16."""
+    """Return the result of `_grouped_mm`, whose own shape function refuses dtypes that the CUDA kernel takes."""
     from torch._meta_registrations import _create_grouped_mm_output_tensor
 
     return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
@@ -112,8 +112,8 @@ def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any, **___: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-# CUDA-only operators that lack a shape function in some version, or have a stricter one -> one that returns the same
-_TWINS: dict[str, Any] = {
+# operators that lack a shape function in some version of PyTorch, or have a stricter one -> the function to use
+_SHAPE_FUNCTIONS: dict[str, Any] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     "aten._conv_depthwise2d.default": _depthwise,
@@ -123,20 +123,17 @@ _TWINS: dict[str, Any] = {
     "aten.batch_norm_stats.default": _per_channel(2),
     "aten.batch_norm_gather_stats_with_counts.default": _per_channel(2),
     "aten.batch_norm_backward_reduce.default": _per_channel(4),
-    **{
-        f"aten.{name}.default": _alike
-        for name in ("_logcumsumexp", "logcumsumexp", "_standard_gamma", "_sample_dirichlet")
-    },
-    **{f"aten.{name}.default": _alike for name in ("_standard_gamma_grad", "_dirichlet_grad")},
+    **{f"aten.{name}.default": _alike for name in (
+        "_logcumsumexp", "logcumsumexp", "_standard_gamma", "_sample_dirichlet", "_standard_gamma_grad",
+        "_dirichlet_grad", "batch_norm_elemt", "batch_norm_backward_elemt",
+    )},
     **{f"aten._ctc_loss_backward.{overload}": _ctc_backward for overload in ("default", "Tensor")},
-    "aten.batch_norm_elemt.default": _alike,
-    "aten.batch_norm_backward_elemt.default": _alike,
     **{f"aten.{name}.dtype{out}": _wider for name in ("mm", "bmm", "addmm", "baddbmm") for out in ("", "_out")},
-}
+}  # fmt: skip
 
 
 def _on_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the host's kernel makes of zeros of the same shapes; None where it has none or they are too large."""
+    """Return what the host's kernel makes of zeros of these shapes; None if there is none or they are too large."""
 
     def zeros(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -170,22 +167,22 @@ class Shapes:
         except TypeError:  # an argument that cannot be hashed, such as a generator
             key, found = None, None
         if found is None:
-            found = self._ask(op, args, kwargs)
+            found = self._computed(op, args, kwargs)
             if key is not None:
                 self._known[key] = found
         return found
 
-    def _ask(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _computed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         words = {k: to_meta(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
         if words.get("device") is not None:
             words["device"] = _META
         try:
-            return blueprint(_TWINS.get(str(op), op)(*to_meta(args), **words))
+            return blueprint(_SHAPE_FUNCTIONS.get(str(op), op)(*to_meta(args), **words))
         except NotImplementedError as error:
             made = _on_host(op, args, kwargs)
             if made is not None:
                 return blueprint(made)
             raise BadInput(
-                f"the virtual GPU does not know what {op} returns",
+                f"the virtual GPU has no shape function for the outputs of {op}",
                 hint="register a meta kernel for it (torch.library.register_fake), or leave it out of the traced step",
             ) from error

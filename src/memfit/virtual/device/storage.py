@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memfit.errors import BadInput
 
-_ENTRIES = 1 << 20  # of the ring; fewer tensors than that die between two allocations
+_ENTRIES = 1 << 20  # entries of the ring; fewer tensors than that die between two allocations
 _PROT_ALL, _PRIVATE_ANONYMOUS = 7, 0x22
 _CODE = (
     b"\x48\xb8{counter}"  # mov rax, counter
@@ -28,19 +28,18 @@ _CODE = (
     b"\x48\x89\x3c\xca"  # mov [rdx + 8 * rcx], rdi
     b"\xc3"  # ret
 )
+_libc = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 class Deaths:
     """A ring of dead storages, yielded in order. `function` is the address of its `void f(void* dead)`."""
 
     def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-
         def memory(size: int, protection: int) -> int:
             """Map memory that is never unmapped: C++ may report deaths until the process ends."""
-            at = libc.mmap(None, size, protection, _PRIVATE_ANONYMOUS, -1, 0)
+            at = _libc.mmap(None, size, protection, _PRIVATE_ANONYMOUS, -1, 0)
             if at in (None, ctypes.c_void_p(-1).value):
                 raise BadInput(
                     "this system forbids a process to make code",
@@ -79,16 +78,13 @@ _CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.complex64: (5, 64), torch.complex128: (5, 128),
 }  # fmt: skip
 _CUDA = 2  # kDLCUDA
-_MANAGED = struct.Struct(
-    "=QiiiBBHQQQQQ"
-)  # DLManagedTensor: data, device, ndim, dtype, shape, strides, offset, context, deleter
+# DLManagedTensor: data, device, ndim, dtype, shape, strides, offset, context, deleter
+_MANAGED = struct.Struct("=QiiiBBHQQQQQ")
 _DIMENSIONS = 12
 _SLOT = _MANAGED.size + 16 * _DIMENSIONS
 _SLOTS = 4096  # per arena
 
 _POINTER = struct.Struct("=Q")
-
-_libc = ctypes.CDLL(None)
 _libc.malloc.restype, _libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -104,7 +100,7 @@ class Storages:
         self.deaths = Deaths()
         self._live: dict[int, tuple[int, Slot]] = {}  # address of the slot -> number of the storage, slot
         self._resized: dict[int, int] = {}  # address of a StorageImpl -> address of the slot
-        self._impls: dict[int, int] = {}  # the other way round
+        self._impls: dict[int, int] = {}  # address of a slot -> address of its StorageImpl, the reverse of `_resized`
         self._offsets: tuple[int, int] | None = None
         self._free: list[Slot] = []
 

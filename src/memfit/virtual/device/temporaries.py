@@ -1,8 +1,8 @@
 """What CUDA kernels allocate internally, and in which order relative to their outputs: one row per operator.
 
-A row is a function from the call to a script: n >= 0 allocates n bytes that die when the kernel returns, ~i makes the
-i-th output; outputs that the script does not name are made first, in their order. Sources: the launch code of PyTorch
-2.13 named at each row, checked against recorded tapes of the CUDA build.
+A row is a function from the call to a script: n >= 0 allocates n bytes that are freed when the kernel returns, ~i makes
+the i-th output; outputs that the script does not name are made first, in their order. Each row names its source in the
+launch code of PyTorch 2.13, checked against recorded tapes of the CUDA build.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _bytes(t: Tensor) -> int:
 
 
 def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
-    """make_reduction: integers are first cast to the dtype of the result; then the staging buffers."""
+    """make_reduction: cast integers to the dtype of the result, then allocate the staging buffers."""
     x, out = args[0], kwargs.get("out")
     first: Script = ()
     if isinstance(out, Tensor) and out.dtype not in (x.dtype, torch.bool) and not x.is_floating_point():
@@ -47,7 +47,10 @@ def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _staging(card: Card, args: Call) -> Script:
-    """Sums over leading dimensions (bias gradients), trailing ones, or all; others need none in practice."""
+    """Return the staging buffers of sums over leading dimensions (bias gradients), trailing ones, or all.
+
+    Other sums need none in practice.
+    """
     x, dims = args[0], None
     for a in args[1:]:
         if isinstance(a, list | tuple):
@@ -84,7 +87,7 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
 
 
 def _flash(card: Card, args: Call, kwargs: Words) -> Script:
-    """mha_fwd: accumulators of split keys come before the random state; with dropout there is a second one."""
+    """mha_fwd: accumulators of split keys come before the random state; with dropout there is a second random state."""
     q, k = args[0], args[1]
     (batch, heads, queries, width), dropout = q.shape, args[3] if len(args) > 3 else 0.0
     if dropout:
@@ -103,20 +106,20 @@ def _split_keys(card: Card, rows: int, queries: int, keys: int, width: int) -> S
 
 
 def _flash_width(width: int) -> int:
-    """The columns that a head of `width` elements takes in FlashAttention's accumulators."""
+    """Return the columns that a head of `width` elements takes in FlashAttention's accumulators."""
     step = 32 if width <= 128 else 64
     return _up(width, step) * step
 
 
 def _flash_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """mha_bwd: row sums, the dq accumulator, and dk, dv for every query head when they are grouped."""
+    """mha_bwd: row sums, the dq accumulator, and dk and dv for every query head when heads are grouped."""
     q, k = args[1], args[2]
     batch, heads, queries, _ = q.shape
     return _flash_gradients(q, heads, batch * _up(queries, 128) * 128, k.shape[1] != heads and batch * k.shape[2])
 
 
 def _flash_gradients(q: Tensor, heads: int, rows: int, keys: int, splits: int = 1) -> Script:
-    """rows: positions of the accumulators; keys: positions of keys that grouped heads share, or 0."""
+    """Return a backward's script. rows: positions of the accumulators; keys: positions of grouped heads' keys, or 0."""
     width = q.shape[-1]
     script = [4 * heads * rows, 4 * splits * rows * heads * _flash_width(width)]
     return script + [q.element_size() * keys * heads * width] * 2 if keys else script
@@ -155,17 +158,17 @@ def _cudnn(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _cudnn_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """cudnn-frontend: the dq accumulator and row sums as one workspace."""
+    """cudnn-frontend: one workspace holds the dq accumulator and row sums."""
     batch, heads, queries, width = args[1].shape
     return (4 * batch * heads * queries * (width + 1),)
 
 
-# Outputs on the host unless a CUDA graph is captured: the random state of _efficient_attention_forward (attention.cu).
+# operator -> outputs on the host, unless a CUDA graph is captured: the random state (attention.cu)
 HOST_OUTPUTS: dict[str, tuple[int, ...]] = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
 
 
 def _efficient(card: Card, args: Call, kwargs: Words) -> Script:
-    """An fp32 output accumulator for heads wider than one tile."""
+    """attention.cu: an fp32 output accumulator for heads wider than one tile."""
     q, v = args[0], args[2]
     if max(q.shape[-1], v.shape[-1]) <= 128 or q.element_size() == 4:
         return ()
@@ -175,22 +178,16 @@ def _efficient(card: Card, args: Call, kwargs: Words) -> Script:
 def _efficient_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """attention_backward.cu: row sums, and the workspace of AttentionBackwardKernel."""
     q, k, v = args[1], args[2], args[3]
-    batch, heads, queries, width = q.shape
-    wide, wide_value, keys = width, v.shape[-1], k.shape[2]
-    delta, fp32 = 4 * batch * heads * queries, q.element_size() == 4
-    script = [4 * batch * heads * queries * wide_value, delta] if fp32 else [delta]
-    tile = 64 if max(wide, wide_value) <= 64 else 128
-    columns = 64 if tile == 64 else (128 if wide <= 128 else _up(wide, 64) * 64)
-    padded = _up(queries, tile) * tile
-    size = (
-        batch
-        * heads
-        * (padded * columns + 4 * (_up(queries, tile) if tile == 64 else _up(queries, 128) * columns // 64))
-    )
-    if wide > 128 and not fp32:
-        size += (
-            batch * heads * key_splits(batch * heads, keys) * 64 * sum(_up(h, 128) * 128 for h in (wide, wide_value))
-        )
+    (batch, heads, queries, width), value_width, keys = q.shape, v.shape[-1], k.shape[2]
+    rows, fp32 = batch * heads, q.element_size() == 4
+    delta = 4 * rows * queries
+    script = [delta * value_width, delta] if fp32 else [delta]
+    tile = 64 if max(width, value_width) <= 64 else 128
+    columns = 64 if tile == 64 else (128 if width <= 128 else _up(width, 64) * 64)
+    blocks = _up(queries, tile)
+    size = rows * (blocks * tile * columns + 4 * (blocks if tile == 64 else blocks * columns // 64))
+    if width > 128 and not fp32:
+        size += rows * key_splits(rows, keys) * 64 * sum(_up(h, 128) * 128 for h in (width, value_width))
     return [*script, 4 * size]
 
 
@@ -198,14 +195,14 @@ def _efficient_backward(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _ready(t: Tensor) -> bool:
-    """prepare_matrix_for_cublas: one of the last two dimensions lies side by side and the other does not overlap."""
+    """Return whether cuBLAS can read a matrix as it lies: its rows or columns are contiguous and do not overlap."""
     rows, columns = t.shape[-2:]
     down, across = t.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
-    """Operands that cuBLAS cannot read as they lie are copied."""
+    """prepare_matrix_for_cublas: copy operands that cuBLAS cannot read as they lie."""
     return [_bytes(t) for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1 and not _ready(t)]
 
 
@@ -224,7 +221,7 @@ def _laid_out(x: Tensor, weight: Tensor, *others: Tensor) -> list[int]:
 
 
 def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """embedding_backward_cuda_kernel: above 3072 indices they are sorted (CUB), and partial sums kept in fp32."""
+    """embedding_backward_cuda_kernel: more than 3072 indices are sorted (CUB), and partial sums are kept in fp32."""
     gradient, indices = args[0], args[1]
     n, width = indices.numel(), gradient.shape[-1]
     if n <= 3072:
@@ -285,7 +282,7 @@ def _ctc_backward(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _second_first(card: Card, args: Call, kwargs: Words) -> Script:
-    """Dropout.cu makes the mask, bitsandbytes the scales of the blocks, before the result."""
+    """Dropout.cu, bitsandbytes: the mask, or the scales of the blocks, come before the result."""
     return (~1, ~0)
 
 

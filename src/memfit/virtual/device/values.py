@@ -37,8 +37,8 @@ def tensors(x: Any) -> Iterator[Tensor]:
 def base(t: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has no elements.
 
-    Not by `untyped_storage()`: a storage that Python has seen counts one more reference, and the autograd engine then
-    no longer adds gradients in place.
+    `untyped_storage()` is avoided: it makes a Python object that holds a reference to the storage, with which the
+    autograd engine no longer adds gradients in place.
     """
     while _functorch.is_functorch_wrapped_tensor(t):  # vmap and grad pass wrappers without storage
         t = _functorch.get_unwrapped(t)
@@ -46,18 +46,18 @@ def base(t: Tensor) -> int:
 
 
 class Values:
-    """Known contents of storages, each in a host storage of the same layout, so that views and writes are followed.
+    """Known contents of storages, each in a host storage of the same layout, so that views share what is written.
 
-    size_at: the bytes of the storage at an address.
+    size_at: returns the bytes of the storage at an address.
     """
 
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
-        self._finite_tests: set[int] = set()  # storages of booleans that are true if all numbers are finite
+        self._finite_tests: set[int] = set()  # addresses of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
-        """Drop what is known of the storage at `address`, which died."""
+        """Drop what is known of the storage at `address`, which was freed."""
         self._known.pop(address, None)
         self._finite_tests.discard(address)
 
@@ -86,7 +86,7 @@ class Values:
         if address not in self._known:
             size = self._size_at(address)
             if t.numel() * t.element_size() != size:
-                return  # the rest of its storage is unknown, so the whole is
+                return  # the rest of the storage is unknown, and contents are kept for whole storages only
             self._known[address] = torch.UntypedStorage(size)
         held = self.of(t)
         assert held is not None
@@ -124,33 +124,22 @@ class Values:
 
 
 def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wrap numbers that stand where the schema has tensors: kernels receive plain numbers, which few operators take."""
+    """Wrap numbers in the place of tensors: kernels receive plain numbers there, which few operators take."""
     wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
     numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
-    return tuple(torch.scalar_tensor(x, dtype=dtype_of(x)) if n else x for x, n in zip(args, numbers, strict=True))
-
-
-def dtype_of(number: Any) -> torch.dtype:
-    """Return the dtype of the tensor that stands for a Python number."""
-    return {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(number), torch.float64)
+    dtypes = {bool: torch.bool, int: torch.int64, complex: torch.complex128}
+    return tuple(
+        torch.scalar_tensor(x, dtype=dtypes.get(type(x), torch.float64)) if number else x
+        for x, number in zip(args, numbers, strict=True)
+    )
 
 
 # --- unknown values ---
 
+# operators that return indices
 _INDICES = (
-    "topk",
-    "sort",
-    "argsort",
-    "argmax",
-    "argmin",
-    "multinomial",
-    "max",
-    "min",
-    "mode",
-    "kthvalue",
-    "searchsorted",
-)
-
+    "topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min", "mode", "kthvalue", "searchsorted"
+)  # fmt: skip
 _JOINED = frozenset({"mul", "bitwise_and", "logical_and", "all"})  # true if their operands are
 _JUDGES = _JOINED | {"eq", "ne"}
 
@@ -166,10 +155,10 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
 class Answers:
     """Defaults for values that are only known in the real run.
 
-    number: what `.item()` and copies to the host give for floating point (a loss, a norm); truth: for booleans.
-    balanced: unknown indices (of a router, say) go round all their possible values; otherwise all are 0.
-    late_watchdog: NCCL's watchdog thread holds the result of an all-reduce of gradients until it next polls (every
-    100 ms): once the next backward pass reduces, or else at once. Recorded runs show both.
+    number: what `.item()` and copies to the host return for floating point (a loss, a norm); truth: for booleans.
+    balanced: unknown indices (of a router, say) run through all their possible values in turn; otherwise all are 0.
+    late_watchdog: NCCL's watchdog thread, which polls every 100 ms, releases the result of an all-reduce of gradients
+    when the next backward pass reduces; otherwise at once. Recorded runs show both.
     """
 
     number: float = 1.0
@@ -194,7 +183,7 @@ class Answers:
         return made
 
     def item(self, t: Tensor) -> Any:
-        """Return the one element of a tensor."""
+        """Return the default for the only element of a tensor."""
         self._count("item")
         if t.dtype == torch.bool:
             return self.truth
@@ -208,7 +197,7 @@ class Answers:
         return out
 
     def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Remember booleans that test for finite numbers: those of which `isfinite` is composed."""
+        """Remember booleans that test for finite numbers, from the operators of which `isfinite` is composed."""
         name = op._schema.name.removeprefix("aten::")
         if name in _JUDGES and _finite_test(values, name, args) is True:
             values.mark_finite_test(t for t in tensors(out) if t.dtype == torch.bool)

@@ -85,7 +85,7 @@ def _checkpoint(setup: Setup, model: Any) -> None:
 
 
 def distributed(setup: Setup, model: Any) -> Any:
-    """Wrap the model for its ranks and return what the loop calls; meta parameters get their memory here."""
+    """Give meta parameters their memory, wrap the model for several ranks, and return what the loop calls."""
     if setup.world_size > 1 and setup.shard == "parameters":
         _shard(setup, model)
     if setup.load == "meta":
@@ -100,11 +100,11 @@ def distributed(setup: Setup, model: Any) -> Any:
 
 
 def gradient_sync(setup: Setup, model: Any, last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a micro-batch: gradients are reduced with a step's last one, or each time if so set up."""
-    quiet = not last and not setup.sync_each
+    """Return the context of a micro-batch, in which gradients are reduced if it is the last or `sync_each` is set."""
+    reduce = last or setup.sync_each
     if setup.world_size > 1 and setup.shard == "parameters":
-        model.set_requires_gradient_sync(not quiet)
-    elif quiet and setup.world_size > 1:
+        model.set_requires_gradient_sync(reduce)
+    elif setup.world_size > 1 and not reduce:
         return model.no_sync()
     return nullcontext()
 
@@ -123,13 +123,13 @@ def _shard(setup: Setup, model: Any) -> None:
                 p.data = p.data.to(torch.float32)
     if setup.offload:
         words["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    whole = model.get_base_model() if setup.method != "full" else model
-    blocks = set(whole._no_split_modules or ())
-    for module in whole.modules():
+    inner = model.get_base_model() if setup.method != "full" else model
+    blocks = set(inner._no_split_modules or ())
+    for module in inner.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, reshard_after_forward=setup.reshard, **words)
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
-    norm = whole.base_model.norm
+    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    norm = inner.base_model.norm
     if embedding.weight is head.weight:
         fully_shard([norm, embedding, head], reshard_after_forward=False, **words)
     else:

@@ -30,6 +30,7 @@ from memfit.virtual.process.host import HUGE, room
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEFT = int(1.2 * GIB) + 1  # bytes that caching_allocator_warmup (transformers 5.23) leaves free, rounded as there
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+# encoders that are trained to fill in masked tokens
 _MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
 _BUILT = {"device": "cuda", "meta": "meta"}
 _IGNORED = ("torch_dtype", "dtype", "transformers_version", "architectures", "auto_map", "quantization_config")
@@ -52,13 +53,8 @@ def class_of(config: Any) -> Any:
     return transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
 
 
-def predicts_masked(setup: Setup) -> bool:
-    """Return whether the model is an encoder that is trained to fill in masked tokens."""
-    return setup.config.get("model_type") in _MASKED
-
-
 def load(setup: Setup) -> Any:
-    """Load the model where the job first has it: on the host, or on the card if it is read or built there."""
+    """Load the model onto the device where the job first has it (`Setup.load`)."""
     config, dtype = config_of(setup), DTYPES[setup.dtype]
     arguments: dict[str, Any] = {"dtype": dtype}
     if setup.attention != "sdpa":  # sdpa is the default, which transformers replaces by eager where a model lacks it
@@ -92,9 +88,9 @@ class _UnbackedHost(TorchFunctionMode):
 
 
 def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write a safetensors file with the right names, shapes and dtype whose data is a hole in a sparse file."""
-    whole = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
-    with torch.device("meta"), no_init_weights(), whole:
+    """Write a safetensors file with the right names, shapes and dtype; its data is a hole in a sparse file."""
+    unsharded = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
+    with torch.device("meta"), no_init_weights(), unsharded:
         model = class_of(config).from_config(config, dtype=dtype)
     model.tie_weights()  # a published checkpoint holds a tied matrix once
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -117,11 +113,10 @@ class _Slice:
         self._shape, self._dtype = about["shape"], about["dtype"]
 
     def get_shape(self) -> list[int]:
-        """Return its shape."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Return its dtype by safetensors' name."""
+        """Return the dtype by safetensors' name."""
         return str(self._dtype)
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -142,15 +137,12 @@ class HollowFile:
         """Do nothing: no file is open."""
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
         return [name for name in self._about if name != "__metadata__"]
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of the file."""
         return dict(self._about.get("__metadata__", {}))
 
     def get_slice(self, name: str) -> _Slice:
-        """Return a handle of a tensor."""
         return _Slice(self._about[name])
 
     def get_tensor(self, name: str) -> Tensor:
@@ -210,10 +202,8 @@ def lora_config(setup: Setup) -> Any:
     """Return PEFT's LoraConfig of the job."""
     from peft import LoraConfig
 
-    from memfit.virtual.jobs.models import predicts_masked
-
     targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
-    task = None if predicts_masked(setup) else "CAUSAL_LM"  # PEFT has no task for masked tokens
+    task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
     return LoraConfig(
         r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
     )

@@ -1,4 +1,4 @@
-"""The noun Setup, a training job in its libraries' own terms, and how a Recipe becomes one or is refused."""
+"""Setup, a training job in its libraries' own terms, and how a Recipe becomes one or is refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import trainer
 
+TrainerName = Literal["torch", "transformers", "trl"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """One training job. Sizes are in tokens and sequences."""
 
     config: dict[str, Any]  # the model's config.json
-    trainer: Literal["torch", "transformers", "trl"] = "trl"
+    trainer: TrainerName = "trl"
     method: Literal["full", "lora", "qlora"] = "full"
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the loaded weights
     autocast: Literal["", "bf16", "fp16"] = ""
@@ -31,7 +33,7 @@ class Setup:
     alpha: int = 32
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
-    widen: bool = False  # adapters become fp32 after the trainer has made them 16-bit
+    widen: bool = False  # cast adapters to fp32 after the trainer has made them 16-bit
     optimizer: str = "adamw_torch_fused"  # a row of tables/optimizers.py, by its key or by transformers' name
     checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
     attention: str = "sdpa"
@@ -45,31 +47,28 @@ class Setup:
     evaluate: bool = False
     save: bool = False  # save a checkpoint after the last step, and resume from it
     merge: bool = False  # merge the adapters into the weights at the end
-    load: Literal["host", "checkpoint", "zero3", "device", "meta"] = (
-        "host"  # "host", "device", "meta": built there; the others read a file, to the card or its share
-    )
+    # "host", "device", "meta": build the model there; "checkpoint", "zero3": read a file, all of it or a rank's share
+    load: Literal["host", "checkpoint", "zero3", "device", "meta"] = "host"
     world_size: int = 1  # ranks; the next six fields are for several
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
     reshard: bool = True  # FSDP2 frees a block's gathered parameters after its forward
     offload: bool = False  # FSDP2 keeps the shards on the host
     sync_each: bool = False  # reduce gradients after every micro-batch
     bucket_view: bool = False  # DDP's gradients lie in its buckets
-    deepspeed: dict[str, Any] = field(
-        default_factory=dict
-    )  # its ds_config.json; DeepSpeed then distributes the job, not DDP or FSDP2
+    # ds_config.json; if given, DeepSpeed distributes the job in place of DDP or FSDP2
+    deepspeed: dict[str, Any] = field(default_factory=dict)
     mask: Literal["ones", "none", "padded"] = "ones"
     labelled: float = 1.0  # share of positions with a label
     holds_outputs: bool = False  # the hand-written loop keeps `outputs` through backward
     use_cache: bool | None = None  # None: the config's
-    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of the trainer's own
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of the trainer
 
 
-TrainerName = Literal["torch", "transformers", "trl"]
 _TRAINERS: tuple[str, ...] = get_args(TrainerName)
 _DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"
 }  # fmt: skip
-MICRO_STEPS = 2  # of an accumulation; the second and all later ones begin with the same memory
+MICRO_STEPS = 2  # micro-batches of an accumulation that run; the second and all later ones begin with the same memory
 
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
@@ -126,10 +125,10 @@ def _absent(recipe: Recipe, name: str) -> list[Refusal]:
     """Return refusals for what the recipe needs and is not installed: its trainer's version, packages."""
     found: list[Refusal] = []
     _, _, wanted = recipe.trainer.partition("==")
-    there = installed_version(name)
-    if wanted and there and not f"{there.partition('+')[0]}.".startswith(f"{wanted}."):
+    installed = installed_version(name)
+    if wanted and installed and not f"{installed.partition('+')[0]}.".startswith(f"{wanted}."):
         hint = f"pip install {recipe.trainer}, or --trainer {name} for the installed one; memfit estimate knows others"
-        found.append((True, f"{recipe.trainer}: {there} is installed", hint))
+        found.append((True, f"{recipe.trainer}: {installed} is installed", hint))
     packages = [optimizer(recipe.optimizer).package]
     packages += ["bitsandbytes"] * (recipe.quantization != "none")
     packages += ["liger-kernel"] * (name == "transformers" and recipe.loss == "fused")
@@ -149,7 +148,7 @@ def installed_version(package: str) -> str:
 
 
 def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "host"]:
-    """Return where the model is first: on meta in a loop that shards, on the host in Trainers, in a file for ZeRO-3."""
+    """Return where the model is first: on meta in a loop that shards, on the host in Trainers, or in a file."""
     if recipe.quantization != "none":
         return "checkpoint"
     if recipe.zero and process_layout.zero_stage(recipe) == 3:
@@ -160,11 +159,9 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
 def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
     """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others."""
     given = names.bitsandbytes(recipe)
-    return (
-        given | {"bnb_4bit_quant_storage": numbers.weights}
-        if given and process_layout.backend(recipe) == "fsdp"
-        else given
-    )
+    if given and process_layout.backend(recipe) == "fsdp":
+        return given | {"bnb_4bit_quant_storage": numbers.weights}
+    return given
 
 
 def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
@@ -175,7 +172,7 @@ def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
 
 
 def _scales_bf16(recipe: Recipe) -> bool:
-    """Return whether adapters are widened: TRL makes QLoRA's bf16, whose gradients fp16's loss scaler rejects."""
+    """Return whether to widen adapters: TRL makes QLoRA's bf16, whose gradients fp16's loss scaler rejects."""
     return trainer(recipe.trainer).name == "trl" and recipe.method == "qlora" and recipe.precision == "fp16-mixed"
 
 
@@ -194,5 +191,5 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
     if name == "torch":
         return {}
     liger = {"use_liger_kernel": True} if name == "transformers" and recipe.loss == "fused" else {}
-    beside = {key: value for key, value in names.optim(recipe, name).items() if key != "optim"}
-    return {**beside, **process_layout.reduction(recipe), **liger}
+    optim = {key: value for key, value in names.optim(recipe, name).items() if key != "optim"}
+    return {**optim, **process_layout.reduction(recipe), **liger}

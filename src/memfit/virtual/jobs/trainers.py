@@ -25,7 +25,7 @@ from memfit.virtual.process.files import Saves
 
 
 class _Loaded(Exception):
-    """Ends a resumed training once the checkpoint is loaded; from there on it would repeat the first one."""
+    """Ends a resumed training once the checkpoint is loaded; what follows would repeat the first training."""
 
 
 class Saving(TrainerCallback):
@@ -68,7 +68,7 @@ def without_files() -> Iterator[None]:
 
 
 def resume(trainer: Any, saving: Saving, observer: Observer, folder: str) -> None:
-    """Load the checkpoint as a new process would: model on the card, no optimizer states, an empty cache."""
+    """Load the checkpoint as in a new process: the model is on the card, without optimizer states or cached blocks."""
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     for module in trainer.model_wrapped.modules():
@@ -84,7 +84,7 @@ def resume(trainer: Any, saving: Saving, observer: Observer, folder: str) -> Non
 
 # --- trainers ---
 
-EVALUATED = 2  # batches; the second and all later ones begin with the same memory
+EVALUATED = 2  # evaluation batches; the second and all later ones begin with the same memory
 _OPTIM = {"adamw_forloop": "adamw_torch", "sgd_momentum": "sgd"}
 
 
@@ -191,7 +191,7 @@ def _sft(setup: Setup, folder: str) -> Any:
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer of three words: the data is tokenized already."""
+    """Return a tokenizer of three words, as the data is tokenized already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

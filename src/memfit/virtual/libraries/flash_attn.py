@@ -1,7 +1,7 @@
-"""flash-attn on a card without data: a stand-in for the package, whose kernels have shapes, temporaries and no code.
+"""A stand-in for the flash-attn package on a card without data, whose kernels have shapes and temporaries but no code.
 
-The package needs a CUDA compiler and cannot be installed where there is no GPU. Its operators return, keep and allocate
-here what flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of version 2.8 do; their temporaries are rows of
+The package needs a CUDA compiler and cannot be installed where there is no GPU. The stand-in's operators return, keep
+and allocate what flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of version 2.8 do; their temporaries are in
 memfit.virtual.device.temporaries. The kernels of kernels-community/flash-attn2 are built from the same source.
 """
 
@@ -23,9 +23,10 @@ from torch.nn.functional import pad
 
 from memfit.errors import Unsupported
 from memfit.virtual.device.dispatch import current
+from memfit.virtual.patching import finding
 
 VERSION = "2.8.3"
-SAID = "flash-attn 2.8 stood in for: its buffers, no kernels"
+ASSUMED = "flash-attn 2.8 stood in for: its buffers, no kernels"
 _OPS: list[torch.library.Library] = []  # registered once per process
 _SCHEMAS = (
     "forward(Tensor q, Tensor k, Tensor v, float dropout) -> (Tensor, Tensor, Tensor)",
@@ -59,7 +60,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Te
 
 
 def _checked(q: Tensor) -> None:
-    """Raise what flash_api.cpp raises, in its words."""
+    """Raise the same errors as flash_api.cpp."""
     if current().capability < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -78,7 +79,6 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout: float, deterministic: bool) -> Tensor:
-        """Return the attention's output [B, S, N, H]."""
         width = q.shape[-1]
         q, k, v = _whole_heads(q, k, v)
         out, logsumexp, state = _register().forward(q, k, v, dropout)
@@ -88,13 +88,8 @@ class FlashAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of q, k and v."""
         q, k, v = ctx.saved_tensors[:3]
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _whole_heads(gradients[0])
-        _register().backward(dq, dk, dv, q, k, ctx.deterministic)
-        width = gradients[0].shape[-1]
-        return dq[..., :width], dk[..., :width], dv[..., :width], None, None
+        return *_gradients(ctx, _register().backward, gradients[0], q, k, v), None, None
 
 
 class FlashAttnVarlenFunc(torch.autograd.Function):
@@ -102,16 +97,9 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        key_starts: Tensor,
-        dropout: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, dropout: float,
         deterministic: bool,
-    ) -> Tensor:
-        """Return the attention's output [T, N, H]."""
+    ) -> Tensor:  # fmt: skip
         width = q.shape[-1]
         q, k, v = _whole_heads(q, k, v)
         out, logsumexp, state = _register().varlen_forward(q, k, v, starts, dropout)
@@ -121,13 +109,17 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of q, k and v."""
         q, k, v, *_, starts, _, _ = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _whole_heads(gradients[0])
-        _register().varlen_backward(dq, dk, dv, q, k, starts, ctx.deterministic)
-        width = gradients[0].shape[-1]
-        return dq[..., :width], dk[..., :width], dv[..., :width], None, None, None, None
+        return *_gradients(ctx, _register().varlen_backward, gradients[0], q, k, v, starts), None, None, None, None
+
+
+def _gradients(
+    ctx: Any, backward: Any, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *starts: Tensor
+) -> tuple[Tensor, ...]:
+    made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _whole_heads(gradient)
+    backward(*made, q, k, *starts, ctx.deterministic)
+    return tuple(t[..., : gradient.shape[-1]] for t in made)
 
 
 def flash_attn_func(
@@ -153,7 +145,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
-    """Refuse decoding, which no training does."""
+    """Refuse decoding, which training does not do."""
     raise Unsupported(
         "flash_attn_with_kvcache decodes with a cache of keys, which the virtual card's flash-attn does not replace",
         hint="trace the training step alone, or generate with attn_implementation='sdpa'",
@@ -185,8 +177,8 @@ class _PutRows(torch.autograd.Function):
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Put rows [T, ...] of tokens back to [B, S, ...]."""
-    whole: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)
-    return whole.unflatten(0, (batch, seqlen))
+    rows: Tensor = _PutRows.apply(hidden_states, indices, batch * seqlen)
+    return rows.unflatten(0, (batch, seqlen))
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None) -> Any:
@@ -204,9 +196,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "flash_attn.flash_attn_interface": {f.__name__: f for f in (*_ATTENTION, FlashAttnFunc, FlashAttnVarlenFunc)},
     "flash_attn.bert_padding": {f.__name__: f for f in (pad_input, unpad_input)},
 }
-
-
-_ABOUT = {
+_ABOUT = {  # files of the .dist-info folder
     "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
     "top_level.txt": "flash_attn\n",
 }
@@ -216,11 +206,9 @@ class _Distribution(importlib.metadata.Distribution):
     """The package's metadata, as importlib.metadata finds it."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return a file of the .dist-info folder."""
         return _ABOUT.get(filename)
 
     def locate_file(self, path: Any) -> Path:
-        """Return the path as it is: the package has no files."""
         return Path(path)
 
 
@@ -247,25 +235,24 @@ def named_in(*texts: str) -> bool:
 @contextmanager
 def standing_in() -> Iterator[None]:
     """Make `flash_attn` importable, installed or not, and let transformers look for it again."""
-    finder, before = _Finder(), {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "flash_attn"}
+    before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "flash_attn"}
     for name in before:
         del sys.modules[name]
-    sys.meta_path.insert(0, finder)
-    _look_again()
     try:
-        yield
+        with finding(_Finder()):
+            _clear_caches()
+            yield
     finally:
-        sys.meta_path.remove(finder)
         for name in _MODULES:
             sys.modules.pop(name, None)
         sys.modules.update(before)
-        _look_again()
+        _clear_caches()
 
 
-def _look_again() -> None:
-    """Clear what transformers caches: what is installed, and which attention it loaded."""
-    asked = sys.modules.get("transformers.utils.import_utils")
-    for name, function in vars(asked).items() if asked else ():
+def _clear_caches() -> None:
+    """Clear what transformers caches: which packages are installed, and which attention it loaded."""
+    utils = sys.modules.get("transformers.utils.import_utils")
+    for name, function in vars(utils).items() if utils else ():
         if "flash_attn" in name or name == "_package_distribution_mapping":
             getattr(function, "cache_clear", lambda: None)()
     loaded: Any = sys.modules.get("transformers.modeling_flash_attention_utils")

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 # cached graphs may come from a real card; autotuning and CUDA graphs need one
 SETTINGS: dict[str, Any] = {
     "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False,
-    "max_autotune_gemm": False,
-    "max_autotune_pointwise": False, "coordinate_descent_tuning": False, "triton.cudagraphs": False,
-    "triton.multi_kernel": 0,
+    "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False,
+    "triton.cudagraphs": False, "triton.multi_kernel": 0,
 }  # fmt: skip
 _VERSION = torch.__version__.partition("+")[0]
 PLANNED = f"torch.compile: buffers as Inductor of PyTorch {_VERSION} plans them, which others plan otherwise"
@@ -48,7 +47,7 @@ CACHES = {  # module or class that caches facts of a device -> its function that
     "torch._inductor.runtime.hints:DeviceProperties.create": "cache_clear",
 }
 LONGEST = 48  # characters of a kernel's name that are shown
-HOOKS = ("observer.py",)  # Dynamo must see its hooks, which return at once in compiled code
+HOOKS = ("observer.py",)  # Dynamo must trace these files' hooks, which return at once in compiled code
 
 
 class InductorKernel:
@@ -101,7 +100,7 @@ def _forced(settings: dict[str, Any]) -> Change:
 
 
 def _compiler(card: Card) -> Change:
-    """Wrap torch._inductor.compile_fx: a graph that it cannot compile runs as it was traced."""
+    """Wrap torch._inductor.compile_fx so that a graph that it cannot compile runs as it was traced."""
 
     def change(module: ModuleType) -> AbstractContextManager[None]:
         from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -121,9 +120,8 @@ def _compiler(card: Card) -> Change:
             except Exception as error:
                 if isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed):
                     raise  # Dynamo then traces the frame again in another way
-                card.assumed.setdefault(
-                    f"torch.compile: a graph ran as it was traced, not compiled: {_first_line(error)}"
-                )
+                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+                card.assumed.setdefault(f"torch.compile: a graph ran as it was traced, not compiled: {why}")
                 return model
 
         return patched(module, {"compile_fx": compile_fx})
@@ -137,17 +135,13 @@ def _set_by_hand(name: str) -> bool:
     return (override.get() if hasattr(override, "get") else override) is True
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-
-
 def _padding(module: ModuleType) -> AbstractContextManager[None]:
     """Always pad matrix products of odd shapes: on a card Inductor times whether that is faster."""
     return patched(module, {"_skip_do_bench_times": True})
 
 
 def _timing(module: ModuleType) -> AbstractContextManager[None]:
-    """Run what is to be timed once: it allocates as on a card."""
+    """Run a function once instead of timing it: it allocates as on a card."""
 
     def once(function: Callable[..., Any], *_: Any, **__: Any) -> float:
         function()
@@ -193,7 +187,7 @@ def _metrics(module: ModuleType) -> AbstractContextManager[None]:
 
 @contextmanager
 def _unseen(module: ModuleType) -> Iterator[None]:
-    """Make Dynamo skip the card's own Python files, all but the jobs and HOOKS."""
+    """Make Dynamo skip the virtual card's Python files, except the jobs and HOOKS."""
     own = FOLDER / "virtual"
     files = [str(p) for p in own.rglob("*.py") if p.name not in HOOKS and own / "jobs" not in p.parents]
     module.SKIP_DIRS.extend(files)
@@ -232,13 +226,13 @@ def compiling(card: Card) -> Iterator[None]:
         "torch._dynamo.trace_rules": _unseen,
         "torch.utils._triton": _triton,
     }
-    words = {
-        "_empty_strided_cuda": lambda *shape: torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="cuda")
+    empty = {
+        "_empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda")
     }
     layout = {"_conv_determine_backend_memory_format": lambda x, weight, _: conv_layout(x, weight)}
     _forget()
     try:
-        with when_imported(changes), patched(torch._C._dynamo.guards, words), patched(torch._C, layout):
+        with when_imported(changes), patched(torch._C._dynamo.guards, empty), patched(torch._C, layout):
             yield
     finally:
         _forget()

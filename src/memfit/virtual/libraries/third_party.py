@@ -1,11 +1,10 @@
-"""bitsandbytes, DeepSpeed and Liger on the card: kernels that compute nothing, and global state that is reset."""
+"""bitsandbytes, DeepSpeed and Liger on the card: replace their kernels by ones that do nothing, and reset globals."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
 import importlib.machinery
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.patching import Change, ImportHook, finding, patched, when_imported
+from memfit.virtual.patching import Change, ImportHook, finding, no_log_warnings, patched, when_imported
 
 # --- bitsandbytes ---
 
@@ -28,8 +27,8 @@ class Kernels:
         return function
 
 
-def _bitsandbytes(module: ModuleType) -> None:
-    """Load its CUDA backend above kernels that do nothing; paged optimizer states lie in host memory."""
+def _put_on_card() -> None:
+    """Load bitsandbytes' CUDA backend with kernels that do nothing; paged optimizer states lie in host memory."""
     with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
         importlib.import_module("bitsandbytes.backends.cuda.ops")
 
@@ -44,50 +43,37 @@ def _bitsandbytes(module: ModuleType) -> None:
     functional.prefetch_tensor = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Silence warnings about a machine without a GPU, which are not true of the card."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(level)
-
-
-_DONE: set[str] = set()
-LIBRARIES: dict[str, Callable[[ModuleType], None]] = {"bitsandbytes": _bitsandbytes}
+_NAME = "bitsandbytes"
+_DONE: set[str] = set()  # contains the name once the library runs on cards
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a library of the table as on a machine without a GPU, then makes it run on the card."""
+    """Imports bitsandbytes as on a machine without a GPU, then makes it run on the card."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name not in LIBRARIES or name in _DONE:
+        if name != _NAME or name in _DONE:
             return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        return None if found is None else importlib.machinery.ModuleSpec(name, self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        return None if spec is None else importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: Any) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        _DONE.add(name)
-        del sys.modules[name]
-        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), _no_warnings():
-            real = importlib.import_module(name)
-        LIBRARIES[name](real)
-        sys.modules[name] = real
+        _DONE.add(_NAME)
+        del sys.modules[_NAME]
+        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), no_log_warnings():
+            real = importlib.import_module(_NAME)  # it would warn of a machine without a GPU
+        _put_on_card()
+        sys.modules[_NAME] = real
 
 
 @contextmanager
 def bitsandbytes_on_card() -> Iterator[None]:
-    """Make libraries run on the card, those already imported and those imported later."""
-    for name, prepare in LIBRARIES.items():
-        if sys.modules.get(name) is not None and name not in _DONE:
-            _DONE.add(name)
-            prepare(sys.modules[name])
+    """Make bitsandbytes run on the card, imported already or later."""
+    if sys.modules.get(_NAME) is not None and _NAME not in _DONE:
+        _DONE.add(_NAME)
+        _put_on_card()
     try:
         with finding(_Finder()):
             yield
@@ -96,7 +82,7 @@ def bitsandbytes_on_card() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Clear what bitsandbytes keeps for ever: parameters with 32-bit states, by id(), and maps on the card."""
+    """Clear bitsandbytes' global state: the ids of parameters with 32-bit states, and quantisation maps on the card."""
     if "bitsandbytes.optim" in sys.modules:
         sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
         sys.modules["bitsandbytes.functional"].name2qmap.clear()
@@ -104,8 +90,8 @@ def _forget() -> None:
 
 # --- DeepSpeed ---
 
-# Globals that DeepSpeed sets once per process, by module; they are reset for another card or world.
-_REMEMBERED = {
+# module -> globals that DeepSpeed sets once per process; they are reset for another card or world
+_GLOBALS = {
     "deepspeed.accelerator.real_accelerator": ("ds_accelerator",),
     "deepspeed.comm.comm": ("cdb",),
     "deepspeed.utils.groups": ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device"),
@@ -113,7 +99,7 @@ _REMEMBERED = {
 }
 
 
-def _forgetting(names: tuple[str, ...]) -> Change:
+def _cleared(names: tuple[str, ...]) -> Change:
     return lambda module: patched(module, dict.fromkeys(names))
 
 
@@ -125,7 +111,7 @@ def _computing_nothing(module: ModuleType) -> AbstractContextManager[Any]:
 @contextmanager
 def deepspeed_on_card() -> Iterator[None]:
     """Make DeepSpeed find the active card and no earlier one."""
-    changes = {name: _forgetting(names) for name, names in _REMEMBERED.items()}
+    changes = {name: _cleared(names) for name, names in _GLOBALS.items()}
     with when_imported(changes | {"deepspeed.ops.op_builder.builder": _computing_nothing}):
         yield
 
@@ -135,7 +121,6 @@ def deepspeed_on_card() -> Iterator[None]:
 LIBRARY = "liger_kernel"
 _MODELS = "transformers.models."
 _SHARED = ("torch.nn", "torch.nn.functional")  # Liger replaces LayerNorm and cross_entropy here
-Namespace = ModuleType | type
 
 
 @contextmanager
@@ -159,21 +144,13 @@ def _all_restored(_: ModuleType) -> Iterator[None]:
 @contextmanager
 def _restored(module: ModuleType) -> Iterator[None]:
     """Restore a module and its classes after the block, where Liger replaced something."""
-    spaces: list[Namespace] = [module, *_classes(module)]
+    classes = [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module.__name__]
+    spaces: list[ModuleType | type] = [module, *classes]
     before = [(space, dict(vars(space))) for space in spaces]
     try:
         yield
     finally:
         for space, names in before:
-            _restore(space, names)
-
-
-def _classes(module: ModuleType) -> list[type]:
-    """Return the classes that a module defines."""
-    return [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module.__name__]
-
-
-def _restore(space: Namespace, before: dict[str, Any]) -> None:
-    for name, value in list(vars(space).items()):
-        if value is not before.get(name, value) and str(getattr(value, "__module__", "")).startswith(LIBRARY):
-            setattr(space, name, before[name])
+            for name, value in list(vars(space).items()):
+                if value is not names.get(name, value) and str(getattr(value, "__module__", "")).startswith(LIBRARY):
+                    setattr(space, name, names[name])

@@ -1,7 +1,7 @@
-"""Triton on a card without data: kernels launch and do nothing, as they allocate nothing either.
+"""Triton on a card without data: launching a kernel does nothing, as kernels allocate nothing.
 
 Builds of PyTorch without CUDA come without Triton; then a stand-in for the package is importable while the card is
-active, so that libraries take the road they take on a real card. It must be in place before they are imported.
+active, so that libraries take the same code path as on a real card. It must be in place before they are imported.
 """
 
 from __future__ import annotations
@@ -64,13 +64,10 @@ class Kernel:
         self.__module__ = function.__module__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._launch
+        return self.run
 
     def run(self, *_: Any, **__: Any) -> None:
         """Launch nothing."""
-
-    def _launch(self, *_: Any, **__: Any) -> None:
-        return None
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return Anything
@@ -99,17 +96,15 @@ def _jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 def _around(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """autotune and heuristics: return the kernel as it is."""
+    """Replace autotune and heuristics: return the kernel as it is."""
     return lambda kernel: kernel
 
 
 _REAL: dict[str, Any] = {
     "jit": _jit, "autotune": _around, "heuristics": _around, "__version__": VERSION, "triton_key": lambda: VERSION,
-    "Config": Config,
-    "cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+    "Config": Config, "cdiv": lambda a, b: -(-a // b),
+    "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }  # fmt: skip
-
-
 _GONE = ("AttrsDescriptor",)  # removed in Triton 3.3; the compiler detects the version by its absence
 
 
@@ -126,7 +121,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         package, _, module = name.partition(".")
         if package != "triton" or (module.startswith("_") and not module.startswith("_C")):
-            return None  # importers of private modules do without them
+            return None  # libraries that import private modules work without them
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
@@ -136,19 +131,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: there is no code."""
 
 
-_USERS = ("trl", "liger_kernel")  # look for Triton once, when they are imported
+_USERS = ("trl", "liger_kernel")  # libraries that look for Triton once, when they are imported
 
 
-def _look_again() -> None:
-    """Drop libraries that were imported before Triton was there, so that they are imported again."""
+def _drop_users() -> None:
+    """Drop libraries that were imported before Triton was available, so that they are imported again."""
     kernels = sys.modules.get("trl.kernels.chunked_logprob")
     if kernels is None or getattr(kernels, "_TRITON_AVAILABLE", True):
         return
     for name in [n for n in sys.modules if n.partition(".")[0] in _USERS]:
         del sys.modules[name]
-    asked: Any = getattr(sys.modules.get("transformers.utils.import_utils"), "is_triton_available", None)
-    if asked is not None:
-        asked.cache_clear()
+    available: Any = getattr(sys.modules.get("transformers.utils.import_utils"), "is_triton_available", None)
+    if available is not None:
+        available.cache_clear()
 
 
 @contextmanager
@@ -157,7 +152,7 @@ def launches_nothing() -> Iterator[None]:
     if importlib.util.find_spec("triton") is None:
         finder = _Finder()
         sys.meta_path.append(finder)
-        _look_again()
+        _drop_users()
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Files of a traced process: torch.load to the card, saves that keep shapes only, and a guard of the user's files."""
+"""Files of a traced process: torch.load to the card, saves that keep only shapes, and a guard of the user's files."""
 
 from __future__ import annotations
 
@@ -36,24 +36,20 @@ _FEWER = (
 
 
 class StorageHandle:
-    """A storage as passed to a map_location function, which may move it to a card."""
+    """The storage that a map_location function gets, which may move it to a card."""
 
     def __init__(self, storage: Any, device: torch.device = CPU) -> None:
         self._storage, self.device = storage, device
 
     def cuda(self, device: Any = None, non_blocking: bool = False) -> StorageHandle:
-        """Return it on a card: the numbered one, or the current one."""
+        """Return the storage on a card: the numbered one, or the current one."""
         number = torch.cuda.current_device() if device is None else device
-        return StorageHandle(
-            self._storage, torch.device("cuda", number) if isinstance(number, int) else torch.device(number)
-        )
+        return self.to(torch.device("cuda", number) if isinstance(number, int) else number)
 
     def cpu(self) -> StorageHandle:
-        """Return it on the host."""
         return StorageHandle(self._storage)
 
     def to(self, device: Any, non_blocking: bool = False) -> StorageHandle:
-        """Return it on any device."""
         return StorageHandle(self._storage, torch.device(device))
 
     def __getattr__(self, name: str) -> Any:
@@ -63,8 +59,8 @@ class StorageHandle:
 def device_of(map_location: Any, storage: Any, location: str) -> torch.device:
     """Return the device of a storage saved from `location` ("cuda:0"). Raises RuntimeError for a missing card."""
     if callable(map_location):
-        placed_storage = map_location(StorageHandle(storage), location)
-        wanted = torch.device(location if placed_storage is None else placed_storage.device)
+        moved = map_location(StorageHandle(storage), location)
+        wanted = torch.device(location if moved is None else moved.device)
     elif isinstance(map_location, dict):
         wanted = torch.device(map_location.get(location, location))
     else:
@@ -75,7 +71,7 @@ def device_of(map_location: Any, storage: Any, location: str) -> torch.device:
 
 
 def bytes_of(storage: Any) -> Tensor:
-    """Return a whole storage as bytes."""
+    """Return a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -109,7 +105,7 @@ def _exempt() -> tuple[str, ...]:
 
 
 class Guard:
-    """Refuses to overwrite or remove existing files, and removes what the script made. `folder`: the script's own.
+    """Refuses to overwrite or remove existing files, and removes those that the script made. `folder`: the script's.
 
     The script may write to caches and temporary folders, unless it lies in one or runs there.
     """
@@ -123,8 +119,8 @@ class Guard:
         """Check an event of sys.addaudithook. Raises Refused where a file would be lost."""
         if event == "open":
             path, mode, flags = args
-            cuts = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
-            if cuts and isinstance(path, str | bytes | os.PathLike):
+            writes = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
+            if writes and isinstance(path, str | bytes | os.PathLike):
                 self._written(path, kept=not mode and not (flags or 0) & os.O_TRUNC)
         elif event in ("os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"):
             self._removed(args[0])
@@ -226,7 +222,7 @@ class Saves:
             self._saved[os.path.realpath(file)] = tree_map(lambda x: _saved(x, storages), what)
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a torch.load that knows what was saved before, and maps other files without reading their data."""
+        """Return a torch.load that returns what was saved before, and maps other files without reading their data."""
 
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._loading()
@@ -234,16 +230,15 @@ class Saves:
             if path in self._saved:
                 rooms: dict[int, Tensor] = {}
                 return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[path])
-            mapped = (
-                {"mmap": True} if path and zipfile.is_zipfile(path) else {}
-            )  # files of PyTorch before 1.6 cannot be mapped
+            # files of PyTorch before 1.6 cannot be mapped
+            mapped = {"mmap": True} if path and zipfile.is_zipfile(path) else {}
             return real(file, map_location, *args, **{**mapped, **kwargs})
 
         return load
 
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
-    """Return the record of a saved leaf. `storages`: per storage itself, kept so that its address is unique, a copy."""
+    """Return the record of a saved leaf. `storages`: address -> storage (keeps the address unique) and copy."""
     if not isinstance(x, Tensor):
         return x
     location = "cpu" if x.device.type == "cpu" else str(x.device)
@@ -270,13 +265,13 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
-    """Return a loaded leaf. `rooms`: the storages made so far on the target device, by those of the file."""
+    """Return a loaded leaf. `rooms`: id of a saved storage -> the one made for it on the target device."""
     if not isinstance(x, _Saved):
         return x
     if id(x.hollow) not in rooms:
         device = device_of(map_location, x.hollow, x.location)
         rooms[id(x.hollow)] = _copied(x.hollow) if device.type == "cpu" else x.hollow.to(device)
-    whole = rooms[id(x.hollow)]
+    made = rooms[id(x.hollow)]
     if x.part is None:
-        return whole
-    return torch.empty(0, dtype=x.dtype, device=whole.device).set_(whole.untyped_storage(), *x.part)
+        return made
+    return torch.empty(0, dtype=x.dtype, device=made.device).set_(made.untyped_storage(), *x.part)

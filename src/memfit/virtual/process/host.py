@@ -27,13 +27,11 @@ _CAT = torch.library.get_kernel(operator("cat"), "CPU")
 LARGE = 1 << 20  # bytes from which a floating-point tensor is not written
 _WRITERS = (
     "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_",
-    "clamp_",
-    "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
+    "clamp_", "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
 
-_RANDOM = (
-    "uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"
-)  # of torch.nn.init  # fmt: skip
+# functions of torch.nn.init
+_RANDOM = ("uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
 
 
 def untouched(t: Tensor) -> bool:
@@ -51,9 +49,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
         written = kwargs[into] if into else args[0]
         if untouched(written):
             return written
-        if not all(
-            isinstance(args[i], Tensor) for i in operands
-        ):  # kernels receive plain numbers in the place of tensors
+        if not all(isinstance(args[i], Tensor) for i in operands):  # numbers stand in the place of tensors
             args = as_tensors(op, args)
         return real(keys, *args, **kwargs)
 
@@ -90,7 +86,7 @@ def no_random_weights() -> Iterator[None]:
 
 
 def _look_up_again(ops: Sequence[Any]) -> None:
-    """Clear the Python dispatch cache of operators, which would call a kernel that is gone, and crash."""
+    """Clear the Python dispatch cache of operators, which would call a kernel that no longer exists, and crash."""
     for op in ops:
         op._dispatch_cache.clear()
 

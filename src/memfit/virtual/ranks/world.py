@@ -27,7 +27,7 @@ _NCCL = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.
 
 @contextmanager
 def world(size: int) -> Iterator[None]:
-    """Run the script as torchrun would start its rank 0, for the length of the block.
+    """Run the block in the environment that torchrun gives rank 0.
 
     Every backend is PyTorch's fake one: NCCL allocates nothing through PyTorch beyond the outputs passed to it.
     """
@@ -47,9 +47,8 @@ def world(size: int) -> Iterator[None]:
     uncounted = {"prepare_for_forward": lambda *_: None}
     with (
         environment(variables),
-        patched(
-            sys, {"excepthook": sys.excepthook}
-        ),  # init_process_group installs a hook that prefixes lines with the rank
+        # init_process_group installs a hook that prefixes lines with the rank
+        patched(sys, {"excepthook": sys.excepthook}),
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
         patched(_c10d.Reducer, uncounted),
         patched(torch.cuda.nccl, {"version": lambda: _NCCL}),
@@ -115,7 +114,7 @@ def _ddp_buffers_labelled() -> Iterator[None]:
 
 
 def _quick_propagation() -> dict[str, Any]:
-    """Return a faster check of DTensor, which scans all tensors of a list once for each of them, where once is enough.
+    """Replace DTensor's check that scans a whole list of tensors once for each of them by one scan per list.
 
     With the thousand parameters of a deep model the scans take half of the time. Empty where PyTorch has no such
     function.

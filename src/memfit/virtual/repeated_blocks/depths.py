@@ -20,11 +20,12 @@ from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.repeated_blocks.unroll import NotPeriodic, in_order_of_birth, unroll
 
 Traced = tuple[Tape, dict[str, int]]  # and how often each unknown value was read
-PERIODS = range(1, 9)  # of layers: attention full or sliding, every k-th block a mixture of experts
-# Of the layers: if the shallow models have more in all (Gemma 3: 36 of 62), tracing the whole takes less time.
+PERIODS = range(1, 9)  # in layers: attention full or sliding, every k-th block a mixture of experts
+# The largest share of the layers that the shallow models may have together. Above it (Gemma 3: 36 of 62), tracing the
+# whole model takes less time.
 WORTH = 1 / 2
 _DEPTH = "num_hidden_layers"
-_POSITIONS = ("idx", "index", "layer_id")  # endings of attributes that only say which layer this is
+_POSITIONS = ("idx", "index", "layer_id")  # endings of attributes that only number the layer
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
 
 
@@ -43,23 +44,23 @@ class Depths:
 
 
 def depths(setup: Setup) -> Depths | None:
-    """Return None where blocks do not repeat, or too few do, or more than blocks decides what is allocated."""
+    """Return the depths to trace; None where too few blocks repeat, or allocations depend on more than blocks."""
     # DeepSpeed's partitions and DDP's buckets end within blocks; Inductor plans the buffers of all blocks at once.
     if setup.deepspeed or setup.compile or (setup.world_size > 1 and setup.shard == "none"):
         return None
-    with suppress(Exception):  # an error of a config that is cut short; the trace of the whole one reports its own
+    with suppress(Exception):  # a shortened config may be invalid; the trace of the whole model reports its own errors
         return _depths(setup)
     return None
 
 
 def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced | None:
-    """Trace a job at three depths: two make the tape of the whole, which unrolled to the third must be the tape there.
+    """Trace a job at three depths and unroll the deeper two, which must also reproduce the tape of the shallowest.
 
-    Return None where it is not, or where a trace fails; then the whole is to be traced.
+    Return None where they do not, or where a trace fails; then the whole model must be traced.
     """
     try:
         least, shallow, deep = (once(setup) for setup in plan.setups)
-    except Exception:  # the trace of the whole reports its own
+    except Exception:  # the trace of the whole model reports its own errors
         return None
     # torch 2.12 alone breaks ties among free blocks by the order of deaths, so there that order is left as it is
     arranged = tuple[Event, ...] if torch_version(torch.__version__) == (2, 12) else in_order_of_birth
@@ -81,7 +82,7 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced 
 
 
 def _line(counts: list[int], periods: int) -> int:
-    """Return the count so many periods above the second of three depths. Raises NotPeriodic off a straight line."""
+    """Extrapolate a count to `periods` above the second of three depths. Raises NotPeriodic where it is not linear."""
     least, shallow, deep = counts
     if deep - shallow != shallow - least:
         raise NotPeriodic("a value is read more often than once per block")
@@ -122,10 +123,10 @@ def _depths(setup: Setup) -> Depths | None:
 
 
 def _repeated(blocks: tuple[tuple[Any, ...], ...]) -> tuple[int, tuple[int, int, int]] | None:
-    """Return where blocks begin to repeat and the three depths that show it, those with the fewest layers together.
+    """Return where blocks begin to repeat, and the three depths that show it with the fewest layers together.
 
-    The least depth has one period of the blocks that repeat, or two blocks where all are alike: one alone would be the
-    first and the last at once.
+    The least depth has one period of the repeated blocks, or two blocks where all are alike: a single one would be
+    first and last at once.
     """
     found = []
     for period in PERIODS:

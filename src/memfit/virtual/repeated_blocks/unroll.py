@@ -25,7 +25,7 @@ class NotPeriodic(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Storages that differ in their layer alone: their label before and after it, their bytes on either tape."""
+    """Storages that differ in their layer alone: their label before and after the layer, their bytes on either tape."""
 
     head: str
     tail: str | None  # None: the label names no layer
@@ -53,9 +53,9 @@ class _Step:
 
 
 def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the events with storages that die in a row, with nothing in between, in the order of their birth.
+    """Return the events with every row of consecutive deaths in the order of the storages' births.
 
-    The order of such deaths leaves the same free blocks, but may follow no rule from block to block.
+    Any order of such deaths leaves the same free blocks, but the traced one may follow no rule from block to block.
     """
     ordered: list[Event] = []
     for _, row in groupby(events, lambda event: isinstance(event, Free)):
@@ -66,8 +66,9 @@ def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
 def unroll(shallow: Tape, deep: Tape, layers: tuple[int, int], blocks: str) -> Callable[[int], Tape]:
     """Return a function from a number of layers to the tape, given tapes of two models that differ by one period.
 
-    layers: how many each has. blocks: what labels call the list of blocks ("layers" in "model.layers.3.mlp"). Raises
-    NotPeriodic, as does the function for a depth that is not whole periods away or more than one below the shallower.
+    layers: how many each has. blocks: the name of the list of blocks ("layers" in "model.layers.3.mlp"). Raises
+    NotPeriodic; the function raises it too for a depth that is no whole number of periods away from the shallow one,
+    or more than one period below it.
     """
     split = _splitter(blocks)
     try:
@@ -114,7 +115,7 @@ def _splitter(blocks: str) -> Split:
 
 
 def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
-    """Return what every storage looks like, by id.
+    """Return by id how every storage looks: what all storages of its kind share.
 
     by_death: storages without a layer in their label (a mixture's gradients, say) look different if they die at
     different points: after the birth of another kind of storage, or in another instant of the run.
@@ -211,7 +212,7 @@ def _events(steps: Iterable[_Step], layers: int, more: int) -> Iterator[Event]:
                     at = alive.index(born[kind][-third])
                 touched = alive[at]
             except (IndexError, ValueError):
-                raise NotPeriodic(f"{kind.head}: the storage that should die there has died before") from None
+                raise NotPeriodic(f"{kind.head}: the storage that should die here is already dead") from None
             if step.what == "death":
                 del alive[at]
                 yield Free(touched)
@@ -223,7 +224,7 @@ def _events(steps: Iterable[_Step], layers: int, more: int) -> Iterator[Event]:
 
 
 def _parts(one: list[_Step], two: list[_Step]) -> Iterator[_Part]:
-    """Walk both tapes; where they part, the deeper one must go through a block once more."""
+    """Walk both tapes; where they differ, the deeper one must go through one more period."""
     i = j = done = 0
     while i < len(one) or j < len(two):
         if i < len(one) and j < len(two) and (ways := one[i].like(two[j])):
@@ -236,7 +237,7 @@ def _parts(one: list[_Step], two: list[_Step]) -> Iterator[_Part]:
         for step, again in zip(two[j - length : j], two[j : j + length], strict=True):
             step.ways &= step.like(again)
             if not step.ways:
-                raise NotPeriodic(f"{step.what} is elsewhere in the next block")
+                raise NotPeriodic(f"{step.what} takes place elsewhere in the next block")
         yield False, tuple(two[done : j - length])
         yield True, tuple(two[j - length : j])
         j = done = j + length

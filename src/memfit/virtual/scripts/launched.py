@@ -13,13 +13,8 @@ from memfit.virtual.patching import patched
 
 BESIDE = ("accelerate.yaml", "accelerate.yml")  # as memfit export names the file
 _USED = re.compile(r"\baccelerate\b|\bAccelerator\b|Trainer\b")  # the script imports accelerate, or a Trainer that does
-_SET = (
-    "ACCELERATE_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-    "MEGATRON_LM_",
-)  # other variables are torchrun's or the machine's
-
+# prefixes of accelerate's variables; others are torchrun's or the machine's
+_SET = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 # launcher -> its function in accelerate.utils.launch that prepares the environment; no launcher is called
 _LAUNCHERS = {
     "deepspeed_launcher": "prepare_deepspeed_cmd_env",
@@ -38,12 +33,12 @@ def launcher_file(script: Path) -> Path | None:
 
 
 def processes_of(path: Path) -> int:
-    """Return how many processes the file starts. Raises BadInput if accelerate cannot read it or starts elsewhere."""
+    """Return how many processes the file starts. Raises BadInput if accelerate cannot read it or starts none here."""
     return int(_caught(path)[1].num_processes or 1)
 
 
 def variables(path: Path) -> dict[str, str]:
-    """Return the variables that the file sets. Raises BadInput if accelerate cannot read it or starts elsewhere."""
+    """Return the variables that the file sets. Raises BadInput if accelerate cannot read it or starts none here."""
     from accelerate.utils import launch
 
     prepare, arguments = _caught(path)
@@ -61,12 +56,14 @@ def _caught(path: Path) -> tuple[str, Any]:
 
     words = ["--config_file", str(path), "--main_process_port", "0", "--num_cpu_threads_per_process", "1", "script.py"]
     caught: list[tuple[str, Any]] = []
-    catching = {name: lambda args, way=way: caught.append((way, args)) for name, way in _LAUNCHERS.items()}
+    launchers = {
+        name: lambda args, prepare=prepare: caught.append((prepare, args)) for name, prepare in _LAUNCHERS.items()
+    }
     try:
-        with warnings.catch_warnings(), patched(launch, catching):
+        with warnings.catch_warnings(), patched(launch, launchers):
             warnings.simplefilter("ignore")
             launch.launch_command(launch.launch_command_parser().parse_args(words))
-    except (Exception, SystemExit) as error:  # an unknown key or value may raise any of them
+    except (Exception, SystemExit) as error:  # an unknown key or value may raise any exception
         first = str(error).strip().partition("\n")[0][:200]
         raise BadInput(f"{path}: accelerate cannot read it: {first}", hint="see: accelerate config") from error
     if not caught[0][0]:

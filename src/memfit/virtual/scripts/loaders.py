@@ -1,4 +1,4 @@
-"""Data loaders of a traced script: each gives its longest batch, and ends once the script has trained enough."""
+"""Make a traced script's data loaders return their longest batch, and end once the script has trained enough."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from memfit.virtual.patching import patched
 
 # --- the longest batch ---
 
-LOOKED = 20_000  # samples that are read to find the longest batch
-SECONDS = 5.0  # that are spent on it at most
+LOOKED = 20_000  # samples that are read at most to find the longest batch
+SECONDS = 5.0  # that reading them may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Longest:
     known: int  # samples of the data set
 
     def batch(self, loader: DataLoader[Any]) -> Any:
-        """Collate the samples again each time, as a script may change a batch."""
+        """Collate the samples anew, as a script may change a batch."""
         with _random_state_kept():
             return _collated(loader, self.samples)
 
@@ -53,7 +53,7 @@ class Longest:
 
 
 def longest(loader: DataLoader[Any]) -> Longest | None:
-    """Find the longest batch; None where samples cannot be read twice, are not batched, or are all of one size."""
+    """Find the longest batch; None where samples cannot be read twice, are not batched, or all have one size."""
     dataset, sampler = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) or sampler is None or loader.collate_fn is None:
         return None
@@ -61,7 +61,7 @@ def longest(loader: DataLoader[Any]) -> Longest | None:
         with _random_state_kept():
             sizes = _sizes(dataset)
             batch = _padded(loader, _largest(sampler, sizes), sizes) if len(set(sizes)) > 1 else ()
-    except Exception:  # the script then meets the data set's own error
+    except Exception:  # the script will then raise the data set's own error
         return None
     if not batch:
         return None
@@ -105,7 +105,7 @@ def _largest(sampler: Any, sizes: list[int]) -> tuple[int, ...]:
         count = min(sampler.batch_size, len(sizes))
         return tuple(sorted(range(len(sizes)), key=lambda i: -sizes[i])[:count])
     drawn: list[list[int]] = [list(batch) for batch in islice(iter(sampler), LOOKED)]
-    known = [(len(some) * max(sizes[i] for i in some), some) for some in drawn if some and max(some) < len(sizes)]
+    known = [(len(b) * max(sizes[i] for i in b), b) for b in drawn if b and max(b) < len(sizes)]
     return tuple(max(known, key=itemgetter(0))[1]) if known else ()
 
 
@@ -114,8 +114,7 @@ def _padded(loader: DataLoader[Any], batch: tuple[int, ...], sizes: list[int]) -
     if len(batch) < 2:
         return batch
     mixed = (*sorted(batch, key=lambda i: -sizes[i])[:-1], min(range(len(sizes)), key=sizes.__getitem__))
-    whole, part = (_size(_collated(loader, some)) for some in (batch, mixed))
-    return mixed if part >= whole else batch
+    return mixed if _size(_collated(loader, mixed)) >= _size(_collated(loader, batch)) else batch
 
 
 @contextmanager
@@ -135,11 +134,11 @@ def _random_state_kept() -> Iterator[None]:
 # --- when a script has trained enough ---
 
 EVALUATED = 4  # forward passes over a loader that only evaluates; later ones begin with the same memory
-AHEAD = 1  # more steps: accelerate reads a batch ahead, and steps once more with the last one
-WAITED = 30  # more steps for optimizers that step rarely, such as a generator once per five steps of its critic
-SPENT = 100  # more steps, after which every loader ends: a script may have any number of stages
+AHEAD = 1  # further steps: accelerate reads a batch ahead, and steps once more with the last one
+WAITED = 30  # further steps for optimizers that step rarely, such as a generator once per five steps of its critic
+SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
-_DRY = 1000  # empty epochs, after which the script is assumed to cycle for ever
+_DRY = 1000  # empty epochs after which the script is assumed to cycle for ever
 _ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
 
@@ -150,24 +149,19 @@ class ScriptObserver(Observer):
         self.enough = enough
         self.backwards = self.evaluations = 0
         self.optimizers: WeakSet[Any] = WeakSet()
-        self.trained: WeakKeyDictionary[Any, int] = (
-            WeakKeyDictionary()
-        )  # loader -> how many of its batches led to a step
+        self.trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> its batches that led to a step
         self.read: Any = None  # weak reference to the iterator that gave the last batch
-        self.over = False  # every optimizer made its steps, or had the time to
+        self.over = False  # whether every optimizer made its steps, or had the time to
         self.dry = 0  # how often a loader ended early
-        self.lacking: list[str] = []  # described while they exist
+        self.lacking: list[str] = []  # descriptions of optimizers that lack steps
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
-        self._kinds: Counter[Any] = Counter()  # loaders that were trained from enough, by kind
+        self._kinds: Counter[Any] = Counter()  # kind -> loaders from which enough was trained
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
         self.assumed = card.assumed
         super().__init__(card)
 
-    def _enough(self) -> bool:
-        return self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
-
     def made(self, optimizer: Any) -> None:
-        """Register a new optimizer, which is given its steps unless a script makes one after the other."""
+        """Register a new optimizer, which may make its steps unless the script makes one optimizer after the other."""
         self.optimizers.add(optimizer)
         self.over = self.over and self._beyond(WAITED)
 
@@ -175,10 +169,10 @@ class ScriptObserver(Observer):
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps
 
     def _behind(self) -> Iterator[Any]:
-        """Return optimizers that lack steps and have weights on the card that no other optimizer steps."""
+        """Yield optimizers that lack steps and have weights on the card that no finished optimizer has."""
         few = [o for o in self.optimizers if self.stepped.get(o, 0) < self.enough]
         shared = {id(p) for o in self.stepped if self.stepped[o] >= self.enough for p in _weights(o)} if few else set()
-        return (o for o in few if any(p.is_cuda and id(p) not in shared for p in _weights(o)))
+        yield from (o for o in few if any(p.is_cuda and id(p) not in shared for p in _weights(o)))
 
     def exhausted(self, loader: Any) -> bool:
         """Return whether enough was trained from a loader or its kind; a loader of a later stage has its own steps."""
@@ -213,9 +207,8 @@ class ScriptObserver(Observer):
             raise EnoughSteps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        again = self._stale >= (self.enough + AHEAD) * max(
-            len(self.optimizers), 1
-        )  # one batch may lead to a step of each
+        # one batch may lead to a step of each optimizer
+        again = self._stale >= (self.enough + AHEAD) * max(len(self.optimizers), 1)
         if (self._ended or again) and self.over:
             raise EnoughSteps
         super()._before_step(optimizer, args, kwargs)
@@ -235,17 +228,17 @@ class ScriptObserver(Observer):
         else:
             self._stale += 1
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
-            self.over = self._enough()
+            self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
         if self.over:
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and not self.dry)
 
     def _fill_history(self, optimizer: torch.optim.LBFGS) -> None:
         """Allocate all of LBFGS's history; how fast it fills depends on the losses."""
-        direction = optimizer.state[optimizer.param_groups[0]["params"][0]].get("d")
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        direction = state.get("d")
         if direction is None or not direction.is_cuda:
             return
-        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
         for name, like in (("old_dirs", direction), ("old_stps", direction), ("ro", direction.new_empty(()))):
             held = state[name]
             held += [torch.empty_like(like) for _ in range(optimizer.param_groups[0]["history_size"] - len(held))]
@@ -257,7 +250,7 @@ def _weights(optimizer: Any) -> Iterator[Any]:
 
 
 def _kind(loader: Any) -> Any:
-    """Return what loaders have in common that are made per epoch, fold or client: data type, its length, batch size."""
+    """Return the type and length of the data and the batch size, which loaders of one stage's epochs or folds share."""
     data = loader.dataset
     return type(data), len(data) if hasattr(data, "__len__") else id(data), loader.batch_size
 
@@ -268,7 +261,7 @@ def _described(optimizer: Any, steps: int) -> str:
 
 
 class _Batches:
-    """A loader's iterator that ends when no more batches are needed."""
+    """A loader's iterator that ends once no more batches are needed."""
 
     def __init__(self, loader: Any, real: Any, observer: ScriptObserver) -> None:
         self.loader, self._real, self._observer = loader, real, observer
@@ -304,7 +297,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
     make, iterate = DataLoader.__init__, DataLoader.__iter__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args[:5], **(kwargs | _ALONE)) if len(args) <= 5 else make(self, *args, **kwargs)
+        make(self, *args, **(kwargs | _ALONE if len(args) <= 5 else kwargs))
 
     def iterated(self: Any) -> Any:
         return _Batches(self, iterate(self), observer)

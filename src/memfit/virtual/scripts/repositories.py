@@ -1,4 +1,4 @@
-"""Models named by a traced script: folders with the right files, hollow weights, and maybe a stand-in tokenizer."""
+"""Models named by a traced script: folders with the right files, weights without data, perhaps a stand-in tokenizer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,10 @@ from memfit.virtual.patching import patched
 
 Note = Callable[[str], None]
 CHARACTERS = 4  # per token of the stand-in; English text has 4 to 4.5 with vocabularies since 2023
+# beginnings of the names of a tokenizer's files
 _TOKENIZER = (
-    "tokenizer",
-    "special_tokens_map",
-    "vocab",
-    "merges",
-    "chat_template",
-    "spiece",
-    "sentencepiece",
-    "added_tokens",
-)
+    "tokenizer", "special_tokens_map", "vocab", "merges", "chat_template", "spiece", "sentencepiece", "added_tokens"
+)  # fmt: skip
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _STORED_QUANTISED = re.compile(r"(?i)(?<![a-z0-9])(gptq|awq|bnb|4bit|8bit|int4|int8|fp8|mxfp4|gguf)(?![a-z0-9])")
 _CHAT = (
@@ -49,7 +43,7 @@ class Repositories:
         self.invented: set[str] = set()  # folders whose tokenizer is a stand-in
 
     def folder(self, name: Any) -> Any:
-        """Return the folder to read in the place of `name`. Raises BadInput for a model that is not known offline."""
+        """Return the folder to read in place of `name`. Raises BadInput for a model that is not available offline."""
         text = os.fspath(name)
         if text not in self._folders:
             self._folders[text] = None if Path(text).is_relative_to(self._root) else self._made(text)
@@ -65,7 +59,11 @@ class Repositories:
                 f"{name[:80]} is neither a folder nor a model known without a network",
                 hint="see 'memfit models', or give the script a folder with the model's config.json",
             )
-        _check(name, config)
+        if "quantization_config" in config or _STORED_QUANTISED.search(name.rpartition("/")[2]):
+            raise BadInput(
+                f"{name[:80]} is stored quantised, which a trace cannot load",
+                hint="name the original model, with quantization_config=BitsAndBytesConfig(...)",
+            )
         folder = self._root / re.sub(r"[^\w.-]", "--", name.strip("/"))
         folder.mkdir(parents=True)
         self._fill(name, config, source, folder)
@@ -110,21 +108,13 @@ def _found(name: str) -> tuple[dict[str, Any] | None, Path | None]:
 _PADDED = ("qwen", "gemma")  # families whose tokenizers have a pad token that configs do not name
 
 
-def _check(name: str, config: dict[str, Any]) -> None:
-    if "quantization_config" in config or _STORED_QUANTISED.search(name.rpartition("/")[2]):
-        raise BadInput(
-            f"{name[:80]} is stored quantised, which a trace cannot load",
-            hint="name the original model, with quantization_config=BitsAndBytesConfig(...)",
-        )
-
-
 def tokenizer(config: dict[str, Any], folder: Path) -> None:
     """Write a tokenizer with the model's vocabulary size that makes one token of every CHARACTERS characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     size = config["vocab_size"]
     words = {i: f"<{i}>" for i in range(size)}
-    special = {"eos_token": words[size - 1]}  # unless the config names one; every tokenizer has one
+    special = {"eos_token": words[size - 1]}  # every tokenizer has one; the config may name another
     for role in ("bos", "eos", "pad"):
         number = config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) else number
@@ -175,14 +165,11 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": nothing}):
             yield
 
-    def models(module: ModuleType) -> Any:
-        return patched(module, {"safe_open": HollowFile})
-
-    def adapters(module: ModuleType) -> Any:
-        """Keep PEFT from asking the Hub whether the vocabulary has grown."""
-        return patched(module, {"check_file_exists_on_hf_hub": lambda *_, **__: False})
-
+    # PEFT would ask the Hub whether the vocabulary has grown
+    offline = {"check_file_exists_on_hf_hub": lambda *_, **__: False}
     return {
-        "transformers.utils.hub": files, "transformers.tokenization_utils_base": tokenizers,
-        "transformers.modeling_utils": models, "peft.utils.save_and_load": adapters,
-    }  # fmt: skip
+        "transformers.utils.hub": files,
+        "transformers.tokenization_utils_base": tokenizers,
+        "transformers.modeling_utils": lambda module: patched(module, {"safe_open": HollowFile}),
+        "peft.utils.save_and_load": lambda module: patched(module, offline),
+    }

@@ -1,9 +1,8 @@
-"""A training script of the user's own, unmodified, on the virtual card: `python train.py ARGS` without a GPU."""
+"""Run a user's training script unmodified on the virtual card: `python train.py ARGS` without a GPU."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import runpy
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
 from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
@@ -39,9 +38,9 @@ from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtu
 class ScriptOutcome:
     """How a script's run ended, and what was assumed.
 
-    ending: after enough steps, by itself, or out of memory; then `where` is the script's line, `message` PyTorch's
-    message and `trace` what Python would have printed. survived: how often the script caught an out-of-memory error and
-    went on. answered: how often each kind of unknown value was read.
+    ending: "enough" steps were done, the script "finished" by itself, or it ran out of memory ("oom"): then `where` is
+    its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
+    caught an out-of-memory error and went on. answered: how often each kind of unknown value was read.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -56,7 +55,7 @@ class ScriptOutcome:
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 _TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
-# Exception type or a base of it, part of its message -> hint; the first row that fits.
+# exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
     ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
     ("SyntaxError", "", "plain 'python' stops there too"),
@@ -66,38 +65,27 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("ConnectionError", "", "no network: give the script local files, or load them into the cache once"),
     ("LocalEntryNotFoundError", "", "no network: give the script local files, or load them into the cache once"),
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
-    (
-        "NotImplementedError",
-        "Sparse",
-        "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False)",
-    ),
+    ("NotImplementedError", "Sparse",
+     "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False)"),
     ("NotImplementedError", "", "the operator has no shape function: torch.library.register_fake gives it one"),
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
-    (
-        "ValueError",
-        "existing deepspeed config",
-        "its path is looked up from the current folder: cd there, as for accelerate launch",
-    ),
+    ("ValueError", "existing deepspeed config",
+     "its path is looked up from the current folder: cd there, as for accelerate launch"),
     ("RuntimeError", "NCCL", _TORCHRUN),
     ("ValueError", "rendezvous", _TORCHRUN),
     ("RuntimeError", "process group", _TORCHRUN),
     *(("KeyError", f"'{name}'", _TORCHRUN) for name in _LAUNCHED),
-)
+)  # fmt: skip
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
     ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
 _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that leads to it, its name
     ("eval", r"^[^#]*(?:\.eval\(\)|inference_mode\()", "evaluation"),
-    (
-        "save",
-        r"^[^#]*(?:\btorch\.save|save_file|save_pretrained|save_checkpoint|save_model|save_state)\(",
-        "saving of a checkpoint",
-    ),
-)
-_OTHER = (
-    "if plain 'python' runs it on a GPU, a value that a trace cannot know may be why: see --answer; --debug shows more"
-)
+    ("save", r"^[^#]*(?:\btorch\.save|save_file|save_pretrained|save_checkpoint|save_model|save_state)\(",
+     "saving of a checkpoint"),
+)  # fmt: skip
+_OTHER = "if plain 'python' runs it on a GPU, a value that a trace lacks may be why: see --answer; --debug shows more"
 
 
 def trace_script(
@@ -108,10 +96,9 @@ def trace_script(
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
-    world_size: more than 1 runs it as torchrun would start rank 0 of so many processes, with a card each.
-    launched: run it as torchrun would start a single process.
-    launcher: a config file of accelerate, whose settings are in the environment as `accelerate launch` puts them there.
-    Raises BadInput for a script that cannot be run, naming its line.
+    world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
+    single process that torchrun started. launcher: a config file of accelerate, whose settings are put into the
+    environment as `accelerate launch` does. Raises BadInput that names the line, for a script that cannot be run.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
@@ -146,20 +133,14 @@ def trace_script(
             run.unreached(ending)
         where, message = run.place(error), str(error) if error is not None else ""
         survived = len(card.ledger.refused) - (ending == "oom")
+        reads = dict(card.answers.reads)
         return tape, ScriptOutcome(
-            ending,
-            observer.done,
-            where,
-            message,
-            _printed(error),
-            survived,
-            tuple(run.assumed),
-            dict(card.answers.reads),
+            ending, observer.done, where, message, _printed(error), survived, tuple(run.assumed), reads
         )
 
 
 class _ScriptRun:
-    """One run of a script: its environment, its end, and what was assumed."""
+    """One run of a script: prepares its process, runs it, and collects what was assumed."""
 
     def __init__(self, path: Path, observer: ScriptObserver) -> None:
         self.path, self.observer = path.resolve(), observer
@@ -189,7 +170,7 @@ class _ScriptRun:
             ):  # fmt: skip
                 stack.enter_context(context)
             if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
-                self.note(flash_attn.SAID)
+                self.note(flash_attn.ASSUMED)
                 stack.enter_context(flash_attn.standing_in())
             yield
 
@@ -232,7 +213,7 @@ class _ScriptRun:
             return ""
         if isinstance(error, SyntaxError) and error.filename:
             return f"{Path(error.filename).name}:{error.lineno}"
-        frames = [f for f in _frames(error.__traceback__) if self._own(f.filename)]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if self._own(f.filename)]
         return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else self.path.name
 
     def _own(self, filename: str) -> bool:
@@ -254,8 +235,6 @@ class _ScriptRun:
         hint = next((h for kind, part, h in _HINTS if kind in kinds and part in text), _OTHER)
         return BadInput(f"{where}: {type(error).__name__}: {_first_line(error)}", hint=hint)
 
-    # --- what is run in another way than the script says ---
-
     def _fewer_steps(self, module: ModuleType) -> Any:
         """Make a Trainer end by itself after the steps, so that the script goes on to evaluate and save."""
         real, enough = module.Trainer.train, self.observer.enough
@@ -269,19 +248,14 @@ class _ScriptRun:
         return patched(module.Trainer, {"train": train})
 
 
-def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(trace))
-
-
 def _printed(error: BaseException | None) -> str:
     """Return the traceback as Python prints it, without frames of memfit."""
     if error is None:
         return ""
-    frames = [
-        f for f in _frames(error.__traceback__) if Path(f.filename).is_file() and FOLDER not in Path(f.filename).parents
-    ]
-    said = "".join(traceback.format_exception_only(error))
-    return f"Traceback (most recent call last):\n{''.join(traceback.format_list(frames))}{said}".rstrip()
+    paths = ((Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__))
+    frames = [f for path, f in paths if path.is_file() and FOLDER not in path.parents]
+    message = "".join(traceback.format_exception_only(error))
+    return f"Traceback (most recent call last):\n{''.join(traceback.format_list(frames))}{message}".rstrip()
 
 
 def _first_line(error: BaseException) -> str:
@@ -295,27 +269,19 @@ def _as_main(path: Path, args: list[str]) -> Iterator[None]:
     before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    environment = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
-    changed: dict[str, str | None] = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
     try:
-        with patched(sys, words):
+        with environment(settings), patched(sys, words):
             yield
     finally:
         torch.set_default_device(None)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
-        for name, value in changed.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
-            if (
-                module is before.get(name)
-                or not file
-                or not Path(file).is_relative_to(path.parent)
-                or "site-packages" in file
-            ):
+            if module is before.get(name) or not file or "site-packages" in file:
                 continue
-            del sys.modules[name]
-            if name in before:  # __mp_main__, which multiprocess replaces by the script when it is imported
-                sys.modules[name] = before[name]
+            if Path(file).is_relative_to(path.parent):
+                del sys.modules[name]
+                if name in before:  # __mp_main__, which multiprocess replaces by the script when it is imported
+                    sys.modules[name] = before[name]
