@@ -122,7 +122,7 @@ def test_an_instant_is_no_peak(ran: Ran, saved: Any, tmp_path: Path) -> None:
     assert read(path).is_instant and memory_of(read(path)).instant == WRITTEN
     code, out, _ = ran("explain", path)
     assert code == 4 and WRITTEN in out and "no history was recorded" in out and "220 MiB" in out
-    with pytest.raises(BadInput, match="one instant"):
+    with pytest.raises(BadInput, match="a single instant"):
         footprints.read(path)
     ran("explain", path, "--html", tmp_path / "page.html")
     drawn = re.findall(r'<polygon class="\w+" points="([^"]+)"', (tmp_path / "page.html").read_text())

@@ -7,7 +7,6 @@ explains the keys, docs/schema.json is the JSON Schema made from these classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -455,17 +454,13 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def json_schema() -> Mapping[str, Any]:
-    """Return the JSON Schema (2020-12) of all documents; a document's `schema` key selects its shape."""
+def schema_text() -> str:
+    """Return docs/schema.json: the JSON Schema (2020-12) of all documents, whose `schema` keys select their shapes."""
     shapes, parts = msgspec.json.schema_components(DOCUMENTS.values(), ref_template="#/$defs/{name}")
-    return {
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "memfit documents",
         "oneOf": list(shapes),
         "$defs": dict(sorted(parts.items())),
     }
-
-
-def schema_text() -> str:
-    """Return the text of docs/schema.json."""
-    return msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() + "\n"

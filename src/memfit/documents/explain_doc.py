@@ -42,14 +42,10 @@ def explain_doc(
     left_out: int = 0,
     device: int | None = None,
 ) -> ExplainDoc:
-    """Return an explanation as a document.
-
-    `recipe` is the planner's answer to the shortfall, `earlier` the failures before.
-    """
+    """Return an explanation as a document. `recipe` is the planner's answer to the shortfall."""
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),
-        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, recipe=recipe,
-        lacks=wanted(evidence, findings),
-        earlier=earlier, left_out=left_out, device=device,
+        findings=findings, messages=evidence.messages, shortfall=evidence.shortfall, lacks=wanted(evidence, findings),
+        recipe=recipe, earlier=earlier, left_out=left_out, device=device,
     )  # fmt: skip

@@ -33,21 +33,23 @@ __all__ = [
 
 
 def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ...]:
-    """Return up to three causes, the best first, or one Finding "not-known" where nothing points at any.
+    """Return up to three causes, the best first, or one Finding "not-known" where no clue points at a cause.
 
     price: returns the bytes that a remedy saves, by the planner's estimate. A history outweighs what a text shows.
     """
     around = circumstances(evidence)
     if ended_otherwise(evidence) or only_on_chip(evidence):
         return (_with(around, _unknown(evidence, around)),)
-    found = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.clues, *clues(evidence)]
+    all_clues = [*(memory_clues(evidence) if evidence.memory else ()), *evidence.clues, *clues(evidence)]
     weights: dict[Cause, int] = {}
-    for clue in found:
+    for clue in all_clues:
         weights[clue.cause] = max(weights.get(clue.cause, 0), clue.weight)
     top = max(weights.values(), default=0)
     near = [cause for cause in weights if weights[cause] >= top - NEAR]
     findings = [
-        _finding(cause, _confidence(cause, weights, found), [c for c in found if c.cause == cause], evidence, price)
+        _finding(
+            cause, _confidence(cause, weights, all_clues), [c for c in all_clues if c.cause == cause], evidence, price
+        )
         for cause in sorted(near, key=lambda cause: -weights[cause])
     ]
     findings.sort(key=lambda finding: finding.confidence != "certain")  # a certain cause may weigh less than a rival
@@ -60,36 +62,33 @@ def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
     return () if findings[0].confidence == "certain" or only_on_chip(evidence) else evidence.lacks
 
 
-def _confidence(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> Confidence:
-    if _certain(cause, weights, found):
+def _confidence(cause: Cause, weights: dict[Cause, int], all_clues: list[Clue]) -> Confidence:
+    if _certain(cause, weights, all_clues):
         return "certain"
     return "likely" if weights[cause] >= LIKELY else "possible"
 
 
-def _certain(cause: Cause, weights: dict[Cause, int], found: list[Clue]) -> bool:
-    """Was the cause measured, with no rival of nearly its weight?
-
-    A rival of far fewer bytes in a history does not count.
-    """
+def _certain(cause: Cause, weights: dict[Cause, int], all_clues: list[Clue]) -> bool:
+    """Was the cause measured, with no rival of nearly its weight and half its measured bytes?"""
     if cause == "not-known":
         return False
-    measured = any(clue.measured and clue.weight >= CERTAIN for clue in found if clue.cause == cause)
+    measured = any(clue.measured and clue.weight >= CERTAIN for clue in all_clues if clue.cause == cause)
     rivals = [other for other in weights if other != cause and weights[other] > weights[cause] - RIVAL]
-    size = _measured_bytes(cause, found)
-    small = size > 0 and all(0 < _measured_bytes(rival, found) < SMALL * size for rival in rivals)
+    size = _measured_bytes(cause, all_clues)
+    small = size > 0 and all(0 < _measured_bytes(rival, all_clues) < SMALL * size for rival in rivals)
     return measured and (not rivals or small)
 
 
-def _measured_bytes(cause: Cause, found: list[Clue]) -> int:
+def _measured_bytes(cause: Cause, all_clues: list[Clue]) -> int:
     """Return the most bytes that a measured clue gives for a cause."""
-    return max((clue.proof.bytes or 0 for clue in found if clue.cause == cause and clue.measured), default=0)
+    return max((clue.proof.bytes or 0 for clue in all_clues if clue.cause == cause and clue.measured), default=0)
 
 
 def _finding(
-    cause: Cause, confidence: Confidence, found: list[Clue], evidence: Evidence, price: Price | None
+    cause: Cause, confidence: Confidence, its_clues: list[Clue], evidence: Evidence, price: Price | None
 ) -> Finding:
-    proofs = tuple(dict.fromkeys(clue.proof for clue in sorted(found, key=lambda clue: -clue.weight)))
-    line = next((clue.line for clue in found if clue.line), "") or evidence.line
+    proofs = tuple(dict.fromkeys(clue.proof for clue in sorted(its_clues, key=lambda clue: -clue.weight)))
+    line = next((clue.line for clue in its_clues if clue.line), "") or evidence.line
     held = holders(evidence.memory.groups) if evidence.memory else ()
     remedies = tuple(_priced(remedy, price) for remedy in remedies_of(cause, evidence))
     titles = PEAKS if evidence.memory and not evidence.memory.asked else {}
@@ -98,9 +97,9 @@ def _finding(
 
 def _with(around: Sequence[Circumstance], finding: Finding) -> Finding:
     """Return the finding with the circumstances before its own evidence and remedies."""
-    proofs = (*(found.proof for found in around), *finding.evidence)
-    settings = (*(remedy for found in around for remedy in found.remedies), *finding.remedies)
-    return replace(finding, evidence=proofs, remedies=settings)
+    proofs = (*(one.proof for one in around), *finding.evidence)
+    remedies = (*(remedy for one in around for remedy in one.remedies), *finding.remedies)
+    return replace(finding, evidence=proofs, remedies=remedies)
 
 
 def _priced(remedy: Remedy, price: Price | None) -> Remedy:
@@ -108,10 +107,7 @@ def _priced(remedy: Remedy, price: Price | None) -> Remedy:
 
 
 def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
-    """Return the finding "not-known" with the numbers that there are.
-
-    Ask for the log where the text shows nothing at all.
-    """
+    """Return the finding "not-known" with the sizes of the message, or a request for the log."""
     message = evidence.message
     proofs: list[Proof] = []
     if message is not None:
@@ -122,15 +118,14 @@ def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
         )
         proofs = [Proof(text, size) for text, size in sizes if size is not None]
         if message.full:
-            proofs.append(
-                Proof(f"tensors of this process fill {message.full:.0%} of the card: no other process, no pieces")
-            )
+            sentence = f"tensors of this process fill {message.full:.0%} of the card: no other process, no pieces"
+            proofs.append(Proof(sentence))
     elif evidence.shows_nothing:
         proofs = [Proof("the text has no error message, traceback, setting or size that shows a cause")]
     held = holders(evidence.memory.groups) if evidence.memory else ()
     remedies = remedies_of("not-known", evidence)
-    if any(found.remedies for found in around) and not (message and message.full):
-        remedies = ()  # those of the circumstances are the answer
+    if any(one.remedies for one in around) and not (message and message.full):
+        remedies = ()  # the circumstances have theirs
     elif evidence.shows_nothing:
         remedies = (ASK_FOR_LOG, *remedies)
     title = around[0].title if around else CAUSES["not-known"]

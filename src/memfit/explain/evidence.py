@@ -20,8 +20,8 @@ from memfit.units import human
 
 # ---- clues -----------------------------------------------------------------------------------------------------------
 
-# Weights of clues. SURE: code or a number of one mechanism alone. TOLD and below: several mechanisms may show the same
-SURE, TOLD, STRONG, WEAK, FAINT = 90, 82, 70, 50, 30
+# Weights of clues. SURE: code or a number of one mechanism alone. FIRM and below: several mechanisms may show the same
+SURE, FIRM, STRONG, WEAK, FAINT = 90, 82, 70, 50, 30
 SHOWN = 10  # added to what a history shows, so that it outweighs what a text shows of the same failure
 
 
@@ -47,15 +47,15 @@ class Clue:
 OTHER_MODEL = re.compile(r"(?:\b|_|model)(?:ref|teacher|ema|old|best|frozen|backup|copy)", re.IGNORECASE)
 REFERENCE = re.compile(r"^ref|reference|teacher", re.IGNORECASE)
 SAVED = "modules_to_save"  # in the names of weights that PEFT trains whole
-KEEPERS = ("collection", "graph", "state", "hook")  # `what` of variables that keep tensors made in forward passes
+KEEPERS = ("collection", "graph", "state", "hook")  # kinds of variables that keep tensors of forward passes
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
     """A variable of a failing program that keeps memory of the card alive.
 
-    `what` says how: a "graph" is the autograd graph of a single number, as a loss has; a "state" has a graph and more
-    numbers.
+    `what` is its kind. A "graph" is the autograd graph of a single number, as a loss has; a "state" has a graph and
+    more numbers.
     """
 
     name: str
@@ -82,7 +82,7 @@ MOST_TEXT = 8 << 20  # characters read of a log: its end, where it failed
 HEAD, TAIL = 16 << 10, 48 << 10  # characters that are searched: the command and its settings, and the failure
 
 _ERROR = re.compile(r"^(?:\S{1,40}: )?[\w.]{0,100}(?:Error|Exception|Warning): [^\n]{1,400}", re.MULTILINE)
-_BLOB = re.compile(r"\S{300,}")  # no word: data, a progress bar
+_BLOB = re.compile(r"\S{300,}")  # data or a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
 _NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
 _UNSET = re.compile(
@@ -108,7 +108,7 @@ SNAPSHOT = "a snapshot of torch.cuda.memory, which shows who held the memory"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything known of one out-of-memory error.
+    """Everything known about one out-of-memory error.
 
     The texts are in lower case, on one line, without what libraries append to every error. `text` has the code of a
     traceback's innermost frames; `relevant` is the same without a log's ordinary lines; `outside_code` is `relevant`
@@ -128,7 +128,7 @@ class Evidence:
     clues: tuple[Clue, ...] = ()  # what a watch of the run has found already
 
     def root(self, *whats: str) -> Root | None:
-        """Return the variable of these kinds that keeps most."""
+        """Return the variable of these kinds that keeps most bytes."""
         return max((root for root in self.roots if root.what in whats), key=lambda root: root.bytes, default=None)
 
     @property
@@ -163,7 +163,7 @@ class Evidence:
         killed = self.message is not None and self.message.kind == "host"  # leaves neither sizes of a card nor frames
         sizes = killed or (self.message is not None and self.message.facts > 1)
         present = ((self.when, "when"), (sizes, "sizes"), (killed or self.frames, "frames"))
-        return tuple(_LACKING[name] for there, name in present if not there) or (SNAPSHOT,)
+        return tuple(_LACKING[name] for shown, name in present if not shown) or (SNAPSHOT,)
 
     @property
     def line(self) -> str:
@@ -183,17 +183,12 @@ def read_text(text: str, memory: Memory | None = None, roots: tuple[Root, ...] =
 
     failure = " ".join([*map(printed, traced.innermost), *_ERROR.findall(words)]).lower()
     when = when_it_failed(list(map(printed, traced.frames)), flat)
-    relevant, outside = (
-        _flat(text, relevant_lines(part))[1] for part in (traced.with_code, traced.without_code)
-    )  # fmt: skip
+    relevant, outside = (_flat(text, relevant_lines(part))[1] for part in (traced.with_code, traced.without_code))
     return Evidence(flat, messages(traced.with_code), relevant, outside, failure, traced.frames, when, 0, memory, roots)
 
 
 def _flat(text: str, part: str) -> tuple[str, str]:
-    """Return head and tail of a part of a text.
-
-    And the same in lower case, on one line, without settings that are not set.
-    """
+    """Return head and tail of a part of a text; and these in lower case, on one line, without unset settings."""
     head = text[:HEAD] if len(text) > MOST_TEXT else part[:HEAD]
     words = part if len(part) <= HEAD + TAIL else f"{head}\n{part[-TAIL:]}"
     flat = " ".join(_FIELD.sub(" | ", _UNSET.sub(" ", _BLOB.sub(" ", words))).split()).lower()
@@ -206,10 +201,7 @@ BETWEEN = "there between steps"  # in place of a line: the roles were measured b
 
 
 def read_watch(run: Watched) -> Evidence:
-    """Read a watched run: its highest sample, the roles it measured, and its leaks.
-
-    Without a sample there is no memory.
-    """
+    """Read a watched run: its highest sample, if it has one, the roles it measured, and its leaks."""
     leaks = tuple(map(_leak, run.leaks))
     if not run.samples:
         return Evidence(clues=leaks)

@@ -1,7 +1,4 @@
-"""What in the text of a log is evidence.
-
-The frames of its tracebacks, and the printed lines about memory or the failure.
-"""
+"""The parts of a log that are evidence: frames of tracebacks, and printed lines about memory or the failure."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from itertools import pairwise
 
 MOST_FRAMES = 4000
 INNERMOST = (
-    2  # frames outside of PyTorch in which a library's code shows what was done; further out it passes things on
+    2  # frames outside of PyTorch in which a library's code shows what was done; further out it passes values on
 )
 
 # a line that is no frame, after the prefixes that torchrun and Ray print
@@ -98,10 +95,7 @@ def read_tracebacks(text: str) -> Traced:
     frames = tuple(map(_frame, found))
     misleading = _elsewhere(frames)
     outer = _outer(text, found)
-    dropped = [
-        frame.code in misleading or (frame.library and far)
-        for frame, far in zip(frames, outer, strict=True)
-    ]  # fmt: skip
+    dropped = [frame.code in misleading or (frame.library and far) for frame, far in zip(frames, outer, strict=True)]
     innermost = tuple(replace(frame, code="") if drop else frame for frame, drop in zip(frames, dropped, strict=True))
     kept = tuple(replace(frame, code="") if frame.code in misleading else frame for frame in frames)
     return Traced(kept, innermost, _without(text, found, dropped), _without(text, found, [True] * len(found)))
@@ -171,7 +165,7 @@ def _elsewhere(frames: tuple[Frame, ...]) -> frozenset[str]:
 
 # ---- printed lines ---------------------------------------------------------------------------------------------------
 
-# what programs print, and people do not write
+# patterns that programs print and people do not write
 _PRINTED = re.compile(
     r"traceback \(most recent call last\)|file \"[^\"]{1,200}\", line \d|\d{4}-\d\d-\d\d[ t]\d\d:\d\d:\d\d|"
     r"\d\d:\d\d<|%\||\{'(?:loss|train_|eval_)"
@@ -202,10 +196,7 @@ def is_printed(text: str) -> bool:
 
 
 def relevant_lines(text: str) -> str:
-    """Return a log without the lines that libraries print in every run.
-
-    A text that no program printed stays as it is.
-    """
+    """Return a log without the lines that libraries print in every run, and any other text unchanged."""
     if not is_printed(text.lower()):
         return text
     kept, in_frame = [], False

@@ -1,7 +1,4 @@
-"""The noun Memory.
-
-The state of the card where a recorded history ends or peaks, with live tensors grouped by origin.
-"""
+"""The noun Memory: the card where a recorded history ends or peaks, with live tensors grouped by origin."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ SETS = 3  # models, or sets of optimizer states, from which earlier ones are rep
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Live tensors of one role that were allocated at one place; `label` leaves the numbers of layers out.
+    """Live tensors of one role that were allocated at one place; `label` omits the numbers of layers.
 
     `turns` are the forward passes (from 0) they were allocated in, -1: before the first. `now` are the bytes of the
     current pass, `fresh` those of its current part (forward, backward, optimizer step).
@@ -102,10 +99,7 @@ class Memory:
 
     @property
     def steady(self) -> bool:
-        """Has what is kept stopped growing?
-
-        An earlier pass began with as much, and new tensors have replaced others since.
-        """
+        """Did an earlier pass begin with as much, and have new tensors replaced others since? Then nothing grows."""
         held = sum(g.old for g in self.kept)
         level = self.floors[self.turn] - LEVEL * held if self.floors else 0
         full = next((t for t in range(self.turn) if self.floors[t] >= level), self.turn)
@@ -128,7 +122,7 @@ class Memory:
 
     @property
     def outlived(self) -> bool:
-        """Has a backward run since the oldest of what is kept was made?"""
+        """Has a backward run since the oldest kept tensor was made?"""
         oldest = min((t for g in self.kept for t in g.turns if t >= 0), default=self.turn)
         return any(self.trained[oldest + 1 : self.turn])  # the first one's batch is newer than the backward before it
 
@@ -143,7 +137,7 @@ class Memory:
         return 2 * sum(t < last for t in turns) > len(turns)
 
     def from_training(self, size: int) -> bool:
-        """Was something of about this size made after a training pass, so that it was not loaded?"""
+        """Was something of about this size made after a training pass? Then it was not loaded."""
         first = next((t for t, trained in enumerate(self.trained) if trained), self.turn)
         old = (g for g in self.groups if g.role not in LASTING and g.turns and g.turns[0] > first)
         return any(2 * g.old >= size for g in old)
@@ -202,7 +196,7 @@ class Memory:
 
     @property
     def limit(self) -> int:
-        """What the allocator could have; where that is unknown, what it had."""
+        """The bytes that the allocator could have; where that is unknown, those it had."""
         return self.capacity if self.capacity is not None else self.reserved
 
 
@@ -216,10 +210,7 @@ def _without_line(label: str) -> str:
 
 
 def unnumbered(label: str) -> str:
-    """Return a label without the numbers of layers: 'layers.3.mlp: mm (model.py:7)' -> 'layers.*.mlp.
-
-    Mm (model.py:7)'.
-    """
+    """Return a label without the numbers of layers: "layers.3.mlp: mm (model.py:7)" -> "layers.*.mlp: mm (...)"."""
     return _NUMBER.sub("*", label)
 
 

@@ -1,6 +1,6 @@
 """Out-of-memory messages of every library and version as the noun Message: the request, and what the card held.
 
-Each field has its own pattern, so that cut and quoted messages give what they have. Sizes are bytes.
+Each field has its own pattern, so that the sizes left in a cut or quoted message are read. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
              r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|"
              r"cannot allocate memory"),
 )  # fmt: skip
-_BEGIN = tuple(
-    (kind, re.compile(words)) for kind, words in BEGINS
-)  # for lower-case text, three times as fast as ignoring case
+# for lower-case text: three times as fast as ignoring case
+_BEGIN = tuple((kind, re.compile(words)) for kind, words in BEGINS)
 # a message whose beginning was cut off
 _HALF = re.compile(
     r"ied to allocate [\d.]|\ballocate [\d.]+ .i?b\. gpu|has a total capac?i?ty of \d|[kmg]ib total capacity;|"

@@ -1,7 +1,4 @@
-"""What to change for each cause.
-
-The setting, its cost, and the fields of a Recipe by which the planner can price it.
-"""
+"""Remedies by cause: the setting to change, its cost, and the fields of a Recipe by which the planner prices it."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
         "_dump_snapshot()", NONE),),
 }  # fmt: skip
 
-# the remedy for a leak by what a variable keeps; that of "models" stands alone, the others are added
+# the remedy for a leak by the kind of variable; that for "models" stands alone, the others are added
 KEPT = {
     "graph": Remedy("call backward() on each loss instead of their sum: each call frees its graph", NONE),
     "state": Remedy("state.detach() between steps, or every few calls: its graph stays until the backward", QUALITY),
@@ -175,9 +172,8 @@ TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
     )
 )  # fmt: skip
 _ESTIMATE = re.compile(r"estimated maximum model length is (\d+)")
-_OLD = re.compile(
-    r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)"
-)  # messages before torch 2.1, and before 1.5
+# messages before torch 2.1, and before 1.5
+_OLD = re.compile(r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)")
 _NOT_SO_OLD = re.compile(r"torch\W{0,3}v?2\.[1-9]")
 ALREADY = Remedy("expandable segments are on already: the hint of the error message changes nothing", NONE)
 BESIDE_VLLM = Remedy("no expandable segments here: vLLM's sleep mode in the same process cannot use them", NONE)
@@ -204,15 +200,13 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
     if EXPANDABLE in found and (why := not_expandable(evidence)) is not None:
         found = (why, *(remedy for remedy in found if remedy is not EXPANDABLE))
     if cause == "inference-engine" and (longest := _ESTIMATE.search(evidence.text)):
-        found = (
-            *found,
-            Remedy(f"max_model_len={longest[1]}, the largest that the engine estimates to fit", "no longer prompts"),
-        )
+        fitting = f"max_model_len={longest[1]}, the largest that the engine estimates to fit"
+        found = (*found, Remedy(fitting, "no longer prompts"))
     return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
 
 
 def _no_text(evidence: Evidence) -> bool:
-    """Is the model made of convolutions, so that there are no tokens to cut?"""
+    """Does the model consist of convolutions? Then there are no tokens to cut."""
     labels = " ".join(group.module for group in evidence.memory.groups) if evidence.memory else ""
     return re.search(rf"{CONVOLUTIONS}|convolution", f"{evidence.failure} {labels}") is not None
 
@@ -238,10 +232,7 @@ def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
 
 
 def not_expandable(evidence: Evidence) -> Remedy | None:
-    """Return why expandable segments, which PyTorch's message always suggests, are no remedy here.
-
-    None where they are.
-    """
+    """Return why expandable segments, which PyTorch's message always suggests, cannot help; None where they can."""
     if "expandable_segments:true" in evidence.text or (evidence.memory and evidence.memory.expandable):
         return ALREADY
     if any(word in evidence.text for word in ("vllm", "sleep_mode", "cumemallocator")):

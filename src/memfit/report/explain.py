@@ -24,13 +24,13 @@ def explain_view(
     evidence: Evidence,
     findings: Sequence[Finding],
     next_up: Sequence[str] = (),
-    whole: Remedy | None = None,
+    recipe: Remedy | None = None,
     earlier: Sequence[Finding] = (),
     over: int = 0,
 ) -> Group:
     """Return everything that `memfit explain` prints.
 
-    whole: a recipe of the planner that needs the shortfall less. earlier: the failures before this one in the same log.
+    recipe: one of the planner that needs less by the shortfall. earlier: the failures before this one in the same log.
     over: bytes by which the run that is priced exceeds the card, by estimate.
     """
     first, *others = findings
@@ -48,8 +48,8 @@ def explain_view(
         parts += [holders_table(first.holders), ""]
     if first.remedies:
         parts += [*_remedies(first.remedies, evidence.shortfall, over), ""]
-    if whole is not None and whole.saves is not None:
-        parts += [paragraphs([("planner:", f"{whole.text}: {human(whole.saves)} less, {whole.cost}")]), ""]
+    if recipe is not None and recipe.saves is not None:
+        parts += [paragraphs([("planner:", f"{recipe.text}: {human(recipe.saves)} less, {recipe.cost}")]), ""]
     if lacks := wanted(evidence, findings):
         label = "would tell them apart:" if others else "would show more:"
         parts += [paragraphs([(label, ", ".join(lacks))]), ""]
@@ -61,10 +61,10 @@ def explain_view(
 def _before(earlier: Sequence[Finding]) -> list[RenderableType]:
     """Return one line for each of the last failures before the one that is explained."""
     count = len(earlier) + 1
-    most = [f"{n}. {f.cause} ({f.confidence}){_at(f)}: {f.title}" for n, f in enumerate(earlier, 1)][-MOST_EARLIER:]
+    shown = [f"{n}. {f.cause} ({f.confidence}){_at(f)}: {f.title}" for n, f in enumerate(earlier, 1)][-MOST_EARLIER:]
     head = text(f"{count} failures in this log; the last one ended it. Before it:")
-    left = [text(f"{len(earlier) - len(most)} more", "dim")] if len(earlier) > len(most) else []
-    return [head, *left, *map(text, most)]
+    rest = [text(f"{len(earlier) - len(shown)} more", "dim")] if len(earlier) > len(shown) else []
+    return [head, *rest, *map(text, shown)]
 
 
 def _at(finding: Finding) -> str:
@@ -143,7 +143,6 @@ def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> l
         enough = " (enough)" if missing is not None and r.saves is not None and r.saves >= missing else ""
         saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
         made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
-    listed = [
-        paragraphs([("saves nothing in the run as described:" if not n else "", r.text) for n, r in enumerate(idle)])
-    ]
-    return [*([made] if useful else []), *(listed if idle else [])]
+    label = "saves nothing in the run as described:"
+    listed = paragraphs([(label if not n else "", r.text) for n, r in enumerate(idle)])
+    return [*([made] if useful else []), *([listed] if idle else [])]

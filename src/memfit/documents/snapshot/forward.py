@@ -24,8 +24,8 @@ MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the nex
 def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings, torch: Torch) -> Tape:
     """Return the tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
 
-    `addresses` are where the recorded allocator put each allocation, by id. (A memory fraction is not recorded, so what
-    garbage collection gave back reads as a call.)
+    `addresses` are those of the recorded allocations, by id. A memory fraction is not recorded, so what garbage
+    collection gave back is read as a call.
     """
     learns = bool(tape.start) and torch >= BY_AGE and not settings.expandable_segments
     if not learns and not any(type(event) is SegmentFree for event in tape.events):
@@ -80,14 +80,14 @@ class _Round:
         self, block: Block, recorded: int, heads: list[int], allocator: Allocator
     ) -> tuple[Segment, Segment] | None:
         """Return the start's segments with the `recorded` address and with the model's block, where they differ."""
-        here = bisect_right(heads, block.addr) - 1
+        chosen = bisect_right(heads, block.addr) - 1
         start = self.tape.start
-        if here == len(heads) - 1 and block.addr >= heads[-1] + _size(start[-1]):
+        if chosen == len(heads) - 1 and block.addr >= heads[-1] + _size(start[-1]):
             return None  # a segment taken since
-        for there, segment in enumerate(start):
-            lies = segment.address <= recorded < segment.address + _size(segment)
-            if lies and there != here and allocator.holds(heads[there]):
-                return segment, start[here]
+        for index, segment in enumerate(start):
+            inside = segment.address <= recorded < segment.address + _size(segment)
+            if inside and index != chosen and allocator.holds(heads[index]):
+                return segment, start[chosen]
         return None
 
 
@@ -96,7 +96,7 @@ def _size(segment: Segment) -> int:
 
 
 def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int) -> bool:
-    """Return whether the segments from `index` on were given back without need."""
+    """Were the segments from `index` on given back without need?"""
     first = events[index]
     while index < len(events) and type(events[index]) is SegmentFree:
         index += 1

@@ -1,4 +1,4 @@
-"""What the frames of a stack show: the part of a step, the operator that allocated, the user's line, the purpose.
+"""Facts from the frames of a stack: the part of a step, the operator that allocated, the user's line, the purpose.
 
 Stacks are a snapshot's (lists of dicts, C++ frames among them); `made_for` is also used for the frames of a running
 program.
@@ -56,7 +56,7 @@ def made_for(path: str, name: str) -> Origin:
 
 
 def of_both(found: Origin, further_out: Origin) -> Origin:
-    """Return the inner frame's purpose; but what is loaded or copied for a module counts as the module's."""
+    """Return the inner frame's purpose; what is loaded or copied for a module counts as the module's."""
     return "module" if further_out == "module" else found or further_out
 
 
@@ -64,7 +64,7 @@ def of_both(found: Origin, further_out: Origin) -> Origin:
 
 
 class FrameFacts(NamedTuple):
-    """What one frame shows. `line` is "file.py:12"; `own`: it belongs to no library."""
+    """Facts from one frame. `line` is "file.py:12"; `own`: it belongs to no library."""
 
     place: Place = ""
     name: str = ""
@@ -78,14 +78,12 @@ class Reader:
     """Reads stacks, and each frame that they share only once."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            int, tuple[FrameFacts, object]
-        ] = {}  # by identity; the frame is kept, so that it stays its own
+        self._known: dict[int, tuple[FrameFacts, object]] = {}  # by id; the frame is kept, so that its id stays unique
         self._cpp = False
 
     @property
     def without(self) -> Place:
-        """The place of an allocation without a stack: with Python frames alone, the backward's thread has none."""
+        """The place of an allocation without a stack: where only Python frames are recorded, the backward has none."""
         return "backward" if self._known and not self._cpp else ""
 
     def read(self, frames: object) -> tuple[Place, str]:
@@ -192,10 +190,8 @@ def _names(frames: Any) -> tuple[str, ...]:
 
 
 def _name(frame: dict[str, Any]) -> str:
-    """Return 'forward (model.py:7)'; '' for a frame of C++."""
+    """Return "forward (model.py:7)"; "" for a frame of C++."""
     path = text_of(frame.get("filename", "")).replace("\\", "/")
-    return (
-        f"{text_of(frame.get('name', ''))} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:200]
-        if path.endswith(".py")
-        else ""
-    )
+    if not path.endswith(".py"):
+        return ""
+    return f"{text_of(frame.get('name', ''))} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:MAX_LABEL]

@@ -1,4 +1,4 @@
-"""A snapshot of torch.cuda.memory as a Tape: one card's history, from what was there at its first event."""
+"""A snapshot of torch.cuda.memory as a Tape: one card's history, from the state at its first event."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[TraceEnt
     for segment in snapshot.segments:
         held[segment.device] = held.get(segment.device, 0) + segment.total_size
     used = sorted({number for number, trace in traces.items() if trace} | set(held))
-    asked, failed = device is not None, {number: _ran_out(trace) for number, trace in traces.items()}
+    named, failed = device is not None, {number: _ran_out(trace) for number, trace in traces.items()}
     if device is None:
-        rank = {
-            number: (failed.get(number, (0, 0)), len(traces.get(number, ())), held.get(number, 0)) for number in used
-        }
-        device = max(used, key=rank.__getitem__, default=0)
+
+        def rank(number: int) -> tuple[tuple[int, int], int, int]:
+            return failed.get(number, (0, 0)), len(traces.get(number, ())), held.get(number, 0)
+
+        device = max(used, key=rank, default=0)
     if device not in used:
         hint = f"devices there: {', '.join(map(str, used))}"
         if not used:
@@ -89,7 +90,7 @@ def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[TraceEnt
         raise BadInput(f"the snapshot holds nothing of device {device}", hint=hint)
     others = ", ".join(str(number) for number in used if number != device)
     why = CHOSEN[any(failed.get(device, ())), bool(traces.get(device))]
-    note = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not asked else ""
+    note = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not named else ""
     return device, traces.get(device, []), note
 
 
@@ -126,7 +127,7 @@ class _Reading:
         self.first = dict(self.alive)
 
     def stream(self, key: Key) -> int:
-        """Return a small number for a stream of a pool: like streams, private pools share no memory."""
+        """Return a small number for a stream and pool: private pools share no memory, as streams do not."""
         return self.streams.setdefault(key, len(self.streams))
 
     def at_start(self, named: dict[int, Alloc]) -> dict[int, Alloc]:
@@ -134,9 +135,9 @@ class _Reading:
         return {address: named[number] for address, number in self.first.items()}
 
     def _capacity(self) -> tuple[int, bool]:
-        """Return the bytes the allocator could have, and whether an out-of-memory shows them; else the most it held.
+        """Return (the bytes the allocator could have, whether an out-of-memory shows them); else the most it held.
 
-        On a card with exactly that the allocator gives back cached segments just where it did.
+        At that capacity the model gives back cached segments where the recorded allocator did.
         """
         reserved = most = self.reserved
         for entry in self.entries:

@@ -1,4 +1,4 @@
-"""Unpickling without trust: plain data only, no class or function by any name, bounded memory, one kind of error.
+"""Unpickling of untrusted files: plain data only, no class or function, bounded memory, one kind of error.
 
 A snapshot is some hundred thousand dicts of events with lists of frames, as Python objects five to ten times the
 file. The second half of this module makes them small while they are read. The unpickler does not report a finished
@@ -76,7 +76,7 @@ def loads(content: bytes, small: Callable[[Any], Any] | None = None) -> Any:
 def load(file: BinaryIO, size: int, small: Callable[[Any], Any] | None = None) -> Any:
     """Return the plain data in a pickle of `size` bytes, read piece by piece.
 
-    small: returns what to keep of each dict and list, as soon as that is complete; not called for an unusual pickle.
+    small: returns the object to keep in place of each complete dict and list; it is not called for an unusual pickle.
     Raises BadInput for a damaged pickle and for one that holds or does anything else.
     """
     try:
@@ -99,7 +99,7 @@ def _hooked(file: BinaryIO, small: Callable[[Any], Any]) -> Any:
         try:
             return unpickler.load()
         except (NotPlain, msgspec.ValidationError, pickle.UnpicklingError):
-            pass  # reading it as it is shows what is wrong
+            pass  # the plain unpickler reports what is wrong
     file.seek(0)
     return PlainUnpickler(file).load()
 

@@ -1,4 +1,4 @@
-"""The state at the first event of a history: walked backwards from the final segments, what was alive and where.
+"""The state at the first event of a history, found by undoing the events: segments, live blocks and their sizes.
 
 A history is a ring: when it is full, its oldest events are lost. The final segments are always complete, so undoing
 every event that is left gives the segments and blocks at the start. One thing is not recorded: how large the block of
@@ -163,7 +163,7 @@ def _base(lowest: int, state: State, entries: list[TraceEntry], granule: int) ->
     """Return where an expandable segment begins: the lowest address in it that the history maps or unmaps."""
     if not state.expandable:
         return lowest
-    room = state.reserved * 9 // 8  # a lower bound: it has addresses for 9/8 of the card
+    room = state.reserved * 9 // 8  # at least: an expandable segment has addresses for 9/8 of the card
     small = state.spans[lowest].small
     moved = (e.addr for e in entries if e.action.endswith("map") and (e.size % granule > 0) == small)
     return min((a for a in moved if lowest - room < a <= lowest), default=lowest)
@@ -203,12 +203,9 @@ def _sizes(state: State, entries: list[TraceEntry], settings: AllocSettings) -> 
             edge = edges[bisect_left(edges, end)] if edges and edges[-1] >= end else end
             fresh = later[bisect_right(later, end) : bisect_right(later, end + K_SMALL_SIZE)]
             seen = next((a for a in fresh if made[a] < released.get(address, len(entries))), None)
-            whole = state.spans.get(address)
-            never_split = (
-                whole is not None and settings.max_split_size is not None and whole.size >= settings.max_split_size
-            )
-            if whole is not None and never_split:
-                rounded = whole.size
+            span, limit = state.spans.get(address), settings.max_split_size
+            if span is not None and limit is not None and span.size >= limit:  # such segments are never split
+                rounded = span.size
             else:
                 rounded += _slack(edge - end, None if seen is None else seen - end)
         sizes[address] = held.size or rounded
@@ -216,10 +213,10 @@ def _sizes(state: State, entries: list[TraceEntry], settings: AllocSettings) -> 
 
 
 def _slack(gap: int, seen: int | None) -> int:
-    """Return the bytes between a tensor and its block's end, from the gaps to the next edge and to a new neighbour.
+    """Return the bytes between a tensor and its block's end.
 
-    A free block of the large pool has more than 1 MiB, so a smaller gap is slack; and a block made right behind it
-    while it was alive began where it ended.
+    `gap` is the distance to the next edge: a free block of the large pool has more than 1 MiB, so a smaller gap is
+    slack. `seen` is the distance to a block that was made behind the tensor while it was alive.
     """
     if gap <= K_SMALL_SIZE:
         return gap

@@ -1,9 +1,9 @@
 """Roles and passes of a recorded history: what each tensor is for, and which parts of it train, evaluate or load.
 
-A stack shows where a tensor was made: under torch/optim, in the autograd engine, in Module.to, or elsewhere. What it
-is follows from what it outlives: made in the forward and alive in the backward, it was saved for that (activations);
-made in the backward and alive after it, it is a gradient. What was there before the first event has no stack of its
-allocation: the stack of its release decides, or a gradient of its size. Where nothing decides, everything is
+A stack shows where a tensor was made: under torch/optim, in the autograd engine, in Module.to, or elsewhere. Its role
+follows from what it outlives: made in the forward and alive in the backward, it was saved for that (activations);
+made in the backward and alive after it, it is a gradient. A tensor older than the history has no stack of its
+allocation: the stack of its release decides, or a gradient of its size. Where nothing decides, the role is
 temporaries.
 
 Passes are found by the user's lines. A stretch of forwards without a backward is one pass or many: a loop goes back
@@ -157,7 +157,7 @@ class Allocations:
                 role[number] = "gradients"
 
     def _requested_at(self, index: int, event: Event) -> tuple[Place, Site]:
-        """Return where the program was as it requested memory, whether it got some or not."""
+        """Return where the program requested memory, successfully or not."""
         if type(event) is Alloc:
             place, here = self.places[event.id], self.sites[event.id]
         elif index in self.failures:
@@ -242,7 +242,7 @@ def comes_back(now: Site, seen: set[Site], between: set[Site]) -> bool:
 
 
 def untrained(lines: Set[object], trained: Set[object]) -> bool:
-    """Does a pass evaluate? Others train, and it began at none of the lines where those began."""
+    """Does a pass evaluate? It does if others train, and it began at none of the lines where those began."""
     return bool(trained) and not lines & trained
 
 

@@ -161,7 +161,7 @@ def text_of(value: Any) -> str:
 
 
 def torch_of(data: Any) -> Torch:
-    """Return the version whose tie-break and settings hold, by the keys that each version brought.
+    """Return the version whose tie-break and settings apply, by the keys that each version added.
 
     2.10 to 2.12 write the same keys and are read as 2.11, though 2.12 orders free blocks in its own way.
     """

@@ -35,8 +35,8 @@ def snapshot(
 ) -> dict[str, Any]:  # fmt: skip
     """Return a snapshot as plain data; it ends where memory runs out on a card with `capacity` bytes (None: never).
 
-    stacks: those of allocations by id; what came before the first of them is then not in the history.
-    failed: those of the requests that failed, in order.
+    stacks: of allocations by id; the history then begins at the first of these.
+    failed: stacks of the requests that failed, in order.
     """
     writer = _SnapshotWriter(Allocator(capacity, settings, torch), settings.expandable_segments, stacks or {}, failed)
     writer.play(tape)
@@ -55,7 +55,7 @@ class _SnapshotWriter:
         self, allocator: Allocator, expandable: bool, stacks: Mapping[int, Stack], failed: Iterable[Stack]
     ) -> None:
         self.allocator, self.stacks, self.failed = allocator, stacks, iter(failed)
-        self.first = min(stacks, default=-1)  # what the recording began with
+        self.first = min(stacks, default=-1)  # id of the allocation that the recording begins with
         self.trace: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
         self.streams: list[tuple[int, int]] = []  # (address a segment began at, its stream), sorted
@@ -161,7 +161,7 @@ class _SnapshotWriter:
             owner = stream
             if takes:
                 insort(self.streams, (call.address, stream))
-            else:  # of the last segment that began at or below
+            else:  # the stream of the last segment that began at or below
                 owner = self.streams[bisect_right(self.streams, (call.address, UNLIMITED)) - 1][1]
             self.trace.append(
                 {

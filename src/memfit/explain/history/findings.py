@@ -1,5 +1,4 @@
-"""Clues from a recorded history: which tensors were alive when memory ran out, since when, and what the current pass
-needs.
+"""Clues from a recorded history: the tensors alive when memory ran out, their age, and what the current pass needs.
 
 The current pass is compared with the passes before it. What it starts with beyond them was kept (a leak, optimizer
 states); what it needs beyond them is its own (a longer sample, another batch).
@@ -11,8 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from memfit.explain.evidence import SAVED, SHOWN, STRONG, SURE, TOLD, WEAK, Clue, Evidence
-from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, OF_CACHE, TELLS
+from memfit.explain.evidence import FIRM, SAVED, SHOWN, STRONG, SURE, WEAK, Clue, Evidence
+from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, LEAST_SHARE, OF_CACHE
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.nouns.finding import Part, Proof
 from memfit.nouns.tape import GRADIENTS_ON, WRITTEN
@@ -27,16 +26,14 @@ CACHED = 0.25
 ROUNDS = 0.1  # largest distance of the ratio of states to gradients from a whole number
 ALONE = 0.5  # share of a card from which one request explains more than what is alive
 SOME, MANY = 0.5, 4.5  # times the weights that a checkpoint has: from weights alone to states and master weights
-COLLECTED = (
-    5  # tensors of one line from which they are collected; a pass without gradients keeps those of two or three layers
-)
+# tensors of one line from which they are collected; a pass without gradients keeps those of two or three layers
+COLLECTED = 5
 
 _LOSS = re.compile(r"log_?softmax|cross_?entropy|nll_loss|logits|lm_head|convert_to_fp32", re.IGNORECASE)
 _ATTENTION = re.compile(r"att(?:entio)?n|(?<!log_)(?<!log)softmax|scaled_dot_product", re.IGNORECASE)
 _SOFTMAX = re.compile(r"(?<!log_)(?<!log)softmax", re.IGNORECASE)  # not that of a loss
-_PRODUCTS = re.compile(
-    r"\b(?:bmm|baddbmm|native_dropout)\b|Backward"
-)  # operators on score matrices, where the sizes match
+# operators on score matrices, where the sizes match
+_PRODUCTS = re.compile(r"\b(?:bmm|baddbmm|native_dropout)\b|Backward")
 # a gradient that is surely one: without nodes and names, a history cannot tell it from the workspace of a backward
 _NODE = re.compile(r"Backward\d")
 _GRADIENT = re.compile(r"Backward\d|^gradient of ")
@@ -68,13 +65,12 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         if m.phase == "load" and not e.roots:  # nor does a file show it while loading
             return Clue("fragmentation", WEAK, proof)
         much = m.passed or free >= CACHED * m.capacity
-        return Clue("fragmentation", SURE + SHOWN + 5 if much else TOLD, proof)
+        return Clue("fragmentation", SURE + SHOWN + 5 if much else FIRM, proof)
     idle = m.reserved - m.allocated
     if idle < max(CACHED * m.reserved, 2 * SEGMENT):
         return None
-    return Clue(
-        "fragmentation", WEAK, Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
-    )
+    proof = Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
+    return Clue("fragmentation", WEAK, proof)
 
 
 def _stepping(m: Memory, e: Evidence) -> Clue | None:
@@ -90,9 +86,9 @@ def _stepping(m: Memory, e: Evidence) -> Clue | None:
         return Clue("optimizer-states", SURE + SHOWN, so_far, e.line)
     times = None if inner else _times(m, states)
     if times is not None and times > 1 and abs(times - round(times)) > ROUNDS:
-        return Clue("optimizer-states", TOLD, so_far, e.line)
+        return Clue("optimizer-states", FIRM, so_far, e.line)
     proof = Proof("temporaries of the optimizer step, beside existing states", passing + m.asked)
-    return Clue("optimizer-step", TOLD if not inner and states and times is None else SURE + SHOWN, proof, e.line)
+    return Clue("optimizer-step", FIRM if not inner and states and times is None else SURE + SHOWN, proof, e.line)
 
 
 def _times(m: Memory, states: int) -> float | None:
@@ -112,8 +108,7 @@ def _all_states(m: Memory) -> int:
     """Return the bytes of the states once every weight with a gradient has them, by those that do; 0 if unknown."""
     weights = {g.module: g for g in _joined(m, "parameters")}
     trained = {g.module.removeprefix("gradient of ") for g in m.groups if g.role == "gradients"} & weights.keys()
-    # weight -> bytes of its states per byte of it, by the largest tensors: some of a group may not have their states
-    # yet
+    # weight -> bytes of states per byte, by the largest tensors: some of a group may not have their states yet
     times: dict[str, float] = {}
     for g in _joined(m, "optimizer_states"):
         name = g.module.partition(" of ")[2]
@@ -126,13 +121,11 @@ def _all_states(m: Memory) -> int:
 
 def _joined(m: Memory, role: Part) -> list[Group]:
     """Return the groups of a role, merging those of one module that were allocated at several lines."""
-    found: dict[str, Group] = {}
+    joined: dict[str, Group] = {}
     for g in (g for g in m.groups if g.role == role):
-        one = found.get(g.module)
-        found[g.module] = (
-            g if one is None else replace(one, bytes=one.bytes + g.bytes, largest=max(one.largest, g.largest))
-        )
-    return list(found.values())
+        one = joined.get(g.module, replace(g, bytes=0))
+        joined[g.module] = replace(one, bytes=one.bytes + g.bytes, largest=max(one.largest, g.largest))
+    return list(joined.values())
 
 
 def _too_much(m: Memory, e: Evidence) -> Clue | None:
@@ -181,16 +174,14 @@ def _grown(m: Memory, e: Evidence) -> Clue | None:
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE + 2, proof, e.line)
     if m.passed and m.scale > LARGER:
         more = round((m.scale - 1) * before)
-        proof = Proof(
-            f"its tensors are {m.scale:.1f} times as large as those of any pass before it, which needed less",
-            more,
-        )
+        sentence = f"its tensors are {m.scale:.1f} times as large as those of any pass before it, which needed less"
+        proof = Proof(sentence, more)
         return Clue("eval-batch" if m.phase == "eval" else "long-sample", SURE, proof, e.line)
     states = m.of("optimizer_states")
     frozen = sum(root.bytes for root in e.models if not root.trained)
     if states < (frozen if e.models else m.of("parameters") - states):  # a file does not show which weights are trained
         return None
-    if m.asked and states >= TELLS * m.requested and floor >= 0.7 * states and len(alike) <= 2 and not stepped:
+    if m.asked and states >= LEAST_SHARE * m.requested and floor >= 0.7 * states and len(alike) <= 2 and not stepped:
         proof = Proof(f"the first step had room; since its end there are {human(states)} of optimizer states", states)
         return Clue("optimizer-states", SURE + 3, proof, e.line)
     return None
@@ -201,24 +192,17 @@ def _resuming(m: Memory, e: Evidence) -> Clue | None:
     if not m.asker.startswith(FROM_FILE):
         return None
     read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE)) + m.asked
-    if not m.of("optimizer_states") or read < TELLS * m.requested:
+    if not m.of("optimizer_states") or read < LEAST_SHARE * m.requested:
         return None
-    return Clue(
-        "resume-states",
-        SURE + SHOWN,
-        Proof("are being read from a file onto the card, beside the model and its states", read),
-        e.line,
-    )
+    proof = Proof("are being read from a file onto the card, beside the model and its states", read)
+    return Clue("resume-states", SURE + SHOWN, proof, e.line)
 
 
 def _read(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for tensors read from a file before the first pass.
-
-    About as large as the model, they are a checkpoint.
-    """
+    """Return a clue for tensors read from a file before the first pass that are about as large as the model."""
     held = [g for g in m.groups if g.module.startswith(FROM_FILE) and g.turns == (-1,)]
     size, weights = sum(g.bytes for g in held), m.of("parameters")
-    if m.turn < 0 or size < 2 * TELLS * m.requested or not SOME * weights <= size <= MANY * weights:
+    if m.turn < 0 or size < 2 * LEAST_SHARE * m.requested or not SOME * weights <= size <= MANY * weights:
         return None
     proof = Proof("were read from a file and are still alive", size)
     return Clue("stale-checkpoint", SURE + SHOWN + 1, proof, held[0].line, measured=False)  # or data of that size
@@ -230,23 +214,22 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     if m.instant == GRADIENTS_ON:
         return Clue("eval-graph", SURE, Proof("the evaluation runs with gradients on"), e.line)
     gradients = m.of("gradients")
-    if gradients >= TELLS * m.requested and gradients >= m.asked:
+    if gradients >= LEAST_SHARE * m.requested and gradients >= m.asked:
         known = any(_GRADIENT.search(g.module) for g in m.groups if g.role == "gradients")
         proof = Proof("gradients of training are still alive", gradients)
-        return Clue("eval-leftovers", SURE if known else TOLD, proof, e.line)
+        return Clue("eval-leftovers", SURE if known else FIRM, proof, e.line)
     if m.scale > LARGER and any(m.trained) and not any(m.evals[: m.turn]):
         proof = Proof(f"its tensors are {m.scale:.1f} times as large as those of any training pass", m.demand)
         return Clue("eval-batch", SURE + SHOWN + 1, proof, e.line)
     cached = [g for g in m.groups if g.module.startswith(OF_CACHE)]  # each token is one pass
     size = sum(g.bytes for g in cached) + m.asked * m.asker.startswith(OF_CACHE)
-    if size >= max(2 * TELLS * m.requested, ALONE * m.demand):
+    if size >= max(2 * LEAST_SHARE * m.requested, ALONE * m.demand):
         proof = Proof("keys and values of the cache, while the evaluation generates", size)
         return Clue("eval-generate", SURE, proof, e.line or (cached[0].line if cached else ""))
     alike = max(m.groups, key=lambda g: g.now, default=None)
     if alike and alike.recent >= COLLECTED and alike.now > 0.5 * m.demand:
-        proof = Proof(
-            f"{alike.recent} tensors of {alike.line or alike.module} are kept, though no backward follows", alike.now
-        )
+        sentence = f"{alike.recent} tensors of {alike.line or alike.module} are kept, though no backward follows"
+        proof = Proof(sentence, alike.now)
         return Clue("eval-logits", SURE - 5, proof, alike.line)
     trained = [m.peaks[t] - m.floors[t] for t in range(m.turn) if not m.evals[t]]
     if not trained:
@@ -254,18 +237,14 @@ def _evaluating(m: Memory, e: Evidence) -> Clue | None:
     if m.demand > MORE * max(trained) and not m.kept:
         proof = Proof(f"this pass needs {human(m.demand)}, no training pass more than {human(max(trained))}", m.demand)
         return Clue("eval-batch", SURE, proof, e.line)
-    return Clue(
-        "eval-batch", STRONG, Proof("the evaluation's own batch does not fit beside the model", m.asked), e.line
-    )
+    proof = Proof("the evaluation's own batch does not fit beside the model", m.asked)
+    return Clue("eval-batch", STRONG, proof, e.line)
 
 
 def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
     """Return the bytes of the current pass, with the failed request, where the pattern matches; and their main line."""
-    found = [
-        g
-        for g in m.groups
-        if (g.now or m.turn < 0) and g.role in ("activations", "temporaries") and pattern.search(g.module)
-    ]
+    working = [g for g in m.groups if (g.now or m.turn < 0) and g.role in ("activations", "temporaries")]
+    found = [g for g in working if pattern.search(g.module)]
     asked = m.asked if pattern.search(m.asker) else 0
     lines: dict[str, int] = {}
     for g in [g for g in found if g.role == "activations"] or found:
@@ -276,11 +255,10 @@ def _share(m: Memory, pattern: re.Pattern[str]) -> tuple[int, str]:
 
 def _logits(m: Memory, e: Evidence) -> Clue | None:
     size, line = _share(m, _LOSS)
-    if size < 2 * TELLS * (m.requested + m.asked):
+    if size < 2 * LEAST_SHARE * (m.requested + m.asked):
         return None
-    return Clue(
-        "logits", SURE, Proof("logits and their copies in the loss", size), e.line if e.when == "loss" else line
-    )
+    proof = Proof("logits and their copies in the loss", size)
+    return Clue("logits", SURE, proof, e.line if e.when == "loss" else line)
 
 
 def _attention(m: Memory, e: Evidence) -> Clue | None:
@@ -291,7 +269,7 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
     like = (g for g in m.groups if g.largest in scores and _PRODUCTS.search(g.module))
     size += sum(g.now if m.turn >= 0 else g.bytes for g in like if not _ATTENTION.search(g.module))
     passing = sum(g.now for g in m.groups) if m.turn >= 0 else m.of("activations", "temporaries")
-    if size < max(0.3 * (passing + m.asked), TELLS * (m.requested + m.asked)):
+    if size < max(0.3 * (passing + m.asked), LEAST_SHARE * (m.requested + m.asked)):
         return None
     if not any(_SOFTMAX.search(text) for text in (*(g.module for g in m.groups), m.asker)) or _LOSS.search(m.asker):
         return None
@@ -299,10 +277,7 @@ def _attention(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _unrecorded(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue where most of a peak is older than the history or has no stack.
-
-    The rest may still show a failure's cause.
-    """
+    """Return a clue where most of a peak is older than the history or has no stack; failures may show more."""
     if m.instant == WRITTEN:
         proof = Proof("no history was recorded: neither what came before nor whether this was the peak is known")
         return Clue("not-known", SURE + SHOWN, proof)
@@ -319,7 +294,7 @@ def _mirror(m: Memory, e: Evidence) -> Clue | None:
     """Return a clue for a list with one tensor per weight: perturbations, an average, a copy."""
     weights = [(g.count, g.bytes) for g in m.groups if g.role == "parameters" and g.count >= 3]
     twin = next((g for g in m.groups if g.role == "temporaries" and (g.count, g.bytes) in weights), None)
-    if twin is None or twin.bytes < TELLS * m.requested:
+    if twin is None or twin.bytes < LEAST_SHARE * m.requested:
         return None
     proof = Proof(f"{twin.count} tensors of {twin.module} are as many and as large as the parameters", twin.bytes)
     return Clue("two-copies" if twin.module.startswith("deepcopy") else "temporaries", STRONG, proof, twin.line)
@@ -332,7 +307,7 @@ def _data(m: Memory, e: Evidence) -> Clue | None:
     if most is None or most.bytes < ALONE * (m.requested + m.asked):
         return None
     model = e.root("model")
-    if m.turn < 0 and (model is None or model.bytes >= TELLS * m.requested):  # perhaps the model itself
+    if m.turn < 0 and (model is None or model.bytes >= LEAST_SHARE * m.requested):  # perhaps the model itself
         return None
     what = f"{most.count} tensors" if most.count > 1 else "one tensor"
     proof = Proof(f"{what} that the program made before the first forward pass", most.bytes)
@@ -340,7 +315,7 @@ def _data(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _room(m: Memory, e: Evidence) -> Clue | None:
-    """Return the ordinary cause: what stays between steps, or what the pass keeps, is too much."""
+    """Return the ordinary cause: too much stays between steps, or the pass keeps too much."""
     if m.of("unknown") >= 0.5 * m.requested > 0:
         return None
     lasting = m.of("parameters", "gradients", "optimizer_states")
@@ -357,13 +332,10 @@ def _room(m: Memory, e: Evidence) -> Clue | None:
     kept = sum(g.now if m.turn >= 0 else g.bytes for g in working if g.role == "activations")
     if m.asked >= ALONE * m.limit:
         return Clue("activations", WEAK, Proof("a single tensor is requested", m.asked), e.line)
-    if not working or size < TELLS * m.requested:
+    if not working or size < LEAST_SHARE * m.requested:
         mostly = lasting >= ALONE * m.limit
-        return (
-            Clue("capacity", WEAK, Proof("weights, gradients and optimizer states", lasting), e.line)
-            if mostly
-            else None
-        )
+        proof = Proof("weights, gradients and optimizer states", lasting)
+        return Clue("capacity", WEAK, proof, e.line) if mostly else None
     line = e.line or max(working, key=lambda g: g.bytes).line
     if kept >= 0.5 * size:
         return Clue("activations", WEAK + 10, Proof("kept for the backward pass", kept), line)

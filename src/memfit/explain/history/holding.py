@@ -1,20 +1,17 @@
-"""Clues from what keeps tensors alive.
-
-Variables, models, optimizers and errors of the program, and leftovers of passes.
-"""
+"""Clues from what keeps tensors alive: the program's variables, models, optimizers and errors, and earlier passes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-from memfit.explain.evidence import KEEPERS, OTHER_MODEL, REFERENCE, SHOWN, SURE, TOLD, WEAK, Clue, Evidence, Root
+from memfit.explain.evidence import FIRM, KEEPERS, OTHER_MODEL, REFERENCE, SHOWN, SURE, WEAK, Clue, Evidence, Root
 from memfit.explain.memory import LASTING, Memory
 from memfit.nouns.finding import Cause, Proof
 from memfit.nouns.tape import GRADIENTS_ON
 from memfit.units import human
 
-TELLS = 0.10  # share of what is alive from which a holder counts
+LEAST_SHARE = 0.10  # share of what is alive from which a holder counts
 HALF = 0.5  # share of what is kept from which a variable is its keeper
 MOST_OF_IT = 0.60  # share of what is alive from which what is kept explains the failure
 GROWS = 1.5  # largest over mean size of tensors that grow from one to the next
@@ -26,11 +23,11 @@ _CHECKPOINT = re.compile(r"checkpoint|ckpt|state|saved|resume|loaded", re.IGNORE
 _MOMENTS = re.compile(r"moment|velocit|exp_avg|sq_avg|^[mv]s?$", re.IGNORECASE)
 
 
-def _again(m: Memory, e: Evidence) -> Clue | None:
+def _earlier_models(m: Memory, e: Evidence) -> Clue | None:
     """Return a clue for models or optimizers of earlier experiments or stages that are still alive."""
     size, line = m.repeated
     error = e.root("exception")
-    if size < max(TELLS * m.requested, m.asked) or (error is not None and error.bytes >= HALF * size):
+    if size < max(LEAST_SHARE * m.requested, m.asked) or (error is not None and error.bytes >= HALF * size):
         return None
     root = e.root("models")
     size = max(size, root.bytes if root else 0)
@@ -42,16 +39,14 @@ def _again(m: Memory, e: Evidence) -> Clue | None:
 def _leaking(m: Memory, e: Evidence) -> Clue | None:
     if m.steady:
         return None
-    held, grown = sum(g.old for g in m.kept), _swollen(m)
+    held, grown = sum(g.old for g in m.kept), _extra_demand(m)
     explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
-    if held < TELLS * m.requested or not explains:
+    if held < LEAST_SHARE * m.requested or not explains:
         return _growing(m)
     most = max(m.kept, key=lambda g: g.old)
     passes = len([t for t in most.turns if 0 <= t < m.turn])
-    proof = Proof(
-        f"{human(held)} of {passes} earlier forward passes are still alive, allocated at {most.line or most.module}",
-        held,
-    )
+    where = most.line or most.module
+    proof = Proof(f"{human(held)} of {passes} earlier forward passes are still alive, allocated at {where}", held)
     root = e.root(*KEEPERS)
     if root is not None and root.bytes < HALF * held:
         root = None
@@ -60,24 +55,21 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
     # before a backward has run, all of them may still wait for it, unless a variable shows who keeps them
     sure = root is not None or m.phase == "eval" or m.outlived
-    return Clue(cause, SURE + SHOWN if sure else TOLD, proof, (root.line if root else "") or most.line)
+    return Clue(cause, SURE + SHOWN if sure else FIRM, proof, (root.line if root else "") or most.line)
 
 
 def _growing(m: Memory) -> Clue | None:
     """Return a clue for a tensor that every pass recreates larger."""
     grown, most = m.growing
-    if most is None or grown < TELLS * m.requested:
+    if most is None or grown < LEAST_SHARE * m.requested:
         return None
     where = most.line or most.module
     proof = Proof(f"every pass begins with more than the one before: the tensor of {where} is recreated larger", grown)
     return Clue(_kept_by(None, m), SURE + SHOWN, proof, most.line)
 
 
-def _swollen(m: Memory) -> int:
-    """Return how much more the current pass needs than the least of those like it.
-
-    What is kept may be read in every pass.
-    """
+def _extra_demand(m: Memory) -> int:
+    """Return how much more this pass needs than the least of those like it: it may read what is kept."""
     needs = [m.peaks[t] - m.floors[t] for t in range(m.turn) if m.evals[t] == m.evals[m.turn]]
     return max(m.requested + m.asked - m.floors[m.turn] - min(needs), 0) if needs else 0
 
@@ -94,10 +86,10 @@ def _kept_by(root: Root | None, m: Memory) -> Cause:
     return "leak"
 
 
-def _hoarded(m: Memory, e: Evidence) -> Clue | None:
+def _large_variable(m: Memory, e: Evidence) -> Clue | None:
     """Return a clue for a variable that keeps much: a container of tensors, or a tensor with its whole graph."""
     root = e.root(*KEEPERS)
-    if root is None or root.bytes < TELLS * m.requested:
+    if root is None or root.bytes < LEAST_SHARE * m.requested:
         return None
     proof = Proof(f"'{root.name}' keeps {root.count} tensors", root.bytes)
     if _loaded(root, m):
@@ -108,7 +100,7 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
     # a graph of the current pass alone: a recurrent net uses a weight often
     if root.what in ("graph", "state") and m.floors and not earlier:
         return None
-    if root.count < 3 or root.bytes < (2 * TELLS) * m.requested:
+    if root.count < 3 or root.bytes < (2 * LEAST_SHARE) * m.requested:
         return None
     before = sum(g.old for g in m.groups if g.role not in LASTING and any(0 <= t < m.turn for t in g.turns))
     fresh = root.what == "collection" and m.floors and before < HALF * root.bytes
@@ -119,10 +111,7 @@ def _hoarded(m: Memory, e: Evidence) -> Clue | None:
 
 
 def _loaded(root: Root, m: Memory) -> bool:
-    """Is it a checkpoint, by its name and content.
-
-    Made before the first pass, or the weights of a model not made in training?
-    """
+    """Is this variable a checkpoint, by its name and by where its tensors come from?"""
     if root.what != "collection":
         return False
     read = sum(g.bytes for g in m.groups if g.module.startswith(FROM_FILE))
@@ -134,10 +123,7 @@ def _loaded(root: Root, m: Memory) -> bool:
 
 
 def _copied(root: Root) -> Clue:
-    """Return a clue for a container with a tensor per weight of a model.
-
-    A copy, an average, states of a hand-written optimizer.
-    """
+    """Return a clue for a container with a tensor per weight: a copy, an average, hand-written optimizer states."""
     times = "" if root.copies == 1 else f" {root.copies} times over"
     proof = Proof(f"'{root.name}' has a tensor for each weight of the model{times}", root.bytes)
     cause: Cause = "two-copies" if root.copies == 1 else "leak"
@@ -148,25 +134,20 @@ def _copied(root: Root) -> Clue:
 
 def _exception(m: Memory, e: Evidence) -> Clue | None:
     root = e.root("exception")
-    if root is None or root.bytes < TELLS * m.requested:
+    if root is None or root.bytes < LEAST_SHARE * m.requested:
         return None
     proof = Proof(f"the traceback of '{root.name}' keeps {root.count} tensors", root.bytes)
     return Clue("exception", SURE + SHOWN + 5, proof, root.line)
 
 
 def _of_a_failure(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for tensors of a pass that ran out of memory and was caught.
-
-    A traceback that is kept keeps them.
-    """
+    """Return a clue for tensors that the kept traceback of a caught out-of-memory keeps alive."""
     caught = {turn for turn in m.caught if turn < m.turn}
-    left = (
-        g for g in m.groups if g.role not in LASTING and set(g.turns) & caught and set(g.turns) <= {*caught, m.turn}
-    )
-    size = sum(g.old for g in left)
-    if size < max(2 * TELLS * m.requested, m.asked):
+    passing = (g for g in m.groups if g.role not in LASTING)
+    size = sum(g.old for g in passing if set(g.turns) & caught and set(g.turns) <= {*caught, m.turn})
+    if size < max(2 * LEAST_SHARE * m.requested, m.asked):
         return None
-    return Clue("exception", TOLD, Proof("are left of earlier passes that ran out of memory and were caught", size))
+    return Clue("exception", FIRM, Proof("are left of earlier passes that ran out of memory and were caught", size))
 
 
 def _copying(m: Memory, e: Evidence) -> Clue | None:
@@ -174,15 +155,15 @@ def _copying(m: Memory, e: Evidence) -> Clue | None:
     if not m.asker.startswith(COPIED):
         return None
     size = m.asked + sum(g.bytes for g in m.groups if g.module.startswith(COPIED) and g.line == m.line)
-    if size < TELLS * (m.requested + m.asked):
+    if size < LEAST_SHARE * (m.requested + m.asked):
         return None
     return Clue("two-copies", SURE + SHOWN, Proof("belong to a copy that was being made (copy.deepcopy)", size), e.line)
 
 
-def _twice(m: Memory, e: Evidence) -> Clue | None:
-    """Return a clue for two models of about one size on the card, or one there and one being moved there."""
+def _two_models(m: Memory, e: Evidence) -> Clue | None:
+    """Return a clue for two models of about one size, on the card or being moved there."""
     models = sorted(e.models, key=_all_weights, reverse=True)
-    if len(models) < 2 or not _alike(models) or models[1].bytes < TELLS * m.requested:
+    if len(models) < 2 or not _alike(models) or models[1].bytes < LEAST_SHARE * m.requested:
         return None
     second = next((root for root in models if OTHER_MODEL.search(root.name)), models[1])
     names = " and ".join(f"'{root.name}'" for root in models[:2])
@@ -206,12 +187,8 @@ def _companions(m: Memory, e: Evidence) -> Clue | None:
     if not frozen or len(frozen) == len(e.models) or size < HALF * m.requested:
         return None
     reference = REFERENCE.search(frozen[0].name)
-    if (
-        len(e.models) == 2
-        and not reference
-        and m.phase == "load"
-        and _alike(sorted(e.models, key=_all_weights, reverse=True))
-    ):
+    two_alike = len(e.models) == 2 and _alike(sorted(e.models, key=_all_weights, reverse=True))
+    if two_alike and not reference and m.phase == "load":
         return None  # which of two similar models will be trained is not known yet
     names = ", ".join(f"'{root.name}'" for root in frozen)
     cause: Cause = "reference-model" if reference else "companion-models"
@@ -224,12 +201,10 @@ def _wide(m: Memory, e: Evidence) -> Clue | None:
     if model is None or m.capacity is None:
         return None
     if model.is_double and (m.requested + m.asked) // 2 <= m.capacity:
-        proof = Proof(
-            f"{human(model.double)} of '{model.name}' are in 64 bits, and so is everything computed with it",
-            model.double,
-        )
+        sentence = f"{human(model.double)} of '{model.name}' are in 64 bits, and so is everything computed with it"
+        proof = Proof(sentence, model.double)
         return Clue("wrong-dtype", SURE + SHOWN, proof, model.line)
-    if model.wide < TELLS * m.requested or m.phase != "load":
+    if model.wide < LEAST_SHARE * m.requested or m.phase != "load":
         return None
     wide = model.wide + (model.waiting if 2 * model.wide > model.bytes else 0)
     if m.requested + max(model.waiting, m.asked) - wide // 2 > m.capacity:
@@ -244,12 +219,13 @@ def _upcast(m: Memory, e: Evidence) -> Clue | None:
     if model is None or model.wide > 0.9 * model.bytes:
         return None
     wide = max(model.wide - model.trained, 0) if model.trained < model.bytes else model.wide
-    if wide < TELLS * m.requested:
+    if wide < LEAST_SHARE * m.requested:
         return None
     proof = Proof(f"{human(wide)} of '{model.name}' are in 32 bits, the rest in fewer", wide)
     return Clue("kbit-upcast", SURE, proof, model.line)
 
 
 HOLDING: Sequence[Callable[[Memory, Evidence], Clue | None]] = (
-    _exception, _of_a_failure, _again, _leaking, _hoarded, _companions, _copying, _twice, _wide, _upcast,
+    _exception, _of_a_failure, _earlier_models, _leaking, _large_variable, _companions, _copying, _two_models, _wide,
+    _upcast,
 )  # fmt: skip

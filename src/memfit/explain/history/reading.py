@@ -29,18 +29,18 @@ def memory_of(tape: Tape) -> Memory:
 def segments_of(tape: Tape) -> tuple[Segment, ...]:
     """Return the segments at the same instant, each with what lay in it."""
     history, _ = _played(tape)
-    there = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
+    owners = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
     return tuple(
         Segment(
             chain[0].addr, chain[0].pool.stream, chain[0].pool.small, history.allocator.settings.expandable_segments,
-            tuple(Piece(block.size, there.get(id(block)), block.state != UNMAPPED) for block in chain),
+            tuple(Piece(block.size, owners.get(id(block)), block.state != UNMAPPED) for block in chain),
         )
         for chain in history.allocator.blocks()
     )  # fmt: skip
 
 
 def _played(tape: Tape) -> tuple[_History, int]:
-    """Play a tape to its `_instant`; returns also the bytes of the request that failed there, 0 when none did."""
+    """Play a tape to its `_instant`; return the history and the bytes of the request that failed there, 0 for none."""
     torch, settings = made_with(tape)
     last = _instant(tape)
     event = tape.events[last] if last >= 0 else None
@@ -89,7 +89,7 @@ class _History:
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
     def through(self, events: tuple[Event, ...]) -> int:
-        """Play the events; returns the bytes of the request that failed at the end, 0 when none did."""
+        """Play the events; return the bytes of the request that failed at the end, 0 when none did."""
         allocator, asked = self.allocator, 0
         try:
             self.live = begun(allocator, self.start)
@@ -128,17 +128,17 @@ class _History:
             self.trained[-1] = True
 
     def _end_pass(self) -> None:
-        """End a pass: the largest tensors of later ones are compared with its own too."""
+        """End a pass: add its largest tensors to those with which later passes are compared."""
         for label, size in self.sizes.items():
             self.before[label] = max(self.before.get(label, 0), size)
         self.sizes = {}
 
     def growth(self, asker: str, asked: int) -> float:
-        """Return how many times larger this pass's tensors are than those of any before, where both made some."""
+        """Return the size of this pass's tensors relative to the largest of earlier passes, where both have any."""
         now = self.sizes | {asker: max(asked, self.sizes.get(asker, 0))}
         both = [label for label in now if label and self.before.get(label)]
-        there = sum(self.before[label] for label in both)
-        return sum(now[label] for label in both) / there if there else 1.0
+        before = sum(self.before[label] for label in both)
+        return sum(now[label] for label in both) / before if before else 1.0
 
     def groups(self) -> tuple[Group, ...]:
         """Return what is alive by role and label, the largest first."""

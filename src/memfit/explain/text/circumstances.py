@@ -1,7 +1,4 @@
-"""What a text shows beside the cause.
-
-That no memory of the card ran out, that the run went on, or whose limit it met.
-"""
+"""Circumstances that a text shows beside the cause: nothing ran out on the card, the run went on, a limit was set."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ _MIG = re.compile(r"\bmig (?:device )?\W?(\d+g\.\d+gb)|\bmig-[0-9a-f-]{8,}")
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """`title` is used where no cause is known; `proof` and `remedies` come first whatever the cause is."""
+    """A fact beside the cause. `title` is used where no cause is known; `proof` and `remedies` precede the cause's."""
 
     title: str
     proof: Proof
@@ -109,9 +106,8 @@ def smaller_batch(evidence: Evidence) -> Clue | None:
     tried = went_on(evidence)
     if not tried:
         return None
-    return Clue(
-        "activations", TOO_LARGE, Proof(f"with {tried} the run went on, so what grows with the batch was too much")
-    )
+    proof = Proof(f"with {tried} the run went on, so what grows with the batch was too much")
+    return Clue("activations", TOO_LARGE, proof)
 
 
 def circumstances(evidence: Evidence) -> tuple[Circumstance, ...]:
@@ -177,9 +173,8 @@ def _slice(evidence: Evidence) -> Circumstance | None:
         return None
     name = f" ({found[1]})" if found[1] else ""
     total = evidence.message.total if evidence.message else None
-    return Circumstance(
-        "the process has only a slice of the card", Proof(f"the card is a MIG slice of one{name}", total)
-    )
+    proof = Proof(f"the card is a MIG slice of one{name}", total)
+    return Circumstance("the process has only a slice of the card", proof)
 
 
 _RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (

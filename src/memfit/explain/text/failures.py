@@ -1,4 +1,4 @@
-"""Split a log at its failures, so that a run that was restarted and ran out elsewhere gets two causes and no mixture.
+"""Split a log at its failures, so that each failure of a restarted run is explained by its own text.
 
 Ranks that fail at the same moment are one failure. So are its consequences: the traceback printed again, and the
 messages of NCCL and of the launcher.
@@ -31,9 +31,8 @@ _BEGINS = re.compile(
     r"\bre-?start(?:ing|ed)?\b|\bresum(?:ing|ed)\b|\bretry(?:ing)?\b|\battempt \d|loading checkpoint shards|^\$ ",
     re.MULTILINE,
 )
-_STEPS = re.compile(
-    r"^(?!\s).*\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d", re.MULTILINE
-)  # steps are taken; not the code of a frame
+# steps are taken; not the code of a frame
+_STEPS = re.compile(r"^(?!\s).*\b(?:loss|epoch|step)['\"]?[ :=/]{1,3}\d", re.MULTILINE)
 _BAR = re.compile(r"\d(?:it/s|s/it)\b")
 BARS = 2  # progress bars that show steps; a single one may be redrawn at the end
 _CHAINED = re.compile(r"during handling of the above|direct cause of the following")
@@ -52,8 +51,7 @@ class _Event:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Return the text of each failure in order: the head of the log, and what lies between the previous message and its
-    own.
+    """Return the text of each failure in order: the head of the log, and the text from the previous failure to its own.
 
     A text with one failure or without any message is returned whole; a long one is cut soon after its message.
     """

@@ -1,4 +1,4 @@
-"""Clues from arithmetic on the numbers of a text, and the settings of the run that it states.
+"""Clues from arithmetic on the numbers of a text, and the recipe that it states.
 
 The numbers are those of the run (model, cards, sharding), sizes in messages and nvidia-smi's list of processes.
 """
@@ -116,10 +116,7 @@ class StatedRun:
 
 
 def run_of(evidence: Evidence) -> StatedRun | None:
-    """Return the run of a text that names model and card.
-
-    None where there are several cards and their number is not stated.
-    """
+    """Return the run of a text that names model and card; None where the number of several cards is not stated."""
     text = evidence.text
     weights = _weights(text)
     message = evidence.message
@@ -154,10 +151,7 @@ def _weights(text: str) -> float:
 
 
 def _measured(evidence: Evidence) -> Clue | None:
-    """Return a clue for weights loaded in 32 bits.
-
-    A size of four bytes per weight, or of more than two while loading.
-    """
+    """Return a clue for weights in 32 bits: a size of four bytes per weight, or of more than two while loading."""
     weights, m = _weights(evidence.text), evidence.message
     if evidence.when not in ("", "load", "prepare") or not weights:
         return None
@@ -200,20 +194,14 @@ def _logits(evidence: Evidence) -> Clue | None:
         return Clue("logits", 84 if named else 80 if large else BY_CHANCE, Proof(sizes, m.tried), measured=named)
     many = words >= MANY_TOKENS
     if large and (many or (_LANGUAGE.search(evidence.text) and not _PICTURES.search(evidence.text))):
-        why = (
-            f", and {words:,} tokens in the vocabulary"
-            if words
-            else ": few other tensors of a language model are so large"
-        )
+        why = f", and {words:,} tokens in the vocabulary" if words else ""
+        why = why or ": few other tensors of a language model are so large"
         return Clue("logits", 58 if many else 54, Proof(f"one request of {share:.0%} of the card{why}", m.tried))
     return None
 
 
 def tokens_of(evidence: Evidence) -> int:
-    """Return the tokens whose logits are the request that failed, 0 where it is no such product.
-
-    The number is that of a stated batch, or a round one.
-    """
+    """Return the tokens, of a stated batch or a round number, whose logits are the failed request; 0 for none."""
     m, words = evidence.message, vocabulary(evidence)
     if m is None or not m.tried or not words:
         return 0

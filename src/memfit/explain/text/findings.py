@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from memfit.explain.evidence import FAINT, STRONG, SURE, TOLD, WEAK, Clue, Evidence
+from memfit.explain.evidence import FAINT, FIRM, STRONG, SURE, WEAK, Clue, Evidence
 from memfit.explain.oom_message import WSL, Message
 from memfit.explain.text.circumstances import smaller_batch, went_on
 from memfit.explain.text.figures import ALIKE, FIGURES, SEVERAL, card_of
@@ -71,10 +71,7 @@ def _matched(sign: Sign, evidence: Evidence) -> Clue | None:
 
 
 def _together(patterns: Sequence[re.Pattern[str]], text: str) -> list[re.Match[str]] | None:
-    """Return a match of each pattern within one stretch of the text.
-
-    Far apart in a log, matches do not belong together.
-    """
+    """Return a match of each pattern within one stretch of the text; further apart they do not belong together."""
     if not patterns:
         return []
     for first in islice(patterns[0].finditer(text), MOST_TRIES):
@@ -99,12 +96,11 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
     enough = m.tried is not None and m.unallocated + (m.free or 0) >= m.tried
     if not enough:
         return None
-    proof = Proof(
-        f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(m.tried or 0)} were "
-        f"requested",
-        m.unallocated,
-    )
     tried = m.tried or 0
+    sizes = (
+        f"{human(m.unallocated)} are reserved without a tensor, {share:.0%} of the card; {human(tried)} were requested"
+    )
+    proof = Proof(sizes, m.unallocated)
     if share >= SHARE_FRAGMENTED and tried <= m.unallocated:
         return Clue("fragmentation", 84, proof)  # not certain: another cause may have left the pieces
     if min(share, tried / total) >= SHARE_PIECES:  # a large request that had room, though not in one piece
@@ -113,10 +109,7 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _others(m: Message, evidence: Evidence) -> Clue | None:
-    """Judge the other processes that the message names.
-
-    Bare contexts are those of ranks that went to the wrong card.
-    """
+    """Judge the other processes that the message names: bare contexts are of ranks that went to the wrong card."""
     real = [size for _, size in m.others if size < WSL]
     low, high = CONTEXT_OF_A_RANK
     if len(real) > 1 and all(low <= size <= high for size in real):
@@ -124,9 +117,8 @@ def _others(m: Message, evidence: Evidence) -> Clue | None:
         return Clue("ranks-on-one-gpu", SURE, proof)
     like = sorted(real)[-2:]
     if len(like) == 2 and like[0] >= max(CONTEXT, ALIKE * like[1]):
-        return Clue(
-            "ranks-on-one-gpu", 80, Proof(f"{len(real)} processes hold about as much of the card each", sum(real))
-        )
+        proof = Proof(f"{len(real)} processes hold about as much of the card each", sum(real))
+        return Clue("ranks-on-one-gpu", 80, proof)
     if (ranks := _siblings(m, real)) is not None:
         return ranks
     foreign = _foreign(m, real)
@@ -144,7 +136,7 @@ def _siblings(m: Message, real: list[int]) -> Clue | None:
     if len(beside) < 2 or min(sizes) < ALIKE * max(sizes) or max(numbers) - min(numbers) > STARTED:
         return None
     proof = Proof(f"{len(beside)} processes started beside this one hold {human(sizes[0])} each", sum(sizes))
-    return Clue("ranks-on-one-gpu", TOLD, proof)
+    return Clue("ranks-on-one-gpu", FIRM, proof)
 
 
 def _own(m: Message, real: list[int]) -> int:
@@ -173,9 +165,8 @@ def _named(m: Message, real: list[int]) -> str:
 
 def _spilled(m: Message, evidence: Evidence) -> Clue | None:
     if m.total and m.kind != "mps" and (m.allocated or 0) > OVER * m.total:
-        sizes = (
-            f"{human(m.allocated or 0)} are allocated on a card of {human(m.total)}: the rest is in the host's memory"
-        )
+        held = f"{human(m.allocated or 0)} are allocated on a card of {human(m.total)}"
+        sizes = f"{held}: the rest is in the host's memory"
         return Clue("spill", 84, Proof(sizes, (m.allocated or 0) - m.total))
     if not any(size >= WSL for _, size in m.others) and (m.in_process or 0) < WSL:
         return None
@@ -183,10 +174,7 @@ def _spilled(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _outside(m: Message, evidence: Evidence) -> Clue | None:
-    """Return a clue for memory of this process that is not PyTorch's.
-
-    Contexts, NCCL, an engine with its own allocator.
-    """
+    """Return a clue for memory of this process that is not PyTorch's: contexts, NCCL, an engine's own allocator."""
     if m.in_process is None:
         return _elsewhere(m, evidence)
     if m.reserved is None or m.in_process >= WSL:
@@ -194,16 +182,12 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
     rest = m.in_process - m.reserved
     if rest < 2 * CONTEXT:
         return None
-    return Clue(
-        "nccl", STRONG, Proof(f"{human(rest)} of this process are not PyTorch's: contexts, NCCL, other libraries", rest)
-    )
+    proof = Proof(f"{human(rest)} of this process are not PyTorch's: contexts, NCCL, other libraries", rest)
+    return Clue("nccl", STRONG, proof)
 
 
 def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
-    """Judge the rest of the card in messages before torch 2.1, which do not say whose it is.
-
-    Other ranks, where there are some.
-    """
+    """Judge the rest of the card in messages before torch 2.1, which do not name its owner: other ranks, if any."""
     if not m.total or m.free is None or m.allocated is None:
         return None
     rest = m.total - m.free - (m.reserved or m.allocated)
@@ -246,11 +230,8 @@ def _one_request(m: Message, evidence: Evidence) -> Clue | None:
 
 
 def _communicator(m: Message, evidence: Evidence) -> Clue | None:
-    return (
-        Clue("nccl", 80, Proof("the message is NCCL's own: there was no room for its buffers"))
-        if m.kind == "nccl"
-        else None
-    )
+    proof = Proof("the message is NCCL's own: there was no room for its buffers")
+    return Clue("nccl", 80, proof) if m.kind == "nccl" else None
 
 
 RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from memfit.explain.evidence import FAINT, STRONG, SURE, TOLD, WEAK
+from memfit.explain.evidence import FAINT, FIRM, STRONG, SURE, WEAK
 from memfit.explain.frames import CONVOLUTIONS
 from memfit.explain.phases import When
 from memfit.nouns.finding import Cause
@@ -77,10 +77,7 @@ SHARDED_SAVE = r"load_full_state|load_state|set_model_state|broadcast_from_rank0
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One row: all of `words` must match, `never` must not, and the failure must be in one of `at` (empty.
-
-    Anywhere).
-    """
+    """One row: all of `words` must match, `never` must not, and the run must have failed in one of `at`, if any."""
 
     cause: Cause
     weight: int
@@ -109,12 +106,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign("logits", 75, (r"\blogits|lm_head|unembed|(?<!chunked_)log_?probs?\b",), at=PASS,
          never=r"\beval|modules_to_save"),
     Sign("logits", STRONG, (), at=("loss",)),
-    Sign("logits", TOLD, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy_from|max_token_len|"
+    Sign("logits", FIRM, (RL, r"update_(?:policy|actor)|compute_(?:old_)?log_?prob|entropy_from|max_token_len|"
                               r"logits?\b"), never=r"num_generations|cache blocks"),
-    Sign("logits", TOLD, (r"distill|teacher_", r"logits|kl_?div|jsd")),
+    Sign("logits", FIRM, (r"distill|teacher_", r"logits|kl_?div|jsd")),
     Sign("logits", 73, (r"\bverl\b|openrlhf|skyrl|nemo[- ]?rl",), at=("forward", "backward", "loss")),
     Sign("logits", 72, (r"\bdpo", r"qwen|llama-?3|gemma"), never=FOUR_BIT + r"|\b(?:q?lora|peft)\b"),
-    Sign("group-batch", TOLD, (r"per_token_logps", ROLLOUTS), never=r"vllm|\blogits"),
+    Sign("group-batch", FIRM, (r"per_token_logps", ROLLOUTS), never=r"vllm|\blogits"),
     Sign("group-batch", 78, (ROLLOUTS, r"num_generations|rollout\W{0,3}n\b|\bn=\d+"),
          never="vllm|colocat|logits_to_keep"),
     Sign("group-batch", WEAK, (ROLLOUTS,), at=PASS, never="vllm|colocat"),
@@ -124,11 +121,11 @@ SIGNS: tuple[Sign, ...] = (
                                r"gather_for_metrics|batch_eval_metrics|include_(?:inputs_)?for_metrics|"
                                r"evalprediction",), at=(*EVAL, ""), never="training_step"),
     Sign("eval-logits", SURE, (r"prediction_loop|evaluation_loop", r"torch\.cat|concat")),
-    Sign("eval-logits", TOLD, (r"compute_metrics",), at=EVAL, never=GENERATION),
+    Sign("eval-logits", FIRM, (r"compute_metrics",), at=EVAL, never=GENERATION),
     Sign("eval-logits", STRONG, (r"\blogits|torch\.cat|prediction_loop|evaluation_loop",), at=EVAL, never=GENERATION),
     Sign("eval-logits", FAINT, (), at=("eval",)),
     Sign("eval-generate", SURE, (GENERATION,), at=EVAL),
-    Sign("eval-generate", TOLD, (r"predict_with_generate|model\.generate",), at=("",), never=RL),
+    Sign("eval-generate", FIRM, (r"predict_with_generate|model\.generate",), at=("",), never=RL),
     Sign("eval-generate", STRONG, (), at=("predict",)),
     Sign("eval-generate", STRONG, (r"generation/utils\.py|model\.generate\(\*\*",), never=RL),
     Sign("eval-batch", 79, (r"eval_batch_size|per_device_eval|val_batch_size",), at=("eval",)),
@@ -150,7 +147,7 @@ SIGNS: tuple[Sign, ...] = (
                                  r"(?<!off)load_optimizer|optim\w*\.load_state_dict|optim\w*_state_dict_to_load|"
                                  r"zero_pp_rank|optim_states|_load_zero_checkpoint|"
                                  r"load_fsdp_optimizer",), at=("resume",)),
-    Sign("resume-states", TOLD, (r"load_checkpoint|load_state\b",), at=("resume", "load")),
+    Sign("resume-states", FIRM, (r"load_checkpoint|load_state\b",), at=("resume", "load")),
     Sign("resume-states", STRONG, (), at=("resume",)),
     Sign("stale-checkpoint", SURE, (r"checkpoint\s?=\s?torch\.load|init_from\W+resume|dcp_load",), at=("resume", "",
          "load")),
@@ -172,7 +169,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("merge", SURE, (r"merge_and_unload|save_pretrained_merged|_merge_lora\b|merging 4bit and lora|merged_16bit|"
                          r"merge_lora|merge_adapter|fuse_lora|get_delta_weight|dequantize.{0,20}(?:merge|save|"
                          r"state_dict)",)),
-    Sign("merge", TOLD, (r"state_dict|export_model|save_pretrained", r"dequantize|\bgguf"), never="mxfp4"),
+    Sign("merge", FIRM, (r"state_dict|export_model|save_pretrained", r"dequantize|\bgguf"), never="mxfp4"),
     Sign("merge", 86, (), at=("merge",)),
     # loading
     Sign("two-copies", 80, (r"deepcopy\(",), at=("", "forward", "prepare", "init"), never="optimi"),
@@ -187,7 +184,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign("dequantized", 84, (QUANTIZED, r"dequantiz"), at=(*BEGIN, "save"), never="merge|state_dict"),
     Sign("quantize-peak", SURE, (r"loading_workers",)),
     # or the model is too large as it is
-    Sign("quantize-peak", TOLD, (r"quantize_4bit|params4bit|hqq_quant|quantize_blockwise",)),
+    Sign("quantize-peak", FIRM, (r"quantize_4bit|params4bit|hqq_quant|quantize_blockwise",)),
     Sign("quantize-peak", 74, (FOUR_BIT, r"loading checkpoint shards:? +\d+%"), at=("load",),
          never=f"{FSDP}|{ZERO3}|gpt-?oss"),
     Sign("kbit-upcast", SURE, (r"prepare_model_for_(?:kbit|int8)_training",), never="does not require grad"),
@@ -213,13 +210,13 @@ SIGNS: tuple[Sign, ...] = (
     Sign("load-peak", 86, (FSDP, r"low_cpu_fsdp|cpu_ram_efficient|qlora_sharded|_broadcast_|distribute_tensor|"
                                  r"to_empty|param_init_fn|materialize|sync_module_states|load_full_state|"
                                  r"set_model_state"), at=BEGIN),
-    Sign("load-peak", TOLD, (FSDP,), at=("load", "init")),
+    Sign("load-peak", FIRM, (FSDP,), at=("load", "init")),
     Sign("quantized-unsharded", SURE, (r"bnb_4bit_quant_storage|quant_storage",)),
     Sign("quantized-unsharded", 86, (FSDP, FOUR_BIT), at=("backward", "forward", "loss")),
     Sign("fsdp-wrap", SURE, (FSDP, r"auto_wrap|wrap(?:ping)?_policy|flat_?param|layer_cls"), at=PASS),
     Sign("fsdp-wrap", 74, (FSDP, r"all_?gather|unshard|reshard|prefetch"), at=PASS, never=FOUR_BIT),
     Sign("fsdp-wrap", WEAK, (FSDP,), at=("backward", "forward"), never=FOUR_BIT),
-    Sign("companion-models", TOLD, (DIFFUSION, r"encoder|\bvae\b|\bt5\b|\bclip\b|latents"), at=BEGIN[:3]),
+    Sign("companion-models", FIRM, (DIFFUSION, r"encoder|\bvae\b|\bt5\b|\bclip\b|latents"), at=BEGIN[:3]),
     Sign("companion-models", STRONG, (DIFFUSION, r"encoder|\bvae\b|\bt5\b|\bclip\b|latents"), at=("",)),
     Sign("companion-models", 62, (DIFFUSION,), at=("load", "init")),
     Sign("companion-models", 72, (DIFFUSION,), at=EVAL),
@@ -246,25 +243,25 @@ SIGNS: tuple[Sign, ...] = (
     Sign("attention", 86, (r"attn_impl\w*\W+(?:torch|eager|naive|math)|\(\d+, \d+, (\d{4,}), \1\)|"
                            r"\[\d+, \d+, (\d{4,}), \2\]",), at=(*PASS, "eval")),
     # data
-    Sign("long-sample", TOLD, (r"group_by_length|lengthgrouped|max_duration|is longer than the specified maximum|"
+    Sign("long-sample", FIRM, (r"group_by_length|lengthgrouped|max_duration|is longer than the specified maximum|"
                                r"truncation\W{1,3}(?:false|none|off)",), at=PASS, never=PREFERENCE),
     Sign("image-tokens", SURE, (r"max_pixels|min_pixels|anyres|max_slice|longest_edge|num_crops|image_grid_thw|"
                                 r"smart_resize|max_num_tiles|dynamic_patch|image_max",), never="latents"),
-    Sign("image-tokens", TOLD, (r"pixel_values", VISION + "|input_ids|language|\\bvision"), never="latents"),
+    Sign("image-tokens", FIRM, (r"pixel_values", VISION + "|input_ids|language|\\bvision"), never="latents"),
     Sign("image-tokens", STRONG, (VISION,), at=("forward",), never=rf"{CONVOLUTIONS}|{DIFFUSION}|fsdp|zero"),
     # preference and reinforcement
     Sign("inference-engine", 88, (ENGINE,), at=(*BEGIN[:3], "eval", "predict", "save")),
     Sign("inference-engine", 56, (ENGINE,), at=("",)),  # it runs, but nothing shows that it failed there
     Sign("inference-engine", 86, (ENGINE, r"mem\w*_(?:fraction|util)|gpu_memory_utili[sz]ation"), at=("forward",
          "backward", "loss", "optimizer", "resume")),
-    # it is there, and trains
+    # the engine is there, but the run fails in training
     Sign("inference-engine", 66, (ENGINE,), at=("forward", "backward", "loss", "optimizer", "resume")),
     Sign("inference-engine", 78, (r"vllm_mode\W{1,4}colocate|colocate_|wake_up\(|hybrid_?engine",)),
     Sign("reference-model", SURE, (r"ref_model|ref_policy|ref_logps|reference_(?:model|policy)|"
                                    r"create_reference_model|compute_ref_log",)),
     Sign("reference-model", STRONG, (PREFERENCE,), never=FOUR_BIT + r"|\b(?:q?lora|peft)\b"),
     Sign("pairs", 76, (PREFERENCE, FOUR_BIT + "|" + ADAPTER), never="ref_model|reference"),
-    Sign("pairs", TOLD, (PREFERENCE, "concatenated|chosen|rejected"), never="ref_model|reference"),
+    Sign("pairs", FIRM, (PREFERENCE, "concatenated|chosen|rejected"), never="ref_model|reference"),
     # processes and cards
     Sign("ranks-on-one-gpu", SURE, (r"mpirun|set_device(?!\(\d)",), never="device_map.{0,8}local"),
     Sign("ranks-on-one-gpu", 86, (r"map_location|device_ids(?!\W{1,3}[\w.]*(?:rank|gpu|device))", MANY),
