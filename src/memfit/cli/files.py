@@ -1,4 +1,4 @@
-"""Write the files a command was asked for: all checked first, each replaced atomically, none overwritten unasked."""
+"""Write a command's output files: all are checked first, and each is replaced atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_files(files: Mapping[Path, bytes], force: bool) -> None:
 
 
 def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
-    """Write the tape of a recipe's run as computed by formula."""
+    """Write the tape of a recipe's run, computed by formula."""
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.run.timeline import recorded
     from memfit.documents.tape_file import dumps
@@ -39,7 +39,7 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
 
 
 def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse paths that exist, so that no answer is computed in vain."""
+    """Refuse folders, and files that exist unless `force`; commands call it before they compute anything."""
     paths = list(paths)
     for path in paths:
         if path.is_dir():
@@ -54,7 +54,7 @@ def _replace(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        Path(temporary).chmod(0o644)  # mkstemp makes it readable by the owner alone
+        Path(temporary).chmod(0o644)  # mkstemp creates it readable by the owner alone
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What memfit train shows: progress on stderr, a live view of memory on a terminal, and a report at the end."""
+"""The screen of memfit train: progress on stderr, a live view of memory on a terminal, and a report at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Shown:
-    """Shows a run; to be used as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
+    """Shows a run, as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
 
     def __init__(self, run: Run, json: bool) -> None:
         from memfit.frameworks.text import title
@@ -108,7 +108,7 @@ class Shown:
     def _cause(self, event: dict[str, Any]) -> None:
         for line in event["cause"]:
             terminal.note(f"out of memory: {line}")
-        terminal.note(f"what was recorded of it is in {event['kept']}")
+        terminal.note(f"its traceback and files are in {event['kept']}")
 
     def _cut(self, event: dict[str, Any]) -> None:
         terminal.note(event["text"])
@@ -157,7 +157,7 @@ SHOWS = {
 
 
 def lines(run: Run, outcome: Outcome) -> list[str]:
-    """Return the report in words."""
+    """Return the report as lines of text."""
     from memfit.units import human
 
     of = f" of {outcome.steps}" if outcome.steps else ""

@@ -1,4 +1,4 @@
-"""Exports: a plan as files that other tools run: the targets, one row each, and how their files are written to disk."""
+"""Export a plan as files that other tools run: the targets, one row each, and how their files are written."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RECIPE_FILE = "recipe.toml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: what --target takes, what it writes, and the line that starts it."""
+    """One row: the value of --target, the files it writes, and the command that starts them."""
 
     key: str
     title: str
     export: Callable[[Plan], dict[str, str]]
     command: Callable[[Plan], str]
-    trainer: str = ""  # the row of trainers.py that a run is accounted as; "": the plan's own
+    trainer: str = ""  # the row of trainers.py by which memory is computed; "": the plan's own
 
 
 SCRIPTS = {"trl": trl.export, "transformers": transformers.export}  # trainers that memfit writes a train.py for
@@ -70,9 +70,9 @@ def target(key: str) -> Target:
 
 
 def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> dict[str, str]:
-    """Return {path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported.
+    """Return {path: text} of the target's files and recipe.toml. Raises Unsupported.
 
-    `how`: what starts a train.py, for the targets of SCRIPTS; None: what the recipe needs on one machine.
+    `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
@@ -80,7 +80,7 @@ def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> di
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """Return what the user should know about the files: a base model has no chat template of its own."""
+    """Return notes on the files: a base model trained on chats gets a chat template."""
     layout = layout_of(plan.job.dataset)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
