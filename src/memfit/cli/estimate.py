@@ -12,7 +12,9 @@ from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
+    from memfit.nouns.architecture import Architecture
     from memfit.nouns.footprint import Footprint
+    from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Judgement
 
@@ -27,9 +29,9 @@ FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 @takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
-    from memfit.cli.files import check_free
     from memfit.cli.request import exact_recipe, read_request
     from memfit.closed_form.run.estimate import estimate
+    from memfit.documents.output_files import check_free
     from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
@@ -43,10 +45,19 @@ def run(model: str | None = None, **flags: Any) -> int:
         terminal.note(line)
     _show(request, recipe, footprint, judgement, flags)
     if flags["save_tape"]:
-        from memfit.cli.files import save_tape
-
         save_tape(flags["save_tape"], flags["force"], request.architecture, recipe, request.gpu)
     return EXIT_OF[judgement.verdict]
+
+
+def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
+    """Write the tape of a recipe's run, computed by formula."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.run.timeline import recorded
+    from memfit.documents.output_files import write_files
+    from memfit.documents.tape_file import dumps
+
+    write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
+    terminal.note(f"wrote {path} (see: memfit replay {path})")
 
 
 def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def run(what: str, **flags: Any) -> int:
 
     _check_flags(flags)
     if flags["html"]:
-        from memfit.cli.files import check_free
+        from memfit.documents.output_files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
     log, tape = _read(what, flags["device"])
@@ -346,7 +346,7 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     from importlib.resources import files
 
     from memfit.allocator.replay import made_with, room_of
-    from memfit.cli.files import write_files
+    from memfit.documents.output_files import write_files
     from memfit.documents.snapshot import pickled
     from memfit.documents.snapshot.frames import stacks_of
     from memfit.explain.history.reading import segments_of

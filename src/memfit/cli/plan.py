@@ -36,8 +36,8 @@ def run(model: str | None = None, **flags: Any) -> int:
     """
     from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
-    from memfit.cli.files import check_free
     from memfit.cli.request import job_of, read_request, with_data
+    from memfit.documents.output_files import check_free
     from memfit.planner import make_plan
     from memfit.virtual.supported import obstacle
 
@@ -64,7 +64,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
             _show(plan, request, flags)
     if flags["save_tape"]:
-        from memfit.cli.files import save_tape
+        from memfit.cli.estimate import save_tape
 
         save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, job.gpu)
     if flags.get("out"):

@@ -11,6 +11,7 @@ from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
+from memfit.units import parse_size
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity
@@ -74,7 +75,7 @@ def run(tape: str, **flags: Any) -> int:
 
 def check(flags: dict[str, Any]) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    from memfit.cli.files import check_free
+    from memfit.documents.output_files import check_free
 
     wanted = [flags[name] for name in FILES if flags[name]]
     if flags["force"] and not wanted:
@@ -95,7 +96,6 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
     """Return the named card, None if there is none, and the number of cards."""
     from memfit.catalogue import cards
-    from memfit.units import parse_size
 
     named, memory = flags["gpu"], flags["gpu_memory"]
     if named == "local":
@@ -106,8 +106,6 @@ def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
 
 def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
     """Return the bytes of --reserve."""
-    from memfit.units import parse_size
-
     if not flags["reserve"]:
         return 0
     size = parse_size(flags["reserve"])
@@ -123,7 +121,7 @@ def write(
     usable: int | None, gpu: Gpu | None,
 ) -> None:  # fmt: skip
     """Write the requested files: tape, snapshot, and timeline on the given card."""
-    from memfit.cli.files import write_files
+    from memfit.documents.output_files import write_files
 
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:

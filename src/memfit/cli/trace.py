@@ -307,7 +307,7 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
         lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
     if outcome.answered:
         asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
-        lines.append(f"values read from tensors without data, replaced by defaults (--answer): {asked}")
+        lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
     return [*lines, *outcome.assumed]
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from memfit.cli.flags import (
 )
 from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
 from memfit.nouns.job import TRAINING_RANGES, Training
+from memfit.units import parse_size
 
 if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
@@ -147,10 +149,7 @@ def need_libraries() -> None:
 
 def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Open the run in the folder; only --falls, --memory-limit and --merge may change it."""
-    from dataclasses import replace
-
     from memfit.train.folder import opened
-    from memfit.units import parse_size
 
     if what:
         raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
@@ -220,8 +219,6 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
     """Return the plan with `base` as its training, changed by the flags."""
-    from dataclasses import replace
-
     training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
     return replace(plan, job=replace(plan.job, training=training))
 
@@ -234,7 +231,6 @@ def _recipe_in(what: str) -> str:
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
     from memfit.train.outcome import FALLS, Settings
-    from memfit.units import parse_size
 
     cpu = flags["cpu"] or (what is None and not has_gpu())
     if not cpu and not has_gpu():
@@ -305,12 +301,9 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
 
 
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
-    from dataclasses import replace
-
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
     from memfit.frameworks.recipe_toml import plan_of
-    from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)
     if given:

@@ -251,18 +251,18 @@ def main() -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> str | None:
-    """Where to go on: a restarted job says --resume beside the checkpoint that its first start was given."""
+    """Return the checkpoint to resume from: with a bare --resume the last in --output, else the named one."""
     named = next((path for path in args.resume if path is not True), None)
     return (last_checkpoint(args.output) if True in args.resume else None) or named
 
 
 def last_checkpoint(output: str) -> str | None:
-    """The last whole checkpoint: a run that was stopped while it saved leaves one without trainer_state.json."""
+    """Return the last whole checkpoint; a run stopped while saving leaves one without trainer_state.json."""
     whole = [str(state.parent) for state in Path(output).glob("checkpoint-*/trainer_state.json")]
     return max(whole, key=lambda path: int(path.rpartition("-")[2]), default=None)
 '''
 _REJOIN = """\
-    # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
+    # from_pretrained joins the experts of a checkpoint; the Trainer would leave them untrained
     args.model = checkpoint or args.model
 """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
+from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.frameworks import axolotl, llamafactory, transformers, trl
 from memfit.frameworks import process_layout as launch
@@ -25,7 +25,6 @@ class Target:
     """One row: the value of --target, the files it writes, and the command that starts them."""
 
     key: str
-    title: str
     export: Callable[[Plan], dict[str, str]]
     command: Callable[[Plan], str]
     trainer: str = ""  # the row of trainers.py by which memory is computed; "": the plan's own
@@ -40,8 +39,7 @@ def _with_launcher(key: str) -> Target:
     def export(plan: Plan) -> dict[str, str]:
         return SCRIPTS[script_of(plan.recipe.trainer)](plan, launch.launch_of(plan.recipe, key))
 
-    titles = {"accelerate": "a train.py with accelerate.yaml", "deepspeed": "a train.py with ds_config.json"}
-    return Target(key, titles[key], export, lambda plan: launch.launch_of(plan.recipe, key).command)
+    return Target(key, export, lambda plan: launch.launch_of(plan.recipe, key).command)
 
 
 def _script(plan: Plan) -> str:
@@ -51,10 +49,10 @@ def _script(plan: Plan) -> str:
 TARGETS: dict[str, Target] = {
     row.key: row
     for row in (
-        Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script),
-        Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script, "transformers"),
-        Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command, "transformers"),
-        Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command, "transformers"),
+        Target("trl", trl.export, _script),
+        Target("transformers", transformers.export, _script, "transformers"),
+        Target("axolotl", axolotl.export, axolotl.command, "transformers"),
+        Target("llamafactory", llamafactory.export, llamafactory.command, "transformers"),
         _with_launcher("accelerate"),
         _with_launcher("deepspeed"),
     )
@@ -144,7 +142,7 @@ def write(files: dict[str, str], folder: Path, force: bool = False) -> tuple[Pat
     try:
         for path, text in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, text.encode("utf-8"))
+            replace_file(path, text.encode("utf-8"))
     except UnicodeEncodeError:
         raise BadInput("a name in the plan is not valid text", hint="rename the model or data folder") from None
     except OSError as error:
@@ -159,15 +157,3 @@ def _inside(name: str) -> PurePosixPath:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise BadInput(f"'{name}' would be written outside the folder", hint="export paths are relative")
     return path
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; other users may read a recipe
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -191,7 +191,7 @@ def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, tr
 
 _TOKENIZE = '''\
 def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Token ids and labels, cut to MAX_LENGTH; the prompt of a completion is read but not learned."""
+    """Return token ids and labels, cut to MAX_LENGTH; the prompt of a completion is not learned."""
 
     def ids_of(text: list | str, row: dict, prompt: bool = False) -> list[int]:
         if isinstance(text, list):  # the template writes the special tokens itself
@@ -216,7 +216,7 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
 
     rows = samples.map(encode, remove_columns=samples.column_names)
-    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # a cut prompt teaches nothing
+    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # drops rows without a token to learn
 '''
 
 

@@ -1,4 +1,4 @@
-"""The default run, which downloads nothing: a small model with random weights, a tokenizer of bytes, and prose."""
+"""The default run, which downloads nothing: a small model with random weights, a byte tokenizer, and prose."""
 
 from __future__ import annotations
 
