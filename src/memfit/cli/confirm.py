@@ -32,7 +32,7 @@ def wanted(flags: dict[str, Any]) -> bool:
 
 
 def _installed() -> bool:
-    """Return whether the training libraries are installed, without importing any."""
+    """Return whether the libraries that a trace needs are installed, without importing any."""
     from importlib.util import find_spec
 
     from memfit.virtual.supported import obstacle

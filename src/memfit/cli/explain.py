@@ -252,7 +252,7 @@ class _Planned:
 
     @property
     def over(self) -> int:
-        """Bytes by which the run as described exceeds the card, by estimate."""
+        """Return the bytes by which the described run exceeds the card, by estimate."""
         from memfit.planner.search import Estimator
 
         _, judgement = Estimator(self.job).shown(self.recipe, exact=True)

@@ -135,7 +135,7 @@ def _held(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def need_libraries() -> None:
-    """Raise MissingExtra if a training library is missing; none is imported."""
+    """Raise MissingExtra if a training library is missing, without importing any."""
     from importlib.util import find_spec
 
     needed = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -185,7 +185,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
-    """Plan, check and write a new run."""
+    """Write a new run after planning and checking it."""
     from memfit.frameworks.targets import placed
     from memfit.tables.cautions import cautions
     from memfit.train import embedded

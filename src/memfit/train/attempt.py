@@ -235,7 +235,7 @@ def exhausted(error: BaseException | None) -> bool:
 
 
 def forget(error: BaseException | None) -> None:
-    """Release what the frames of an error hold, above all activations."""
+    """Free the tensors, mostly activations, that the frames of an error keep alive."""
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)

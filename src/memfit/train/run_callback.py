@@ -136,7 +136,8 @@ class RunCallback(TrainerCallback):
             self.enter("rehearsal")
 
         then = evaluation if self.trainer.eval_dataset is not None else None
-        longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer), then=then)
+        has_states = bool(getattr(optimizer, "optimizer", optimizer).state)  # of a loaded checkpoint
+        longest = rehearse(self.trainer, model, optimizer, step=not has_states, then=then)
         if watch:
             watch.train()
         self.tell({"event": "rehearsed", "tokens": longest})
@@ -203,11 +204,6 @@ def free_memory(model: Any) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def has_states(optimizer: Any) -> bool:
-    """Return whether the optimizer has states, from an earlier step or a loaded checkpoint."""
-    return bool(getattr(optimizer, "optimizer", optimizer).state)
 
 
 def load_scheduler(checkpoint: Path, trainer: Any) -> None:

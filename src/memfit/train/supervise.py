@@ -18,8 +18,8 @@ from memfit.train.outcome import Event, Fall, Outcome, Shortage, Stage
 from memfit.units import KIB, MIB, human
 
 Start = Callable[[Run, Callable[[Event], None]], Outcome]
-# causes that a stage excludes: the rehearsal precedes all steps and its batch is the longest on purpose; train.py keeps
-# no logits in evaluation, whatever function of the Trainer the traceback shows
+# causes that a stage excludes: a rehearsal comes before the steps, and its batch is the longest on purpose; train.py
+# keeps no logits in evaluation, whatever function of the Trainer the traceback shows
 NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak"), "eval": ("eval-logits",)}
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
 LARGE = 64 * MIB  # bytes; larger files are only sampled, as weights may have hundreds of gigabytes
