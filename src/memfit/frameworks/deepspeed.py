@@ -77,7 +77,7 @@ def _by_name(name: str, key: str) -> Sharding:
     changes = {"shard": STAGES[stage]}
     if "offload" in plain:
         changes["offload"] = "parameters" if stage == 3 else "optimizer"
-    return Sharding(changes, NAME, assumed=[f"{name} is not here: ZeRO-{stage} is assumed from its name"])
+    return Sharding(changes, NAME, assumed=[f"{name} is not here: read as ZeRO-{stage} from its name"])
 
 
 def read(keys: Keys) -> Sharding:

@@ -48,4 +48,4 @@ def adopt(path: Path) -> Adopted:
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
-    raise Unsupported(f"{path} is not a known training configuration", hint=f"known: {known}")
+    raise Unsupported(f"{path} is no training configuration that memfit reads", hint=f"known: {known}")
