@@ -332,7 +332,7 @@ HOSTILE = [
     ("", "no training configuration"),
     ('{"a": 1}', "no training configuration"),
     ("model_name_or_path: m", "no training configuration"),
-    ("base_modle: m", "says base_modle, which nothing reads"),
+    ("base_modle: m", "has the key base_modle, which no format has"),
     ("base_model: m\nmicro_batch_size: four", "whole number"),
     ("base_model: m\nmicro_batch_size: 0", "--micro-batch"),
     ("base_model: m\nmicro_batch_size: -3\nbatch_size: 4", "--micro-batch"),

@@ -136,7 +136,7 @@ def view_of(left: Footprint, right: Footprint) -> str:
 def test_every_phase_out_of_its_band_is_said() -> None:
     left, right = phased(load=10, step=100, eval=30), phased(load=5, step=100, eval=80)
     assert [row.agreement for row in compare(left, right).phases] == ["less", "agrees", "more"]
-    assert "out of their own band: load below, eval above" in " ".join(view_of(left, right).split())
+    assert "outside their own band: load below, eval above" in " ".join(view_of(left, right).split())
 
 
 def test_a_peak_in_a_phase_of_the_right_alone_is_more() -> None:

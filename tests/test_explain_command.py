@@ -71,7 +71,7 @@ def test_a_log_is_read_as_logrotate_packs_it(tmp_path: Path, capsys: Captured) -
 def test_a_text_has_no_timeline(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "train.log").write_text(NOW)
     code, out, err = run(capsys, str(tmp_path / "train.log"), "--html", str(tmp_path / "x.html"))
-    assert (code, out) == (2, "") and "a text has no timeline" in err
+    assert (code, out) == (2, "") and "is text, which has no timeline" in err
 
 
 def test_without_a_model_the_answer_says_how_to_price_it(tmp_path: Path, capsys: Captured) -> None:
@@ -204,7 +204,7 @@ def test_the_run_that_is_priced_is_said_and_is_the_one_that_failed(tmp_path: Pat
     (tmp_path / "log.txt").write_text(FOREACH)
     _, out, err = run(capsys, str(tmp_path / "log.txt"), "--model", "llama-3.2-3b", "--gpu", "l40s")
     said = " ".join(err.split())
-    assert "--optimizer adamw-foreach: the step that failed" in said and "priced for full fine-tuning" in said
+    assert "--optimizer adamw-foreach: the step that failed" in said and "computed for full fine-tuning" in said
     fused = next(line for line in out.splitlines() if "adamw_torch_fused" in line)
     assert "GiB" in fused and "saves nothing" not in out
     _, _, err = run(

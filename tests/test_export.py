@@ -872,7 +872,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
     assert "text in some rows and messages in others" in handed["trl", "fp32", "mixed-pairs.jsonl"]
     assert "4 input_ids have 2 labels" in handed["trl", "fp32", "uneven-labels.jsonl"]
     assert "4 input_ids have 2 labels" in handed["trl", "fp32", "uneven-mask.jsonl"]
-    assert "a message says neither its role" in handed["trl", "fp32", "roleless.jsonl"]
+    assert "a message has neither `role`" in handed["trl", "fp32", "roleless.jsonl"]
 
     chats = sum(word in name for name in DATA for word in ("messages", "parts", "conv", "chat", "instructions"))
     assert printed.count("has no chat template; CHAT_TEMPLATE is used") == 2 * chats

@@ -269,7 +269,6 @@ def test_llama_count_in_closed_form(
     expected = depth * layer + width + vocabulary * width * (1 if tied else 2)
     model = architecture(config, "x")
     assert model.parameters == expected
-    assert sum(model.parameters_by_module().values()) == expected
 
 
 hostile = st.one_of(

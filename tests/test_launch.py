@@ -152,7 +152,7 @@ def test_the_first_process_has_room_for_what_it_gathers() -> None:
 
 def test_gpus_that_cannot_be_dealt_out_are_refused() -> None:
     for nodes in (0, 3, -1):
-        with pytest.raises(BadInput, match="dealt"):
+        with pytest.raises(BadInput, match="divided"):
             spec_of(planned(), nodes)
 
 
@@ -601,7 +601,7 @@ def test_what_is_launched_trains_by_the_recipes_training(ran: Ran, written: Path
         (("--target", "slurm", "--out", "x", "--epochs", "0"), "--epochs must be"),
         (("--target", "slurm"), "--out"),
         (("--target", "lsf", "--out", "x"), "known: torchrun"),
-        (("--target", "slurm", "--nodes", "5", "--out", "x"), "dealt"),
+        (("--target", "slurm", "--nodes", "5", "--out", "x"), "divided"),
         (("--target", "torchrun", "--hours", "5", "--out", "x"), "--hours is for --target slurm, not torchrun"),
         (("--target", "kubernetes", "--hours", "5", "--out", "x"), "--hours is for --target slurm, not kubernetes"),
         (("--target", "slurm", "--image", "a/b", "--out", "x"), "--image is for --target kubernetes, not slurm"),

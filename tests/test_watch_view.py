@@ -61,7 +61,7 @@ def test_the_band_is_beside_the_peaks_it_is_about() -> None:
 def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
     lines = drawn(closing_view(run("tensors")), 200)
     assert not any("predicted" in line for line in lines)
-    assert [line for line in lines if line.endswith("not held against the prediction, which is of a card")] == lines[
+    assert [line for line in lines if line.endswith("not compared with the prediction, which is for a card")] == lines[
         1:2
     ]
 
@@ -77,10 +77,10 @@ def test_tensors_that_were_never_counted_have_no_size() -> None:
     lines = drawn(closing_view(replace(seen, samples=(*seen.samples[:-1], last))), 120)
     (row,) = (line.split() for line in lines if line.startswith("step"))
     assert row == ["step", "-", "21.00"]
-    assert "tensors counted at 2 of 3 looks" in lines and any(
-        line.startswith("looked at every 17 steps") for line in lines
+    assert "tensors counted in 2 of 3 samples" in lines and any(
+        line.startswith("one sample per 17 steps") for line in lines
     )
-    assert not any("looks" in line for line in drawn(closing_view(run("tensors")), 120))
+    assert not any(" samples" in line for line in drawn(closing_view(run("tensors")), 120))
 
 
 def test_a_log_cannot_steer_the_terminal() -> None:

@@ -1,4 +1,4 @@
-"""The package's version, and the folder that tells its own files from the user's."""
+"""The package's version, and its folder, which separates its own files from the user's."""
 
 from pathlib import Path
 

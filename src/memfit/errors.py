@@ -1,4 +1,4 @@
-"""Every error a user can meet, each with a one-line message, a `hint:` and an exit code.
+"""All errors shown to the user, each with a one-line message, a `hint:` and an exit code.
 
 MemfitError            (never raised itself)
 ├── BadInput       2   what was typed or read cannot be used

@@ -1,4 +1,4 @@
-"""The only place where bytes become text (GiB = 2^30; GB = 10^9, always labelled) and text becomes bytes."""
+"""Convert bytes to text and text to bytes, only here: GiB is 2^30, GB is 10^9 and always labelled."""
 
 from __future__ import annotations
 
@@ -55,11 +55,6 @@ def human(size: int) -> str:
             value = size / factor
             return f"{sign}{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{sign}{size} B"
-
-
-def decimal_gb(size: int, digits: int = 2) -> str:
-    """Return bytes as GB (10^9), the unit of articles and data sheets."""
-    return f"{size / GB:.{digits}f} GB"
 
 
 def parse_size(text: str) -> int:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        gc.disable()  # in a process of half a second, looking for cycles costs a tenth and finds none
+        gc.disable()  # cycle collection takes a tenth of a half-second process and frees nothing
     terminal.forgive_encodings()
     if "--debug" in args:
         return _run(args)
@@ -58,7 +58,7 @@ def _bug(error: Exception) -> int:
 
 
 def _run(args: list[str]) -> int:
-    """Run the command by click and report its usage errors as ours; commands return an exit code (None: 0)."""
+    """Run the command through click, and print click's usage errors in memfit's format."""
     from click.exceptions import ClickException, Exit
 
     from memfit.cli.tree import command
@@ -67,8 +67,8 @@ def _run(args: list[str]) -> int:
     if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
         entry.main(args, prog_name="memfit")
     try:
-        # not entry.main(), which would handle a closed pipe itself
-        with entry.make_context("memfit", args) as context:
+        # entry.main() would handle a closed pipe itself
+        with entry.make_context("memfit", args, max_content_width=100) as context:
             code = entry.invoke(context)
         sys.stdout.flush()
     except Exit as stop:  # --help and --version

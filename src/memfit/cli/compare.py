@@ -1,4 +1,4 @@
-"""memfit compare: a prediction and a measurement, or any two runs, side by side."""
+"""memfit compare: show a prediction and a measurement, or any two runs, side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from memfit.cli.flags import COMMON, DEVICE, Argument, Flag, takes
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 
 if TYPE_CHECKING:
-    from memfit.footprints.compare import Agreement
     from memfit.nouns.footprint import Footprint
 
 EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
@@ -29,7 +28,7 @@ GPU = Flag("gpu", str, "The card of a recipe.toml, tape or snapshot that names n
 def run(files: tuple[str, ...], **flags: Any) -> int:
     """Compare two runs: what differs, by role and phase.
 
-    Exit code: 0 when the second needs what the first says, within its band; 3 when it needs more; 4 when it needs less.
+    Exit code: 0 when the second needs as much as the first, within its band; 3 when more; 4 when less.
     """
     from memfit.catalogue import cards
     from memfit.documents import footprint_file as footprints
@@ -38,7 +37,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
     if flags["gpu"]:
-        cards.parse_gpu(flags["gpu"])  # an unknown name is a mistake, whatever the files are
+        cards.parse_gpu(flags["gpu"])  # refuses an unknown name even where the files need no card
     of_card = [_is_snapshot(file) and flags["device"] is not None for file in files]
     if flags["device"] is not None and not any(of_card):
         raise BadInput("only a snapshot has several devices", hint="leave --device out")
@@ -56,11 +55,15 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
         from memfit.report.compare import compare_view
 
         terminal.show(compare_view(files[0], files[1], found, _next(files)))
-    return _exit_of(found.agreement)
+    return {"agrees": EXIT_FITS, "more": EXIT_MISFIT, "less": EXIT_TIGHT}[found.agreement]
 
 
 def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> None:
-    """Refuse to compare resident memory with a card's, or a run with a CUDA context with one whose card is unknown."""
+    """Refuse pairs without a common level.
+
+    Resident memory cannot be compared with memory of a card, nor a run measured with its CUDA context with one whose
+    card is unknown.
+    """
     from memfit.documents import footprint_file as footprints
     from memfit.footprints.footprint_of_watch import cardless
 
@@ -74,21 +77,17 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
         if footprints.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
             raise BadInput(
                 f"{file} names no card, and the other file was measured from outside, with the CUDA context in it",
-                hint="--gpu CARD says which context to add",
+                hint="--gpu CARD gives the size of the context to add",
             )
 
 
 def _is_snapshot(file: str) -> bool:
-    """Is this file a pickle, gzipped or not? Errors in reading it are reported later."""
+    """Return whether a file is a pickle, gzipped or not; errors in reading it are reported later."""
     with suppress(OSError, EOFError, zlib.error), Path(file).open("rb") as stream:
         packed = stream.read(1) == b"\x1f"
         stream.seek(0)
         return (gzip.GzipFile(fileobj=stream) if packed else stream).read(1) == b"\x80"
     return False
-
-
-def _exit_of(agreement: Agreement) -> int:
-    return {"agrees": EXIT_FITS, "more": EXIT_MISFIT, "less": EXIT_TIGHT}[agreement]
 
 
 def _next(files: tuple[str, ...]) -> list[str]:

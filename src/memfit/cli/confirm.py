@@ -12,7 +12,7 @@ from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Progress
-    from memfit.cli.asked import Asked
+    from memfit.cli.request import Request
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Judgement, Plan
@@ -23,7 +23,7 @@ TRIES = 6  # finalists that are traced; as many as the search replays by formula
 
 
 def wanted(flags: dict[str, Any]) -> bool:
-    """Return whether to confirm: with --trace, or at a terminal with the training libraries and no --no-trace."""
+    """Return whether to confirm: with --trace, or by default on a terminal with the training libraries installed."""
     if flags["trace"] and flags["no_trace"]:
         raise BadInput("--trace and --no-trace contradict each other", hint="leave one of them out")
     return bool(flags["trace"]) or (
@@ -32,7 +32,7 @@ def wanted(flags: dict[str, Any]) -> bool:
 
 
 def _installed() -> bool:
-    """Return whether the training libraries are installed, without importing any."""
+    """Return whether the libraries that a trace needs are installed, without importing any."""
     from importlib.util import find_spec
 
     from memfit.virtual.supported import obstacle
@@ -40,30 +40,30 @@ def _installed() -> bool:
     return not obstacle() and all(find_spec(name) for name in ("torch", "transformers", "peft", "trl", "accelerate"))
 
 
-def confirmed(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan], tell: Progress) -> Plan:
-    """Return the plan with its recipe's traced answer; `again` plans anew with the traced answers of some recipes.
+def confirmed(plan: Plan, name: str, request: Request, again: Callable[[Known], Plan], tell: Progress) -> Plan:
+    """Return the plan with the traced answer of its recipe; `again` plans anew with the recipes traced so far.
 
-    Adds a note on each trace beside the formulas' answer. Raises Unsupported for a recipe that cannot be traced.
+    Adds a note for each trace that compares it with the formulas. Raises Unsupported if a recipe cannot be traced.
     """
     from memfit.cli.trace import traced
 
     known: Known = {}
     while plan.recipe not in known and len(known) < TRIES:
-        footprint, answer, _, _ = traced(plan.recipe, name, found, tell, lean=False)
+        footprint, answer, _, _ = traced(plan.recipe, name, request, tell, lean=False)
         assert answer.judgement is not None
         known[plan.recipe] = footprint, answer.judgement
-        found.notes.append(_compared(plan, answer.judgement))
+        request.notes.append(_compared(plan, answer.judgement))
         if answer.judgement.verdict == plan.judgement.verdict:
             return replace(plan, footprint=footprint, judgement=answer.judgement)
         plan = again(known)
     if plan.recipe not in known:
-        found.notes.append(f"{TRIES} finalists were traced, the one shown was not")
+        request.notes.append(f"{TRIES} recipes were traced; the one shown was not")
     footprint, judgement = known.get(plan.recipe, (plan.footprint, plan.judgement))
     return replace(plan, footprint=footprint, judgement=judgement)
 
 
 def _compared(plan: Plan, judgement: Judgement) -> str:
-    line = f"traced: {gib(judgement.need, 2)} GiB reserved where the formulas say {gib(plan.judgement.need, 2)}"
+    line = f"traced: {gib(judgement.need, 2)} GiB reserved, by formula {gib(plan.judgement.need, 2)}"
     if judgement.verdict == plan.judgement.verdict:
         return f"{line}: confirmed"
     r = plan.recipe
@@ -72,19 +72,19 @@ def _compared(plan: Plan, judgement: Judgement) -> str:
     return f"{line}: {what} {words[judgement.verdict]}"
 
 
-def at_leisure(plan: Plan, name: str, found: Asked, again: Callable[[Known], Plan]) -> Plan:
-    """Confirm a plan that is on the screen already: a trace that fails or is interrupted leaves it as it is."""
+def at_leisure(plan: Plan, name: str, request: Request, again: Callable[[Known], Plan]) -> Plan:
+    """Confirm a plan that was already shown; return it unchanged if the trace fails or is interrupted."""
     terminal.note("confirming by a trace (Ctrl-C keeps this answer, --no-trace skips it)")
-    found.notes.clear()
+    request.notes.clear()
     try:
         with terminal.progress() as tell:
-            made = confirmed(plan, name, found, again, tell)
+            made = confirmed(plan, name, request, again, tell)
     except KeyboardInterrupt:
         terminal.note("not traced: interrupted; the answer above is the formulas'")
         return plan
     except MemfitError as error:
         terminal.note(f"not traced: {error.message}; the answer above is the formulas'")
         return plan
-    for line in found.notes:
+    for line in request.notes:
         terminal.note(line)
     return made

@@ -1,4 +1,4 @@
-"""memfit estimate: the footprint of one recipe, unchanged, and why."""
+"""memfit estimate: compute the footprint of one recipe as given, and with --why the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_f
 from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
-    from memfit.cli.asked import Asked
+    from memfit.cli.request import Request
+    from memfit.nouns.architecture import Architecture
     from memfit.nouns.footprint import Footprint
+    from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Judgement
 
@@ -27,45 +29,54 @@ FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 @takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
-    from memfit.cli.asked import asked, exact_recipe
-    from memfit.cli.files import check_free
+    from memfit.cli.request import exact_recipe, read_request
     from memfit.closed_form.run.estimate import estimate
+    from memfit.documents.output_files import check_free
     from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])
-    found = asked(model, flags)
-    recipe = combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
-    footprint = estimate(found.architecture, recipe, found.gpu)
-    judgement = judge(footprint, found.gpu, found.reserve)
-    for line in found.notes:
+    request = read_request(model, flags)
+    recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
+    footprint = estimate(request.architecture, recipe, request.gpu)
+    judgement = judge(footprint, request.gpu, request.reserve)
+    for line in request.notes:
         terminal.note(line)
-    _show(found, recipe, footprint, judgement, flags)
+    _show(request, recipe, footprint, judgement, flags)
     if flags["save_tape"]:
-        from memfit.cli.files import save_tape
-
-        save_tape(flags["save_tape"], flags["force"], found.architecture, recipe, found.gpu)
+        save_tape(flags["save_tape"], flags["force"], request.architecture, recipe, request.gpu)
     return EXIT_OF[judgement.verdict]
 
 
-def _show(found: Asked, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
+def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
+    """Write the tape of a recipe's run, computed by formula."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.run.timeline import recorded
+    from memfit.documents.output_files import write_files
+    from memfit.documents.tape_file import dumps
+
+    write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
+    terminal.note(f"wrote {path} (see: memfit replay {path})")
+
+
+def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.why import explain
 
-    why = explain(Account(found.architecture, recipe, found.gpu), footprint.peak) if flags["why"] else None
+    why = explain(Account(request.architecture, recipe, request.gpu), footprint.peak) if flags["why"] else None
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.estimate_doc(found.architecture, recipe, found.gpu, footprint, judgement, why))
+        terminal.show_json(codec.estimate_doc(request.architecture, recipe, request.gpu, footprint, judgement, why))
         return
-    from memfit.cli.asked import plan_of
+    from memfit.cli.request import plan_of
     from memfit.report.estimate import estimate_view
 
-    same = [found.architecture.name, *found.gpu_words, *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join(plan_of(found)))
-    terminal.show(estimate_view(found.architecture, recipe, found.gpu, footprint, judgement, commands))
+    commands.append(shlex.join(plan_of(request)))
+    terminal.show(estimate_view(request.architecture, recipe, request.gpu, footprint, judgement, commands))
     if why:
         from memfit.report.estimate import why_view
 

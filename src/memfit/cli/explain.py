@@ -20,8 +20,8 @@ from memfit.nouns.job import RECIPE_FIELDS
 from memfit.units import human
 
 if TYPE_CHECKING:
-    from memfit.cli.asked import Asked
     from memfit.cli.logs import LogText
+    from memfit.cli.request import Request
     from memfit.explain import Evidence
     from memfit.explain.memory import Memory
     from memfit.nouns.finding import Remedy
@@ -40,7 +40,7 @@ WHAT = Argument(
     required=True,
 )
 OWN = (
-    Flag("model", str, "The model that was trained: each remedy is then priced in bytes.", "MODEL"),
+    Flag("model", str, "The model that was trained, to compute what each remedy saves.", "MODEL"),
     DEVICE,
     Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
@@ -55,21 +55,21 @@ INSTEAD = {
     "watched": "give the watch's own log, its .jsonl",
     "replay": "give the tape or snapshot that was replayed",
     "trace": "memfit trace ... --save-tape run.json, then memfit explain run.json",
-    "explain": "it is an explanation already",
-    "": "a prediction shows itself what fills the card (memfit estimate --why): give the log of a run, a snapshot or "
-    "a tape",
+    "explain": "this file already is an explanation",
+    "": "memfit estimate --why explains a prediction; give the log of a run, a snapshot or a tape",
 }
 NO_FAILURE = "give the log with the error in it, or a snapshot; memfit watch observes a live run"
 
 
 @takes(OWN[0], FROM, *CARD, *OWN[1:], *RECIPE, *COMMON, argument=WHAT)
 def run(what: str, **flags: Any) -> int:
-    """Say why memory ran out and what to change.
+    """Explain why memory ran out and what to change.
 
     Reports what filled the card, not only which request failed. Reads logs, tracebacks and out-of-memory messages of
-    every PyTorch version, and snapshots of torch.cuda.memory. What people write about a failure is not interpreted.
-    With --model or --from each remedy is priced, and the planner looks for a recipe that needs less by what was
-    missing. The exit code is 0 where a cause is named, 4 where none is known, 2 where no memory ran out.
+    every PyTorch version, and snapshots of torch.cuda.memory. Descriptions of a failure in prose are not interpreted.
+    With --model or --from the bytes that each remedy saves are computed, and the planner looks for a recipe that needs
+    less by at least the missing bytes. Exit code: 0 when a cause is named, 4 when none is known, 2 when no memory ran
+    out.
     """
     from memfit.explain import explain
     from memfit.explain.history.reading import memory_of
@@ -77,13 +77,13 @@ def run(what: str, **flags: Any) -> int:
 
     _check_flags(flags)
     if flags["html"]:
-        from memfit.cli.files import check_free
+        from memfit.documents.output_files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
     log, tape = _read(what, flags["device"])
     terminal.note_card(tape)
     if flags["html"] and tape is None:
-        raise BadInput(f"{what} is a text, and a text has no timeline", hint="--html is for snapshots and tapes")
+        raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
     *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
@@ -95,8 +95,8 @@ def run(what: str, **flags: Any) -> int:
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     if log.left_out:
         terminal.note(
-            f"{human(log.left_out)} of the log were only searched for messages: its head, its end and their "
-            f"surroundings were read"
+            f"{human(log.left_out)} of the log were only searched for messages; its head, its end and the surroundings "
+            "of messages were read"
         )
     if flags["json"]:
         from memfit.documents.explain_doc import explain_doc
@@ -115,7 +115,7 @@ def run(what: str, **flags: Any) -> int:
 
 
 def _check_flags(flags: dict[str, Any]) -> None:
-    """Refuse flags that describe a run without a model: they would have no effect."""
+    """Refuse recipe and card flags without a model, where they would have no effect."""
     given = typed(flags, (*CARD, *RECIPE))
     if given and not (flags["model"] or flags["from_"]):
         raise BadInput(
@@ -150,7 +150,7 @@ def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
                 from memfit.documents.snapshot import read
 
                 return LogText(b""), read(path, device)
-            # the log of a watch is read whole: its first line describes the rest
+            # a watch log is read whole, since its first line describes the rest
             log = LogText(head + file.read()) if watch_file.known(head) else read_log(file, head)
     except OSError as error:
         raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
@@ -171,7 +171,7 @@ def _packed_log(path: Path) -> LogText | None:
                 return None
             log = read_log(cast("BinaryIO", file), head)
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        return None  # the reader of histories reports it
+        return None  # reading it as a history reports the error
     _check_content(log.content, str(path))
     return log
 
@@ -197,7 +197,7 @@ def _check_content(content: bytes, what: str) -> None:
 
 
 def _is_json(content: bytes) -> bool:
-    """Is the content one JSON object or list?"""
+    """Return whether the content is one JSON object or list."""
     try:
         return content.lstrip()[:1] in (b"{", b"[") and isinstance(json.loads(content), dict | list)
     except (ValueError, RecursionError):
@@ -206,7 +206,7 @@ def _is_json(content: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The run that the flags describe: prices remedies, and finds what the planner would run instead."""
+    """The run that the flags describe, for computing what remedies save and what the planner would run instead."""
 
     job: Job
     recipe: Recipe
@@ -216,27 +216,27 @@ class _Planned:
         """Return the run, or None where the flags name no model."""
         if not flags["model"] and not flags["from_"]:
             return None
-        from memfit.cli.asked import asked, job_of
+        from memfit.cli.request import job_of, read_request
         from memfit.report.words import DOT, recipe_facts
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
-        words = asked(flags["model"], flags).architecture.vocabulary
+        words = read_request(flags["model"], flags).architecture.vocabulary
         shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words))
         try:
-            found, recipe = _described(flags, shown)
+            request, recipe = _described(flags, shown)
         except MemfitError:
             if not shown:
                 raise
-            terminal.note("what the log states does not run on this card or with these flags: priced without it")
-            found, recipe = _described(flags, {})
-        for line in found.notes:
+            terminal.note("the settings in the log do not run on this card or with these flags and are ignored")
+            request, recipe = _described(flags, {})
+        for line in request.notes:
             terminal.note(line)
-        job, _ = job_of(found, {**flags, "method": recipe.method})
+        job, _ = job_of(request, {**flags, "method": recipe.method})
         planned = cls(job, recipe)
         if not flags["from_"]:
-            terminal.note(f"priced for {DOT.join(recipe_facts(recipe))}; use flags for what was different")
+            terminal.note(f"savings are computed for {DOT.join(recipe_facts(recipe))}; flags change these settings")
         return planned
 
     def price(self, remedy: Remedy) -> int | None:
@@ -252,7 +252,7 @@ class _Planned:
 
     @property
     def over(self) -> int:
-        """Bytes by which the run as described exceeds the card, by estimate."""
+        """Return the bytes by which the described run exceeds the card, by estimate."""
         from memfit.planner.search import Estimator
 
         _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
@@ -282,19 +282,18 @@ class _Planned:
         return Remedy(", ".join(changes(self.recipe, found.recipe)), cost, altered, saves)
 
 
-def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Asked, Recipe]:
-    """Return the run of the flags and of what the failure shows, and its recipe.
+def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, Recipe]:
+    """Return the request made of the flags and of the settings `shown` by the failure, and its recipe.
 
     Raises MemfitError where it cannot run.
     """
-    from memfit.cli.asked import asked, exact_recipe
+    from memfit.cli.request import exact_recipe, read_request
     from memfit.tables import combinations
 
-    found = asked(flags["model"], {**flags, **shown})
-    found.wanted = {
-        name: value for name, value in found.wanted.items() if name not in shown
-    }  # these the planner may change
-    return found, combinations.check(exact_recipe(found, flags["method"]), found.architecture, found.gpu)
+    request = read_request(flags["model"], {**flags, **shown})
+    # the planner may change fields that no flag sets
+    request.wanted = {name: value for name, value in request.wanted.items() if name not in shown}
+    return request, combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
 
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
     logged = {name: value for name, value in stated(evidence).items() if name not in given}
     if logged:
-        terminal.note(f"{_flags(logged)}: as the log says")
+        terminal.note(f"{_flags(logged)}: read from the log")
     shown: dict[str, Any] = dict(logged)
     if cause == "logits":
         batch = batch_of(evidence, given if given.keys() & {"micro_batch", "sequence_length"} else logged)
@@ -347,7 +346,7 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     from importlib.resources import files
 
     from memfit.allocator.replay import made_with, room_of
-    from memfit.cli.files import write_files
+    from memfit.documents.output_files import write_files
     from memfit.documents.snapshot import pickled
     from memfit.documents.snapshot.frames import stacks_of
     from memfit.explain.history.reading import segments_of
@@ -357,7 +356,8 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     torch, settings = made_with(tape)
     template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
     below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
-    met = room_of(tape) if "total_memory" in tape.about else None  # else it is the most it held, and no limit it met
-    page = timeline_html(template, Path(what).name, tape, settings, torch, met, below=below, go_on=True)
+    # without total_memory, room_of returns the most that was held, which is no limit
+    limit = room_of(tape) if "total_memory" in tape.about else None
+    page = timeline_html(template, Path(what).name, tape, settings, torch, limit, below=below, go_on=True)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

@@ -1,12 +1,12 @@
 """The flags as a table, one row each, shared by all commands; recipe flags are the fields of Recipe.
 
-At the end stand other tools' names of flags, by which an unknown option is answered with the right one.
+A second table maps other tools' option names to memfit's flags, for the hint at an unknown option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
@@ -52,29 +52,31 @@ class Argument:
     many: bool = False
 
 
-MODEL = Argument("model", "a name of 'memfit models', org/name on Hugging Face, a folder or a config.json", "MODEL")
+MODEL = Argument(
+    "model", "a name from 'memfit models', an org/name on Hugging Face, a model folder or a config.json", "MODEL"
+)
 
 _HELP = {
     "method": "What to train: all weights, adapters, or adapters on a quantised base.",
-    "precision": "Dtypes of weights, states and computation; see 'memfit glossary precision'.",
+    "precision": "Dtypes of weights, optimizer states and computation; see 'memfit glossary precision'.",
     "quantization": "How the frozen base of QLoRA is stored.",
     "lora_rank": "Rank of the adapters.",
     "lora_alpha": "Scale of the adapters; does not change memory.",
     "lora_dropout": "Dropout before the adapters.",
     "lora_targets": "Modules with adapters: names, 'all-linear' or 'attention'.",
-    "optimizer": "One of 'memfit glossary optimizer', or Hugging Face's name of it.",
+    "optimizer": "A name from 'memfit glossary optimizer', or transformers' `optim`.",
     "micro_batch": "Sequences per forward pass on one GPU.",
     "accumulation": "Forward and backward passes per optimizer step.",
     "sequence_length": "Tokens per sequence.",
-    "padding": "Pad samples to the longest of their batch, or pack them into full sequences.",
+    "padding": "Pad samples to the longest in the batch, or pack them into full sequences.",
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
     "attention": "The attention kernel.",
     "compile": "Run the model through torch.compile.",
     "loss": "Compute all logits at once, in chunks, or fused with the loss.",
     "offload": "What to keep in host memory.",
-    "shard": "What to split over the GPUs: ZeRO-1, ZeRO-2, or ZeRO-3 and FSDP.",
-    "num_gpus": "Number of GPUs; --gpu 8xh100 sets it, too.",
-    "trainer": "The training loop, with a version if it matters: trl==1.3.",
+    "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
+    "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
+    "trainer": "The training loop, with a version for older ones: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
 }
 _METAVAR = {
@@ -102,10 +104,8 @@ AUTO: tuple[Flag, ...] = tuple(
     replace(row, help=_AUTO_HELP, metavar=f"auto|{row.metavar}") if row.name == "method" else row for row in RECIPE
 )
 CARD: tuple[Flag, ...] = (
-    Flag(
-        "gpu", str, "A card of 'memfit gpus', several (8xh100), or 'local'. Default: the card in this machine.", "NAME"
-    ),
-    Flag("gpu_memory", str, "The card's memory as CUDA reports it, for a card that is not in the table.", "40GiB"),
+    Flag("gpu", str, "A card from 'memfit gpus', several (8xh100), or 'local'. Default: this machine's card.", "NAME"),
+    Flag("gpu_memory", str, "The card's memory as CUDA reports it, for cards missing from 'memfit gpus'.", "40GiB"),
     Flag("reserve", str, "Memory to leave free on the card.", "1GiB"),
 )
 FROM = Flag(
@@ -118,8 +118,8 @@ DATA: tuple[Flag, ...] = (
 )
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag("target", str, "The tool the files are for.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
-    Flag("force", bool, "Overwrite files, and write a recipe that does not fit.", default=False),
+    Flag("target", str, "The tool that runs the files.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag("force", bool, "Overwrite files, and write a recipe even if it does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (
     Flag("eval_data", str, "A file to evaluate on at every checkpoint.", "FILE"),
@@ -129,7 +129,7 @@ TRAINING: tuple[Flag, ...] = (
 )
 SAVE = Flag("save_tape", str, "Write the run's memory events to this file, for memfit replay.", "FILE")
 DEVICE = Flag(
-    "device", int, "Which GPU of a snapshot. Default: the last that ran out of memory, else the longest history.", "N"
+    "device", int, "The GPU of a snapshot. Default: the last that ran out of memory, else the longest history.", "N"
 )
 COMMON: tuple[Flag, ...] = (
     Flag("json", bool, "Print JSON; sizes are whole bytes.", default=False),
@@ -138,7 +138,7 @@ COMMON: tuple[Flag, ...] = (
 
 
 def takes(*rows: Flag, argument: Argument | None = None) -> Callable[[Command], Command]:
-    """Declare a command's flags and argument; the command receives each by name, None when it is not given."""
+    """Declare a command's flags and argument. The command receives each by name; a flag not given is its default."""
 
     def mark(function: Command) -> Command:
         TAKEN[function] = (rows, argument)
@@ -151,9 +151,9 @@ TAKEN: dict[Command, tuple[tuple[Flag, ...], Argument | None]] = {}
 
 
 def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any]:
-    """Return the recipe fields among the given flags, as Recipe stores them; without 'auto', which Recipe has not.
+    """Return the recipe fields among the given flags, as Recipe stores them; --method auto is left out.
 
-    auto: the command accepts `--method auto`, so the error for a wrong method offers it.
+    auto: the command accepts `--method auto`, so the error for a wrong method lists it.
     """
     method = flags.get("method")
     if auto and method is not None and method not in ("auto", *METHODS):
@@ -191,12 +191,12 @@ def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
     return words
 
 
-def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:
+def as_flags(recipe: Recipe) -> list[str]:
     """Return the flags that make this recipe from the defaults: ['--method', 'lora', ...]."""
     words: list[str] = []
     for field in fields(Recipe):
         value = getattr(recipe, field.name)
-        if field.default is not MISSING and value == field.default and field.name not in always:
+        if value == field.default:
             continue
         if isinstance(value, bool):
             words.append(("--" if value else "--no-") + field.name)
@@ -206,7 +206,7 @@ def as_flags(recipe: Recipe, always: Iterable[str] = ()) -> list[str]:
     return words
 
 
-# memfit's flag -> names used by transformers, TRL, PEFT, axolotl, LLaMA-Factory, DeepSpeed, torchrun, or out of habit
+# memfit's flag -> names in transformers, TRL, PEFT, axolotl, LLaMA-Factory, DeepSpeed and torchrun, and common guesses
 _NAMES = {
     "--micro-batch": "batch batch-size bs per-device-train-batch-size per-device-batch-size micro-batch-size"
     " train-batch-size",

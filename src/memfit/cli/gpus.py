@@ -1,4 +1,4 @@
-"""memfit gpus: the catalogue of cards, with the largest model each trains."""
+"""memfit gpus: list the catalogue of cards with the largest model that each trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = ("memfit gpus", "memfit gpus 4090")
 
 @takes(*COMMON, argument=Argument("name", "one card to show in full", "NAME"))
 def run(name: str | None = None, **flags: Any) -> int:
-    """List GPUs and what each is good for."""
+    """List GPUs and the largest model each trains."""
     from memfit.catalogue import entries
     from memfit.catalogue.cards import find_gpu, list_gpus
     from memfit.planner.good_for import SETTING, good_for

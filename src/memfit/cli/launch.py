@@ -1,4 +1,4 @@
-"""memfit launch: write a recipe as a job for one machine or a cluster, and submit it on request."""
+"""memfit launch: write a recipe as a job for one machine or a cluster, and with --submit start it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ STDERR = 2  # the file descriptor
 ROWS = (
     Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME"),
     Flag("target", str, "What runs the job.", "torchrun|slurm|skypilot|kubernetes"),
-    Flag("nodes", int, "Machines over which to distribute the GPUs. Default: 1.", "N"),
+    Flag("nodes", int, "Number of machines to spread the GPUs over. Default: 1.", "N"),
     Flag("hours", int, "Slurm: the job's time limit.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
     *TRAINING,
     Flag("out", str, "Write the files into this folder.", "DIR"),
     Flag("submit", bool, "Submit the job as well.", default=False),
-    Flag("force", bool, "Overwrite files, and launch a recipe that does not fit.", default=False),
+    Flag("force", bool, "Overwrite files, and write a job even if its recipe does not fit.", default=False),
 )
 
 
@@ -42,9 +42,9 @@ ROWS = (
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as a job for a cluster.
 
-    The files set the number of GPUs, the host memory and the allocator's settings of the plan. Learning rate, epochs
-    and steps are taken from [training] in the recipe, or from the flags. Data and model of this machine are copied to
-    the cloud or into the image; notes say what is copied, what is assumed, and what is left to do.
+    The files request the plan's number of GPUs and host memory, and set its allocator settings. Learning rate, epochs
+    and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
+    cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
@@ -93,12 +93,12 @@ def _check_tool(row: ClusterTarget) -> None:
 
 
 def _absent(spec: Spec) -> Iterator[str]:
-    """Yield notes on data that is not on this machine, so that it cannot be copied."""
+    """Yield notes on data that is not on this machine and therefore cannot be copied."""
     from memfit.data.files import READERS
     from memfit.frameworks.script import NO_DATA
 
     if not spec.plan.job.dataset:
-        yield f"the recipe names no data: train.py reads {NO_DATA} in its own folder"
+        yield f"the recipe names no data; train.py reads {NO_DATA} from its own folder"
     for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.plan.job.training.eval_data)):
         if Path(path).suffix.lower() in READERS and argument not in spec.inputs:
             yield f"{path} is not on this machine: train.py looks for it where the job runs"

@@ -1,6 +1,6 @@
 """Read logs of any length in bounded memory: whole, or their head, their end and the surroundings of each message.
 
-Standard input is always read to its end: a program that is still writing would be ended by a closed pipe.
+Standard input is always read to its end, because closing the pipe would end a program that is still writing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Piece:
 
 
 def read_log(file: BinaryIO, head: bytes = b"") -> LogText:
-    """Read all of `file`, or the parts that matter; `head` are the bytes of it that were read already."""
+    """Read all of `file`, or the parts listed above; `head` holds the bytes that were already read from it."""
     content = head + file.read(WHOLE + 1 - len(head))
     wide = content.startswith(_UTF_16)
     if len(content) <= WHOLE:
@@ -66,10 +66,7 @@ def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _sifted(chunks: Iterator[bytes]) -> LogText:
-    """Return head, surroundings of messages and end.
-
-    Bytes stay in the buffer until those that may surround them are read.
-    """
+    """Return head, surroundings of messages and end. The buffer keeps bytes that a later message may need."""
     head, places, buffer, base, done, size = b"", list[_Piece](), b"", 0, 0, 0
     for chunk in chain(chunks, (b"",)):
         size += len(chunk)

@@ -1,4 +1,4 @@
-"""memfit models: the catalogue, searched by text."""
+"""memfit models: list the catalogue of models, or search it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = ("memfit models qwen",)
 
 @takes(*COMMON, argument=Argument("text", "part of a name or family", "TEXT"))
 def run(text: str | None = None, **flags: Any) -> int:
-    """List the models that need no network."""
+    """List the models in memfit's catalogue, which need no network."""
     from memfit.models.hub import list_models
 
     every = list_models()

@@ -1,4 +1,4 @@
-"""memfit plan: the cheapest recipe that fits, the ladder to it, and the files to run it."""
+"""memfit plan: find the cheapest recipe that fits, show the ladder to it, and write the files to run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
-    from memfit.cli.asked import Asked
+    from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
     from memfit.nouns.plan import Plan
 
@@ -23,21 +23,21 @@ EXAMPLES = (
     "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
 )
 ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
-TRACE = Flag("trace", bool, "Confirm the answer by a trace even in a pipe; needs memfit[trace].", default=False)
-NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace on a terminal.", default=False)
+TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs memfit[trace].", default=False)
+NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
 @takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
-    Shows what each technique saves on the way; with --out it writes the files that run the recipe. On a terminal, where
-    memfit[trace] is installed, a trace of the chosen recipe then confirms the answer.
+    Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
+    memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
     from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
-    from memfit.cli.asked import asked, job_of, with_data
-    from memfit.cli.files import check_free
+    from memfit.cli.request import job_of, read_request, with_data
+    from memfit.documents.output_files import check_free
     from memfit.planner import make_plan
     from memfit.virtual.supported import obstacle
 
@@ -46,27 +46,27 @@ def run(model: str | None = None, **flags: Any) -> int:
     target = _target(flags)
     if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
         flags["trainer"] = target.trainer
-    found = with_data(asked(model, flags), flags)
-    job, base = job_of(found, flags)
+    request = with_data(read_request(model, flags), flags)
+    job, base = job_of(request, flags)
     again = partial(make_plan, job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"])
-    name, by_trace = model or (found.adopted.model if found.adopted else "") or "", confirm.wanted(flags)
+    name, by_trace = model or (request.adopted.model if request.adopted else "") or "", confirm.wanted(flags)
     with terminal.progress() as tell:
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
-            found.notes.append(f"{reason}: the formulas' answer, not confirmed")
+            request.notes.append(f"{reason}: the formulas' answer, not confirmed")
         elif flags["trace"]:
-            plan = confirm.confirmed(plan, name, found, lambda known: again(known=known), tell)
-    for line in found.notes:
+            plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
+    for line in request.notes:
         terminal.note(line)
-    _show(plan, found, flags)
+    _show(plan, request, flags)
     if by_trace and not flags["trace"]:
-        before, plan = plan, confirm.at_leisure(plan, name, found, lambda known: again(known=known))
+        before, plan = plan, confirm.at_leisure(plan, name, request, lambda known: again(known=known))
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
-            _show(plan, found, flags)
+            _show(plan, request, flags)
     if flags["save_tape"]:
-        from memfit.cli.files import save_tape
+        from memfit.cli.estimate import save_tape
 
-        save_tape(flags["save_tape"], flags["force"], found.architecture, plan.recipe, job.gpu)
+        save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, job.gpu)
     if flags.get("out"):
         assert target is not None
         _write(plan, target.key, Path(flags["out"]), flags["force"])
@@ -74,7 +74,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
-    """Return the export target, checked before anything is computed; None without --out."""
+    """Return the export target after checking its folder; None without --out."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
@@ -86,7 +86,7 @@ def _target(flags: dict[str, Any]) -> Target | None:
     return target(flags.get("target") or script_of(str(flags.get("trainer"))))
 
 
-def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
+def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     from memfit.report.plan import chosen_index
 
     if flags["json"]:
@@ -96,12 +96,12 @@ def _show(plan: Plan, found: Asked, flags: dict[str, Any]) -> None:
         return
     from memfit.report.plan import plan_view
 
-    terminal.show(plan_view(plan, next_commands(plan, found, flags)))
+    terminal.show(plan_view(plan, next_commands(plan, request, flags)))
 
 
-def next_commands(plan: Plan, found: Asked, flags: dict[str, Any]) -> list[str]:
+def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
-    model, card = plan.job.architecture.name, list(found.gpu_words)
+    model, card = plan.job.architecture.name, list(request.gpu_words)
     same = typed(flags, (*CARD[2:], BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None

@@ -1,4 +1,4 @@
-"""memfit replay: run a saved tape or snapshot through the allocator, for another card or another setting."""
+"""memfit replay: run a saved tape or snapshot through the allocator of another card or with other settings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
+from memfit.units import parse_size
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity
@@ -23,10 +24,10 @@ EXAMPLES = (
     "memfit replay run.tape.gz --gpu-memory 16GiB --html timeline.html",
 )
 TAPE = Argument("tape", "a tape written with --save-tape, or a snapshot of torch.cuda.memory", "FILE", required=True)
-GPU = Flag("gpu", str, "A card of 'memfit gpus', or 'local'. Default: a card without a limit.", "NAME")
+GPU = Flag("gpu", str, "A card from 'memfit gpus', or 'local'. Default: a card without a limit.", "NAME")
 OWN = (
     Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF to replay with. Default: the recorded one.", "TEXT"),
-    Flag("torch", str, "The PyTorch version whose allocator to follow. Default: the recorded one.", "2.13"),
+    Flag("torch", str, "The PyTorch version whose allocator to use. Default: the recorded one.", "2.13"),
     DEVICE,
     Flag("save_tape", str, "Write the tape to this file, for a later replay.", "FILE"),
     Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE"),
@@ -40,8 +41,8 @@ FILES = ("save_tape", "snapshot", "html")
 def run(tape: str, **flags: Any) -> int:
     """Replay a saved tape or snapshot on another card.
 
-    Shows whether it fits, where memory runs out, the smallest card it runs on, and what the bytes above the tensors
-    are. Without --gpu it is replayed on a card without a limit.
+    Shows whether it fits, where memory runs out, the smallest card it runs on, and what the allocator holds beyond the
+    tensors. Without --gpu the card has no limit.
     """
     from memfit.allocator.capacity import capacity
     from memfit.documents.snapshot import read
@@ -74,7 +75,7 @@ def run(tape: str, **flags: Any) -> int:
 
 def check(flags: dict[str, Any]) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    from memfit.cli.files import check_free
+    from memfit.documents.output_files import check_free
 
     wanted = [flags[name] for name in FILES if flags[name]]
     if flags["force"] and not wanted:
@@ -85,7 +86,7 @@ def check(flags: dict[str, Any]) -> None:
 
 
 def card(flags: dict[str, Any]) -> Gpu | None:
-    """Return the card that was named, which must be a single one; None where none was."""
+    """Return the named card, None if there is none. Raises BadInput for several."""
     gpu, count = cards_of(flags)
     if count > 1:
         raise BadInput(f"a tape is of one card, and --gpu {flags['gpu']} names {count}", hint="leave the count out")
@@ -93,9 +94,8 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 
 
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
-    """Return the card that was named, and how many of it."""
+    """Return the named card, None if there is none, and the number of cards."""
     from memfit.catalogue import cards
-    from memfit.units import parse_size
 
     named, memory = flags["gpu"], flags["gpu_memory"]
     if named == "local":
@@ -106,8 +106,6 @@ def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
 
 def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
     """Return the bytes of --reserve."""
-    from memfit.units import parse_size
-
     if not flags["reserve"]:
         return 0
     size = parse_size(flags["reserve"])
@@ -122,8 +120,8 @@ def write(
     tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch,
     usable: int | None, gpu: Gpu | None,
 ) -> None:  # fmt: skip
-    """Write the files that were asked for: tape, snapshot, and timeline on the given card."""
-    from memfit.cli.files import write_files
+    """Write the requested files: tape, snapshot, and timeline on the given card."""
+    from memfit.documents.output_files import write_files
 
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:

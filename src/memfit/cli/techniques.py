@@ -1,4 +1,4 @@
-"""memfit techniques: every technique of the ladder, computed for one run."""
+"""memfit techniques: compute every technique of the ladder for one run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 def run(model: str | None = None, **flags: Any) -> int:
     """Show what each technique saves in this run.
 
-    Also shows what it costs, and the setting that turns it on in each framework.
+    Also shows what it costs in quality, and the setting that turns it on in each framework.
     """
-    from memfit.cli.asked import asked, job_of
+    from memfit.cli.request import job_of, read_request
     from memfit.planner import left_out, techniques
 
-    found = asked(model, flags)
-    job, base = job_of(found, flags)
+    request = read_request(model, flags)
+    job, base = job_of(request, flags)
     rungs = techniques(job, base)
-    for line in found.notes:
+    for line in request.notes:
         terminal.note(line)
     if flags["json"]:
         from memfit.documents import codec

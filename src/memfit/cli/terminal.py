@@ -1,4 +1,4 @@
-"""Output: views and JSON to stdout; notes, progress and errors to stderr; plain text in pipes; exit codes."""
+"""Print views and JSON to stdout, and notes, progress and errors to stderr; pipes get plain text."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 EXIT_OF: dict[Verdict, int] = {"fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT}
 UNBOUNDED = 10_000  # columns in a pipe: nothing is wrapped there, so one fact stays one line
-SOON = 0.4  # seconds before progress is shown
+PROGRESS_AFTER = 0.4  # seconds before progress is shown
 PLAINER = {"·": "-", "±": "+-", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}
 
 
 def forgive_encodings() -> None:
-    """Replace characters that the output's encoding lacks by plainer ones, instead of failing."""
+    """Make stdout and stderr replace characters that their encoding lacks instead of raising."""
     codecs.register_error("plainer", _plainer)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`)
@@ -45,7 +45,7 @@ def _plainer(error: UnicodeError) -> tuple[str, int]:
 
 
 def interactive() -> bool:
-    """Tell whether stdout is a terminal."""
+    """Return whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -59,7 +59,7 @@ def show(view: RenderableType) -> None:
         return
     with out.capture() as captured:
         out.print(view)
-    # cells are padded to their column; in a pipe drop the padding at the end of each line
+    # drop the padding of the last column
     sys.stdout.write("".join(line.rstrip() + "\n" for line in captured.get().rstrip("\n").split("\n")))
 
 
@@ -86,24 +86,24 @@ def drop_output() -> None:
 
 def note(text: str) -> None:
     """Print one line to stderr."""
-    _say("note:", "dim", text)
+    _print_line("note:", "dim", text)
 
 
 def note_card(tape: Tape | None) -> None:
-    """Note which GPU of a snapshot of several is shown."""
+    """Note which GPU is shown, if the snapshot has several."""
     if tape and (chosen := tape.about.get("chosen")):
         note(f"{chosen} (--device N shows another)")
 
 
 def error(message: str, hint: str = "") -> None:
     """Print an error and its hint to stderr."""
-    _say("error:", "bold red", message)
+    _print_line("error:", "bold red", message)
     if hint:
-        _say("hint:", "bold", hint)
+        _print_line("hint:", "bold", hint)
 
 
 def sentence(message: str) -> str:
-    """Return a message of click's in our style: no capital, no full stop."""
+    """Return click's message without its capital and full stop, as memfit's own are."""
     message = " ".join(message.split()).rstrip(".")
     return message[:1].lower() + message[1:]
 
@@ -116,7 +116,7 @@ def console(file: TextIO) -> Console:
     return made if made.is_terminal else Output(file=file, highlight=False, markup=False, emoji=False, width=UNBOUNDED)
 
 
-def _say(label: str, style: str, message: str) -> None:
+def _print_line(label: str, style: str, message: str) -> None:
     from rich.text import Text
 
     from memfit.report.words import visible
@@ -137,7 +137,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
     start, live = monotonic(), _Live()
 
     def tell(text: str, share: float) -> None:
-        if monotonic() - start > SOON:
+        if monotonic() - start > PROGRESS_AFTER:
             live.update(text, share)
 
     try:

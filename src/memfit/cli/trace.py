@@ -1,4 +1,4 @@
-"""memfit trace: run a recipe's own trainer, or the user's own script, on a virtual card without data."""
+"""memfit trace: run a recipe's trainer, or the user's own script, on a virtual card without data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
-    from memfit.cli.asked import Asked
+    from memfit.cli.request import Request
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
@@ -73,22 +73,22 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
-    from memfit.cli.asked import asked, exact_recipe, longest_batch, with_data
+    from memfit.cli.request import exact_recipe, longest_batch, read_request, with_data
     from memfit.tables import combinations
     from memfit.virtual.supported import obstacle
 
-    found = with_data(asked(model, flags), flags)
-    recipe = longest_batch(found, exact_recipe(found, flags["method"]))
-    recipe = combinations.check(recipe, found.architecture, found.gpu)
+    request = with_data(read_request(model, flags), flags)
+    recipe = longest_batch(request, exact_recipe(request, flags["method"]))
+    recipe = combinations.check(recipe, request.architecture, request.gpu)
     if reason := obstacle():
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
-        name = model or (found.adopted.model if found.adopted else "") or ""
-        footprint, answer, tape, settings = traced(recipe, name, found, tell, full=flags["full"])
-    for line in found.notes:
+        name = model or (request.adopted.model if request.adopted else "") or ""
+        footprint, answer, tape, settings = traced(recipe, name, request, tell, full=flags["full"])
+    for line in request.notes:
         terminal.note(line)
-    _show(found, recipe, footprint, answer, settings, flags)
-    _write(tape, found, flags, settings, answer)
+    _show(request, recipe, footprint, answer, settings, flags)
+    _write(tape, request, flags, settings, answer)
     assert answer.judgement is not None
     return EXIT_OF[answer.judgement.verdict]
 
@@ -105,7 +105,7 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
 
 
 def traced(
-    recipe: Recipe, name: str, found: Asked, tell: Progress, *, lean: bool = True, full: bool = False
+    recipe: Recipe, name: str, request: Request, tell: Progress, *, lean: bool = True, full: bool = False
 ) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
     """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card in question.
 
@@ -123,21 +123,21 @@ def traced(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     from memfit.virtual.tracing import trace_recipe
 
-    tape, answered = trace_recipe(recipe, hub.resolve_config(name), found.gpu, tell, lean=lean, full=full)
+    tape, answered = trace_recipe(recipe, hub.resolve_config(name), request.gpu, tell, lean=lean, full=full)
     torch, nccl = torch_version(tape.about["torch"]), NCCL_BYTES if recipe.num_gpus > 1 else 0
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
     whole, part = replay(tape.events, settings=settings, torch=torch), judged(tape)
     known = None if whole.oom or whole.retries else whole.until(len(part.events))
-    answer = capacity(part, settings, torch, found.gpu, found.reserve + nccl, tell, known)
-    data = Path(found.dataset.path).name if found.dataset else ""
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), found.gpu.context_bytes, nccl)
+    answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
+    data = Path(request.dataset.path).name if request.dataset else ""
+    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), request.gpu.context_bytes, nccl)
     return footprint, with_nccl(answer, nccl), tape, settings
 
 
 def beliefs(
     tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the trace assumes, and what it cannot know. data: the file whose longest batch was traced."""
+    """Return the assumptions of a trace, and what it leaves open. data: the file whose longest batch was traced."""
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
     packages = (f"{name} {tape.about[name]}" for name in used if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
@@ -164,40 +164,45 @@ def _lengths(recipe: Recipe, data: str) -> str:
 
 
 def _show(
-    found: Asked, recipe: Recipe, footprint: Footprint, answer: Capacity, settings: AllocSettings, flags: dict[str, Any]
+    request: Request,
+    recipe: Recipe,
+    footprint: Footprint,
+    answer: Capacity,
+    settings: AllocSettings,
+    flags: dict[str, Any],
 ) -> None:
     assert answer.judgement is not None
     if flags["json"]:
         from memfit.documents import codec
 
-        document = codec.trace_doc(found.architecture, recipe, found.gpu, footprint, answer)
+        document = codec.trace_doc(request.architecture, recipe, request.gpu, footprint, answer)
         terminal.show_json(document)
         return
-    from memfit.cli.asked import plan_of
+    from memfit.cli.request import plan_of
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    same = [found.architecture.name, *found.gpu_words, *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *as_flags(recipe)]
     commands = [
         shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
         shlex.join(["memfit", "estimate", *same, "--why"]),
     ]
     if answer.judgement.verdict != "fits":
-        commands.insert(0, shlex.join(plan_of(found)))
+        commands.insert(0, shlex.join(plan_of(request)))
     terminal.show(
         estimate_view(
-            found.architecture, recipe, found.gpu, footprint, answer.judgement, commands, facts(answer, settings)
+            request.architecture, recipe, request.gpu, footprint, answer.judgement, commands, facts(answer, settings)
         )
     )
 
 
-def _write(tape: Tape, found: Asked, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
+def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
     from memfit.cli.replay import write
     from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
-    title = f"{found.architecture.name} on {found.gpu.name}"
-    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, found.gpu)
+    title = f"{request.architecture.name} on {request.gpu.name}"
+    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, request.gpu)
     if flags["save_tape"]:
         terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")
 
@@ -233,14 +238,14 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     version = tape.about["torch"]
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
-    small_enough = outcome.survived > 0 and outcome.ending != "oom"  # the script shrank itself until it fitted
+    settled = outcome.survived > 0 and outcome.ending != "oom"  # the script went on with less until it fitted
     lived = _without_ooms(tape, all_but=outcome.ending == "oom")
     with terminal.progress() as tell:
         answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
     judgement = answer.judgement
     assert judgement is not None
     notes = _notes(outcome)
-    if small_enough:
+    if settled:
         answer = replace(answer, judgement=replace(judgement, verdict="tight"))
         notes.insert(1, _settled(tape))
     write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
@@ -262,18 +267,18 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 
 
 def _alloc_conf(flags: dict[str, Any]) -> str:
-    """Return the allocator's settings: of the flag, else of the environment, as the script would read them."""
+    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from the environment."""
     from memfit.virtual.virtual_gpu import alloc_conf_of_environment
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
     if found := alloc_conf_of_environment():
-        terminal.note(f"--alloc-conf {found}: as this shell's environment says")
+        terminal.note(f"--alloc-conf {found}: from this shell's environment")
     return found
 
 
 def _without_ooms(tape: Tape, all_but: bool) -> Tape:
-    """Return the tape without failed requests that the script survived. all_but: the last one ended it."""
+    """Return the tape without failed requests that the script caught. all_but: the last one was not caught."""
     failed = [index for index, event in enumerate(tape.events) if isinstance(event, Oom)]
     caught = set(failed[:-1] if all_but else failed)
     return replace(tape, events=tuple(e for i, e in enumerate(tape.events) if i not in caught)) if caught else tape
@@ -307,7 +312,7 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
 
 
 def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
-    """Return the card and how many of it. Raises BadInput for flags that a script, with its own recipe, ignores."""
+    """Return the card and the number of cards. Raises BadInput for recipe flags, which a script ignores."""
     from memfit.cli.replay import cards_of
 
     if flags["full"]:
@@ -326,13 +331,13 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
     count = flags["num_gpus"] or named
     if count < 1 or named not in (1, count):
         raise BadInput(
-            f"--num-gpus {count} and --gpu {flags['gpu']} contradict each other", hint="--gpu 8xh100 says both"
+            f"--num-gpus {count} and --gpu {flags['gpu']} contradict each other", hint="--gpu 8xh100 gives both"
         )
     return gpu, count
 
 
 def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
-    """Return accelerate's file, named or beside the script, and how many processes run."""
+    """Return the file of accelerate launch, named or beside the script, and the number of processes."""
     from memfit.virtual.scripts.launched import launcher_file, processes_of
 
     named = flags["from_"]

@@ -1,6 +1,6 @@
-"""memfit train: run a recipe for real; where memory runs out it falls down a rung and resumes.
+"""memfit train: run a recipe; where memory runs out, switch to a smaller one and resume.
 
-What is refused before anything is written stands at the end: unreadable data, missing packages, what a CPU cannot do.
+The checks at the end of this file run before anything is written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from memfit.cli.flags import (
 )
 from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
 from memfit.nouns.job import TRAINING_RANGES, Training
+from memfit.units import parse_size
 
 if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
@@ -54,11 +56,11 @@ WHAT = Argument(
 RUN: tuple[Flag, ...] = (
     Flag("out", str, "The run's folder. Default: memfit-run.", "DIR"),
     Flag("resume", bool, "Continue the run in that folder.", default=False),
-    Flag("force", bool, "Start again in a folder that holds a run.", default=False),
+    Flag("force", bool, "Replace the run in that folder, and train a recipe even if it does not fit.", default=False),
     Flag("cpu", bool, "Train on the CPU.", default=False),
     *TRAINING,
-    Flag("save_steps", float, "Steps between checkpoints; below 1 a share of all. Default: 0.1.", "N"),
-    Flag("falls", int, "How often the run may fall down a rung before it stops. Default: 5.", "N"),
+    Flag("save_steps", float, "Steps between checkpoints; below 1, a share of all steps. Default: 0.1.", "N"),
+    Flag("falls", int, "How many times the run may switch to a smaller recipe. Default: 5.", "N"),
     Flag("memory_limit", str, "Limit the device's memory, to see what happens when it runs out.", "4GiB"),
     Flag("merge", bool, "Also write the adapters merged into their base.", default=False),
     Flag("no_rehearsal", bool, "Skip the rehearsal of the largest batch before the first step.", default=False),
@@ -66,7 +68,7 @@ RUN: tuple[Flag, ...] = (
 RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest)
 SAVE_STEPS = 0.1  # ten checkpoints by default
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # flags --resume accepts
-OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # flags that a recipe.toml has already decided
+OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # flags whose values a recipe.toml already holds
 EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells report it
 
 
@@ -74,8 +76,8 @@ EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells report it
 def run(what: str | None = None, **flags: Any) -> int:
     """Fine-tune a model, and survive running out of memory.
 
-    Runs the train.py that 'memfit export' writes. When memory runs out, the run falls down to a rung that needs less by
-    what was missing, with the same effective batch and learning rate, and resumes from its last good step.
+    Runs the train.py that 'memfit export' writes. When memory runs out, the run switches to a recipe that needs less by
+    at least the missing bytes, keeps the effective batch and the learning rate, and resumes from its last good step.
     """
     need_libraries()
     check_ranges(flags, RANGES)
@@ -133,7 +135,7 @@ def _held(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def need_libraries() -> None:
-    """Raise MissingExtra if a training library is missing; none is imported."""
+    """Raise MissingExtra if a training library is missing, without importing any."""
     from importlib.util import find_spec
 
     needed = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -142,15 +144,12 @@ def need_libraries() -> None:
         raise MissingExtra(f"training (with {', '.join(missing)})", "train")
 
 
-# ---- what is run
+# ---- the run and its plan
 
 
 def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
-    """Open the run in the folder; only the number of falls, the memory limit and --merge may be new."""
-    from dataclasses import replace
-
+    """Open the run in the folder; only --falls, --memory-limit and --merge may change it."""
     from memfit.train.folder import opened
-    from memfit.units import parse_size
 
     if what:
         raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
@@ -173,7 +172,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             f"the run in {folder} needs a GPU, and there is none in this machine",
             hint="resume it on a machine with one",
         )
-    if flags["falls"] is not None:  # counted from here on
+    if flags["falls"] is not None:  # on top of the falls so far
         settings = replace(settings, falls=len(found.falls) + flags["falls"])
     if flags["memory_limit"]:
         settings = replace(settings, memory_limit=parse_size(flags["memory_limit"]))
@@ -186,7 +185,8 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
-    """Plan, check and write a new run."""
+    """Write a new run after planning and checking it."""
+    from memfit.frameworks.targets import placed
     from memfit.tables.cautions import cautions
     from memfit.train import embedded
     from memfit.train.folder import create, fresh
@@ -201,10 +201,10 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
                 plan = _trained(plan, flags, embedded.TRAINING)
                 check_packages(plan)
                 check_cpu(plan, settings)
-                found = create(folder, _from_anywhere(plan), settings)
+                found = create(folder, placed(plan), settings)
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
-            plan = _from_anywhere(_trained(plan, flags, plan.job.training))
+            plan = placed(_trained(plan, flags, plan.job.training))
             check(plan, flags["force"])
             check_cpu(plan, settings)
             check_apart(plan, folder)
@@ -219,8 +219,6 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
     """Return the plan with `base` as its training, changed by the flags."""
-    from dataclasses import replace
-
     training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
     return replace(plan, job=replace(plan.job, training=training))
 
@@ -231,24 +229,8 @@ def _recipe_in(what: str) -> str:
     return str(path) if path.is_file() and not (Path(what) / "config.json").exists() else what
 
 
-def _from_anywhere(plan: Plan) -> Plan:
-    """Make the plan's paths absolute, because the run may be resumed from another folder."""
-    from dataclasses import replace
-
-    job, name = plan.job, plan.job.architecture.name
-    architecture = replace(job.architecture, name=str(Path(name).resolve()) if Path(name).exists() else name)
-    training = replace(job.training, eval_data=_absolute(job.training.eval_data))
-    return replace(plan, job=replace(job, architecture=architecture, dataset=_absolute(job.dataset), training=training))
-
-
-def _absolute(data: str) -> str:
-    """Return a file's absolute path; anything else may be a dataset on the Hub and stays as it is."""
-    return str(Path(data).resolve()) if data and Path(data).exists() else data
-
-
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
     from memfit.train.outcome import FALLS, Settings
-    from memfit.units import parse_size
 
     cpu = flags["cpu"] or (what is None and not has_gpu())
     if not cpu and not has_gpu():
@@ -270,7 +252,7 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
 
 def has_gpu() -> bool:
-    """Tell whether this machine has an NVIDIA card that responds."""
+    """Return whether this machine has a working NVIDIA card."""
     from memfit.catalogue.cards import local_gpu
 
     try:
@@ -281,7 +263,7 @@ def has_gpu() -> bool:
 
 
 def _embedded(folder: Path, flags: dict[str, Any]) -> str:
-    """Make the embedded model and its data in the run's folder, in a child process; return the model's folder."""
+    """Write the embedded model and its data into the run's folder by a child process; return the model's folder."""
     from memfit.train import embedded
 
     assets = folder / "assets"
@@ -289,7 +271,9 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
         [sys.executable, "-m", "memfit.train.embedded", str(assets)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise BadInput(f"the embedded model could not be made: {done.stderr.strip().splitlines()[-1:]}", hint="--debug")
+        raise BadInput(
+            f"the embedded model could not be written: {done.stderr.strip().splitlines()[-1:]}", hint="--debug"
+        )
     flags["data"] = flags["data"] or str(assets / "prose.txt")
     flags["tokenizer"] = flags["tokenizer"] or "bytes"
     for name, value in (("sequence_length", embedded.SEQUENCE), ("effective_batch", embedded.BATCH)):
@@ -299,7 +283,7 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
 
 def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan, list[str]]:
     """Return the plan of a recipe.toml, unchanged, or the planner's plan of a model, and notes on what was assumed."""
-    from memfit.cli.asked import asked, job_of, with_data
+    from memfit.cli.request import job_of, read_request, with_data
     from memfit.planner import make_plan
 
     if what.endswith(".toml"):
@@ -310,19 +294,16 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
         flags["precision"] = flags["precision"] or "fp32"  # a CPU is slow in every other precision
     if not flags["data"]:
         raise BadInput("no data to train on", hint="--data train.jsonl")
-    found = with_data(asked(what, flags), flags)
-    job, base = job_of(found, flags)
+    request = with_data(read_request(what, flags), flags)
+    job, base = job_of(request, flags)
     with terminal.progress() as tell:
-        return make_plan(job, base=base, progress=tell), found.notes
+        return make_plan(job, base=base, progress=tell), request.notes
 
 
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
-    from dataclasses import replace
-
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
     from memfit.frameworks.recipe_toml import plan_of
-    from memfit.units import parse_size
 
     given = typed(flags, OF_A_MODEL)
     if given:
@@ -407,7 +388,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
             f"{data}, line {line}: a number, true or false stands where other samples have text",
             hint=f'write it as text in quotes: "..."; {numbers:,} samples are like it',
         )
-    # broken lines that `memfit data` only counts, and on which datasets or train.py would fail
+    # `memfit data` only counts such lines, but datasets or train.py would fail on them
     fatal = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, NO_OBJECT, NO_TEXT, UNEVEN, BAD_TOOLS)
     for broken in found.reasons:
         if any(words in broken.reason for words in fatal):
@@ -417,7 +398,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
 
 
 def check(plan: Plan, force: bool) -> None:
-    """Refuse a plan that could not run, before anything is written."""
+    """Refuse a plan that could not run."""
     from memfit.models.hub import check_there
 
     if plan.job.architecture.task not in ("causal-lm", "multimodal"):
@@ -454,7 +435,7 @@ def check_packages(plan: Plan) -> None:
 
 
 def check_apart(plan: Plan, folder: Path) -> None:
-    """Raise BadInput if the old run that is replaced holds a model or data that the new one reads."""
+    """Raise BadInput if the run to be replaced holds the model or data that the new one reads."""
     from memfit.train.folder import writes
 
     for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
@@ -471,7 +452,7 @@ def check_cpu(plan: Plan, settings: Settings) -> None:
     if not settings.cpu:
         return
     if recipe.checkpointing == "offload":
-        if "checkpointing" not in {*dict(plan.job.wanted), *plan.job.stated}:  # the planner's last way out
+        if "checkpointing" not in {*dict(plan.job.wanted), *plan.job.stated}:  # the planner's last resort
             raise BadInput(
                 "this run needs more memory than this machine has, and a CPU has nowhere to offload to",
                 hint="a smaller --sequence-length, --micro-batch or model",

@@ -1,14 +1,21 @@
-"""What memfit train shows: progress on stderr, a live view of memory on a terminal, and a report at the end."""
+"""The screen of memfit train: progress on stderr, a live view of memory on a terminal, and a report at the end."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
+
 from memfit.cli import terminal
+from memfit.frameworks.text import title
+from memfit.nouns.sample import Alarm, Leak, Status
+from memfit.report.watching import alarm_line, leak_lines, live_view
+from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.train.folder import Run
@@ -16,11 +23,9 @@ if TYPE_CHECKING:
 
 
 class Shown:
-    """Shows a run; to be used as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
+    """Shows a run, as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
 
     def __init__(self, run: Run, json: bool) -> None:
-        from memfit.frameworks.text import title
-
         self.run, self.json, self.interrupted = run, json, False
         self.line = ""  # progress, shown above the view
         self.view: Any = None  # memory
@@ -76,27 +81,12 @@ class Shown:
     def _memory(self, event: dict[str, Any]) -> None:
         if self.live is None:
             return
-        from msgspec import convert
-
-        from memfit.nouns.sample import Status
-        from memfit.report.watching import live_view
-
         self._draw(view=live_view(convert(event["memory"], Status)))
 
     def _alarm(self, event: dict[str, Any]) -> None:
-        from msgspec import convert
-
-        from memfit.nouns.sample import Alarm
-        from memfit.report.watching import alarm_line
-
         terminal.note(alarm_line(convert(event["alarm"], Alarm)))
 
     def _leak(self, event: dict[str, Any]) -> None:
-        from msgspec import convert
-
-        from memfit.nouns.sample import Leak
-        from memfit.report.watching import leak_lines
-
         for line in leak_lines(convert(event["leak"], Leak)):
             terminal.note(line)
 
@@ -108,7 +98,7 @@ class Shown:
     def _cause(self, event: dict[str, Any]) -> None:
         for line in event["cause"]:
             terminal.note(f"out of memory: {line}")
-        terminal.note(f"what was recorded of it is in {event['kept']}")
+        terminal.note(f"its traceback and files are in {event['kept']}")
 
     def _cut(self, event: dict[str, Any]) -> None:
         terminal.note(event["text"])
@@ -157,9 +147,7 @@ SHOWS = {
 
 
 def lines(run: Run, outcome: Outcome) -> list[str]:
-    """Return the report in words."""
-    from memfit.units import human
-
+    """Return the report as lines of text."""
     of = f" of {outcome.steps}" if outcome.steps else ""
     reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
     found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
@@ -179,8 +167,6 @@ def lines(run: Run, outcome: Outcome) -> list[str]:
 
 def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
     """Return the report as data."""
-    from dataclasses import asdict
-
     return {
         "schema": "memfit.train/1", "folder": str(run.path), **asdict(outcome),
         "falls": [asdict(fall) for fall in run.falls], "resume": resume if outcome.status != "done" else "",

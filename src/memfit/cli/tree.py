@@ -28,28 +28,15 @@ from memfit.cli import (
 from memfit.cli.flags import TAKEN, Argument, Flag
 
 COMMANDS = (
-    plan,
-    estimate,
-    trace,
-    train,
-    watch,
-    compare,
-    techniques,
-    replay,
-    explain,
-    gpus,
-    models,
-    data,
-    glossary,
-    export,
+    plan, estimate, trace, train, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export,
     launch,
-)
+)  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 
 def _examples(*lines: str) -> str:
     """Return the examples as an epilog that click does not wrap."""
-    return "\b\nexample:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"\b\nexample{'s' * (len(lines) > 1)}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _option(row: Flag) -> click.Option:
@@ -85,7 +72,7 @@ class InOrder(click.Group):
 
 
 def command() -> click.Group:
-    """Return the tree that parses a command line."""
+    """Return the click group with all commands."""
 
     @click.group("memfit", cls=InOrder, invoke_without_command=True, epilog=_examples(EXAMPLE))
     @click.version_option(__version__, message="memfit %(version)s")

@@ -1,4 +1,4 @@
-"""memfit watch: a command's memory from outside while it runs, or the log of a run that memfit.watch writes."""
+"""memfit watch: measure a command from outside while it runs, or show the log of a watched run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ WHAT = Argument(
 MEASURES = ("auto", "nvml", "rss")
 LOG = "memfit-watch.jsonl"
 OWN = (
-    Flag("predicted", str, "What the run should need: recipe.toml, tape, snapshot, JSON or another log.", "FILE"),
+    Flag("predicted", str, "The prediction to compare with: recipe.toml, tape, snapshot, JSON or another log.", "FILE"),
     Flag("log", str, f"Append samples here as JSON lines. Default: {LOG}.", "FILE"),
-    Flag("every", float, "Seconds between two looks. Default: 1.", "SECONDS"),
+    Flag("every", float, "Seconds between samples. Default: 1.", "SECONDS"),
     Flag(
-        "measure", str, "The card by its driver, or resident memory. Default: the card if there is one.",
+        "measure", str, "Measure the card through its driver, or resident memory. Default: the card, if there is one.",
         "|".join(MEASURES),
     ),
     Flag("to", str, "Also send samples to: tensorboard[:DIR], wandb[:PROJECT], prometheus[:PORT].", "A,B"),
-    Flag("live", bool, "A live view; the command's output scrolls above it.", default=False),
+    Flag("live", bool, "Show a live view below the command's output.", default=False),
 )  # fmt: skip
 FASTEST, SLOWEST = 0.01, 3600.0
 
@@ -46,8 +46,8 @@ FASTEST, SLOWEST = 0.01, 3600.0
 def run(what: tuple[str, ...], **flags: Any) -> int:
     """Watch a run's memory live.
 
-    A command is started, measured from outside, and its exit code passed on. Phases, steps and leaks are visible only
-    from inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
+    Starts a command, measures it from outside and returns its exit code. Phases, steps and leaks are visible only from
+    inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
     """
     if len(what) == 1 and what[0].endswith(".jsonl"):
         return _show_log(Path(what[0]), flags)
@@ -94,7 +94,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
-    """Return the card that is watched, for the size of its context; None where no prediction is compared with it."""
+    """Return the watched card, whose context counts in the prediction; None if no prediction is compared with it."""
     from memfit.catalogue import cards
     from memfit.nouns.sample import METERS
 

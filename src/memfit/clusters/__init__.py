@@ -1,4 +1,4 @@
-"""A plan as the file that a cluster runs: GPUs, host memory, allocator settings and image. One row per target."""
+"""Write a plan as the files of a cluster job: GPUs, host memory, allocator settings and image. One row per target."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from memfit.tables.trainers import script_of
 
 @dataclass(frozen=True, slots=True)
 class ClusterTarget:
-    """One row: what --target takes, the file it writes, the line that submits it, and what the user must know."""
+    """One row: the value of --target, its file, the command that submits it, and notes for the user."""
 
     key: str
-    title: str
     file: str
     write: Callable[[Spec], dict[str, str]]
     submit: tuple[str, ...]
     notes: Callable[[Spec], tuple[str, ...]]  # a line each; the file's head holds the same
-    takes: str = ""  # a flag that only this target has
+    takes: str = ""  # a flag that only this target uses
 
     @property
     def line(self) -> str:
-        """Return the line that submits it, as it is typed in its folder."""
+        """Return the command that submits it, to be typed in its folder."""
         return shlex.join(self.submit)
 
 
 TARGETS: dict[str, ClusterTarget] = {
     row.key: row
     for row in (
-        ClusterTarget("torchrun", "a shell script, started on every node", shell.LAUNCH, shell.launch_script,
+        ClusterTarget("torchrun", shell.LAUNCH, shell.launch_script,
                       ("bash", shell.LAUNCH), shell.launch_notes),
-        ClusterTarget("slurm", "an sbatch script", shell.SBATCH, shell.sbatch_script,
+        ClusterTarget("slurm", shell.SBATCH, shell.sbatch_script,
                       ("sbatch", shell.SBATCH), shell.sbatch_notes, "hours"),
-        ClusterTarget("skypilot", "a SkyPilot task", skypilot.FILE, skypilot.write,
+        ClusterTarget("skypilot", skypilot.FILE, skypilot.write,
                       ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
-        ClusterTarget("kubernetes", "a Kubeflow TrainJob, its Dockerfile and a volume for what it writes",
-                      kubernetes.FILE, kubernetes.write,
+        ClusterTarget("kubernetes", kubernetes.FILE, kubernetes.write,
                       ("kubectl", "apply", "-f", kubernetes.VOLUME, "-f", kubernetes.FILE),
                       kubernetes.notes, "image"),
     )
@@ -51,7 +49,7 @@ TARGETS: dict[str, ClusterTarget] = {
 
 
 def files(spec: Spec, row: ClusterTarget) -> dict[str, str]:
-    """Return {path: text} of a job: train.py, requirements.txt, what starts it. accelerate.yaml is for one machine."""
+    """Return {path: text} of a job: train.py, requirements.txt, and its launcher; accelerate.yaml only for one node."""
     how = launch_of(spec.plan.recipe)
     if spec.nodes > 1:
         how = replace(how, by_accelerate=False, started_by=row.line)

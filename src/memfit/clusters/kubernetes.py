@@ -12,8 +12,8 @@ from memfit.frameworks.text import one_line, yaml_text
 
 FILE, VOLUME, FETCH = "trainjob.yaml", "output.yaml", "fetch.yaml"
 RUNTIME = "torch-distributed"  # the ClusterTrainingRuntime that Kubeflow installs; it sets torchrun's variables
-NODE = "node"  # its job that trains, and the container in it
-SECRET = "huggingface"  # the cluster's, made by the user
+NODE = "node"  # name of the runtime's training job and of its container
+SECRET = "huggingface"  # a secret that the user creates in the cluster
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 INPUTS, OUTPUT = "inputs", "/workspace/output"  # beside the Dockerfile, whose WORKDIR is /workspace
 # JobSet restarts containers and replaces pods (restartPolicy OnFailure is its default). It labels them with its own id,
@@ -55,19 +55,19 @@ def write(spec: Spec) -> dict[str, str]:
 
 
 def notes(spec: Spec) -> tuple[str, ...]:
-    """Return what must be done, in order: inputs go into the image, output to a volume that outlives the job."""
+    """Return the steps to take in order: inputs go into the image, output to a volume that outlives the job."""
     image, pod = shlex.quote(_image(spec)), _output(spec)
-    lines = [_copy(spec.inputs[name], there) for name, there in spec.moved(INPUTS).items()]
+    lines = [_copy(spec.inputs[name], target) for name, target in spec.moved(INPUTS).items()]
     lines.append(f"docker build -t {image} . && docker push {image} && kubectl apply -f {VOLUME} -f {FILE}")
     if spec.hub:
         make = f"kubectl create secret generic {SECRET} --from-literal={TOKEN}=$" + TOKEN
         lines.append(f"{spec.hub}: {make}, once")
     lines += [] if spec.image else ["--image REGISTRY/NAME:TAG names one that the cluster can pull"]
-    lines.append("what train.py shall be told more (--epochs 3) goes to the end of args")
+    lines.append("further arguments of train.py (--epochs 3) go to the end of args")
     lines.append(
-        "restarted, the job goes on from its last checkpoint; "
-        f"another TrainJob begins a folder of its own in {VOLUME}'s volume, which has room for one, "
-        f"or continues one by --output {OUTPUT}/FOLDER"
+        "a restarted job continues from its last checkpoint; "
+        f"another TrainJob starts a folder of its own in {VOLUME}'s volume, which has room for one, "
+        f"or continues one with --output {OUTPUT}/FOLDER"
     )
     if spec.nodes > 1:
         lines.append(
@@ -80,11 +80,11 @@ def notes(spec: Spec) -> tuple[str, ...]:
     return tuple(one_line(line) for line in lines)
 
 
-def _copy(source: str, there: str) -> str:
-    """Return the command that puts an input beside the Dockerfile, following links, which Docker does not."""
+def _copy(source: str, target: str) -> str:
+    """Return the command that copies an input beside the Dockerfile, and the files behind links, which Docker skips."""
     if Path(source).is_dir():
-        return f"mkdir -p {there} && cp -RL {shlex.quote(source)}/. {there}"
-    return f"mkdir -p {INPUTS} && cp -L {shlex.quote(source)} {there}"
+        return f"mkdir -p {target} && cp -RL {shlex.quote(source)}/. {target}"
+    return f"mkdir -p {INPUTS} && cp -L {shlex.quote(source)} {target}"
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def _output(spec: Spec) -> str:
 
 
 def _claim(spec: Spec) -> str:
-    """Return the volume of output. With several nodes each writes its part of a checkpoint."""
+    """Return the volume claim for the output; several nodes each write their part of a checkpoint."""
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -120,7 +120,7 @@ def _claim(spec: Spec) -> str:
 
 
 def _fetch(spec: Spec) -> str:
-    """Return a pod that only mounts the volume: `kubectl cp` needs a running container with tar, which busybox has."""
+    """Return a pod that only mounts the volume: `kubectl cp` needs a running container with tar, as in busybox."""
     files = {"name": "files", "image": "busybox", "command": ["sleep", "86400"], "volumeMounts": [_mount()]}
     pod = {
         "apiVersion": "v1",

@@ -8,8 +8,8 @@ from memfit.clusters.spec import OWN_PORT, PORT, Spec
 
 LAUNCH = "launch.sh"
 SBATCH = "job.sbatch"
-OWN = '--output "output/$SLURM_JOB_ID"'  # checkpoints of another job beside its own would be taken for them
-CORES = 8  # per GPU: loading and tokenising data; clusters deal out 6 to 16
+OWN = '--output "output/$SLURM_JOB_ID"'  # in a shared folder, --resume would take another job's checkpoints
+CORES = 8  # per GPU, for loading and tokenising data; clusters usually allow 6 to 16
 
 
 def launch_notes(spec: Spec) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def launch_notes(spec: Spec) -> tuple[str, ...]:
 
 
 def launch_script(spec: Spec) -> dict[str, str]:
-    """Return launch.sh. The variable HEAD names the first node; one node needs none."""
+    """Return launch.sh. With several nodes the variable HEAD names the first one."""
     where = f"${{HEAD:?set HEAD to the name of the first node}}:${{PORT:-{PORT}}}"
     lines = [
         "#!/bin/bash",
@@ -38,7 +38,7 @@ def launch_script(spec: Spec) -> dict[str, str]:
 def sbatch_notes(spec: Spec) -> tuple[str, ...]:
     """Return what job.sbatch requires of the cluster, and how a stopped job continues."""
     again = (
-        f"a requeued job goes on from its last checkpoint; "
+        f"a requeued job continues from its last checkpoint; "
         f"sbatch {SBATCH} --output output/JOBID --resume continues one that ended"
     )
     return (*spec.needs(apart=True, output="output/JOBID"), again)
@@ -56,7 +56,7 @@ def sbatch_script(spec: Spec) -> dict[str, str]:
         "#!/bin/bash",
         *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
         f"# {spec.head}",
-        f"# sbatch {SBATCH} --epochs 3: what follows the file goes to train.py",
+        f"# sbatch {SBATCH} --epochs 3: arguments after the file go to train.py",
         *(f"# {line}" for line in sbatch_notes(spec)),
         "set -euo pipefail",
         f"folder={shlex.quote(spec.folder)}  # of train.py, or where this file was copied to and submitted from",

@@ -1,4 +1,4 @@
-"""sky.yaml: a SkyPilot task. SkyPilot finds a cloud that has the card."""
+"""sky.yaml: a SkyPilot task. SkyPilot chooses a cloud that has the card."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ INPUTS = "/inputs"
 COMPILER = (
     "command -v g++ > /dev/null || { sudo apt-get update && sudo apt-get install -y build-essential; }  # for Triton"
 )
-# SkyPilot's docs, environment-variables: "all recoveries of that job will have the same ID value", sky-managed-...,
-# and no other job
+# Only managed jobs have ids sky-managed-..., and "all recoveries of that job will have the same ID value" (SkyPilot's
+# docs, environment-variables)
 RECOVERED = (
     "output=${OUTPUT:-output} resume=",
-    "# a managed job keeps its id when it is recovered: it goes on from what it saved under it",
+    "# a recovered managed job has the same id, and continues from what it saved under it",
     'case "$SKYPILOT_TASK_ID" in sky-managed-*) output=$output/$SKYPILOT_TASK_ID resume=--resume ;; esac',
 )
 DISK = 256  # SkyPilot's own disk_size, in GB
 SYSTEM = 64 * GIB  # the machine's image, drivers and packages. Assumed
-# rows of gpus.toml -> SkyPilot's name, from its catalog v8 (common/accelerators.csv, d4d53f0), which has no other of
-# these cards
+# rows of gpus.toml -> SkyPilot's name, for all cards in its catalog v8 (common/accelerators.csv, d4d53f0)
 ACCELERATORS = {
     "t4": "T4", "p100": "P100", "v100-16gb": "V100", "v100-32gb": "V100-32GB", "a10": "A10", "a10g": "A10G",
     "a30": "A30", "a40": "A40", "l4": "L4", "l40": "L40", "l40s": "L40S", "a100-40gb": "A100",
@@ -42,18 +41,15 @@ def write(spec: Spec) -> dict[str, str]:
     """Return the task. Raises UnknownName for a card that SkyPilot's catalog does not have."""
     if spec.gpu.short not in ACCELERATORS:
         raise UnknownName(
-            "SkyPilot accelerator", spec.gpu.short, ACCELERATORS, hint="--gpu a card that clouds rent out"
+            "SkyPilot accelerator", spec.gpu.short, ACCELERATORS, hint="choose a card that clouds rent out with --gpu"
         )
+    mounts = {target: spec.inputs[name] for name, target in spec.moved(INPUTS).items()}
     task: dict[str, Any] = {
         "name": spec.name,
         "resources": _resources(spec),
         "num_nodes": spec.nodes,
         "workdir": ".",
-        **(
-            {"file_mounts": {there: spec.inputs[name] for name, there in spec.moved(INPUTS).items()}}
-            if spec.inputs
-            else {}
-        ),
+        **({"file_mounts": mounts} if mounts else {}),
         **({"envs": spec.environment} if spec.environment else {}),
         "setup": "".join(f"{line}\n" for line in (*image_of(spec).before, "pip install -r requirements.txt", COMPILER)),
         "run": "".join(f"{line}\n" for line in _run(spec)),
@@ -65,23 +61,23 @@ def write(spec: Spec) -> dict[str, str]:
 def notes(spec: Spec) -> tuple[str, ...]:
     """Return what is copied to the cluster, and how to fetch the output: nothing on a cluster outlives `sky down`."""
     lines = [
-        f"{path} is copied to {there}"
-        for path, there in zip(spec.inputs.values(), spec.moved(INPUTS).values(), strict=True)
+        f"{path} is copied to {target}"
+        for path, target in zip(spec.inputs.values(), spec.moved(INPUTS).values(), strict=True)
     ]
     lines += [
-        f"{path} holds links, whose files are not copied: name a copy by cp -RL"
+        f"{path} holds links, whose files are not copied: copy it with cp -RL and name the copy"
         for path in spec.inputs.values()
         if _linked(path)
     ]
     whose = "the first node" if spec.nodes > 1 else "the cluster"
     lines += [
-        f"sky launch --env ARGS='--epochs 3' {FILE} tells train.py more",
-        *([f"{spec.hub}: sky launch --secret {TOKEN} {FILE} passes on this shell's"] if spec.hub else []),
+        f"sky launch --env ARGS='--epochs 3' {FILE} passes further arguments to train.py",
+        *([f"{spec.hub}: sky launch --secret {TOKEN} {FILE} passes on this shell's token"] if spec.hub else []),
         f"before sky down, from ~/sky_workdir/output of {whose}: "
         "rsync -avP CLUSTER:sky_workdir/output . (CLUSTER: see sky status)",
         "or in a bucket: under file_mounts '/output: {source: s3://BUCKET, mode: MOUNT_CACHED}',"
         f" and sky launch --env OUTPUT=/output {FILE}",
-        f"sky jobs launch {FILE}: recovered, it goes on from its last checkpoint in such a bucket; "
+        f"sky jobs launch {FILE}: a recovered job continues from its last checkpoint in such a bucket; "
         "without one it starts at the beginning",
     ]
     if spec.nodes > 1:

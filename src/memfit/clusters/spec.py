@@ -1,4 +1,4 @@
-"""The noun Spec: what a cluster needs of a plan: nodes, host memory, disk, environment, inputs and container image."""
+"""The noun Spec: a plan as a cluster job, with nodes, host memory, disk, environment, inputs and container image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memfit.planner.search import Estimator
 from memfit.units import GIB, MIB
 
 PORT = 29500  # torchrun's own default
-# a port for every number that a cluster gives a job, below the ports that systems give to connections (32768, ip(7))
+# a port per job number, below the ephemeral ports of Linux (from 32768, ip(7))
 OWN_PORT = "$((10000 + {number} % 20000))"
 # resident bytes of a process that has imported torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets. Measured
 IMPORTED = 834 * MIB
@@ -30,16 +30,16 @@ DRIVER = 3 * GIB
 PROCESS = IMPORTED + DRIVER
 # platform of the card -> the compiler torch.utils.cpp_extension looks for
 COMPILERS = {
-    "cuda": ", and nvcc of PyTorch's own CUDA where CUDA_HOME says",
-    "rocm": ", and hipcc of PyTorch's own ROCm where ROCM_HOME says",
+    "cuda": ", and nvcc of PyTorch's own CUDA version in CUDA_HOME",
+    "rocm": ", and hipcc of PyTorch's own ROCm version in ROCM_HOME",
 }
 TOKEN = "HF_TOKEN"  # huggingface_hub's own
-KEPT = 3  # checkpoints at one time: train.py's save_total_limit=2, and the next is whole before the oldest goes
+KEPT = 3  # checkpoints at one time: save_total_limit=2 in train.py, and the oldest is removed after the next is saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One job. `host_bytes` is per node; `environment` holds what torchrun's workers need beside torchrun's own.
+    """One job. `host_bytes` is per node; `environment` holds variables of the workers beside torchrun's own.
 
     `inputs` are files and folders of this machine that train.py reads, by the argument that names them.
     """
@@ -68,18 +68,18 @@ class Spec:
 
     @property
     def shared_gib(self) -> int:
-        """Return the part of it that NCCL and the data loader's workers may share (/dev/shm), in whole GiB."""
+        """Return the size of /dev/shm for NCCL and the data loader's workers, in whole GiB."""
         return self.gpus * DRIVER // GIB
 
     @property
     def output_gib(self) -> int:
-        """Return what train.py writes in whole GiB, a tenth more for other files and the file system, and 1 GiB."""
+        """Return the size of train.py's output in whole GiB, with 10 % and 1 GiB more for other files."""
         return -(-self.output_bytes * 11 // (10 * GIB)) + 1
 
     @property
     def parameters(self) -> int:
         """Return the number of weights of the model."""
-        return _whole(self.plan).parameters
+        return _unsharded(self.plan).parameters
 
     @property
     def hub(self) -> str:
@@ -98,11 +98,11 @@ class Spec:
         return comment(summary(self.plan))
 
     def moved(self, root: str) -> dict[str, str]:
-        """Return argument -> where inputs lie once they are copied to another machine: root/data.jsonl, root/model."""
+        """Return argument -> path of the input once it is copied to another machine: root/data.jsonl, root/model."""
         return {name: f"{root}/{name}{_suffix(path)}" for name, path in self.inputs.items()}
 
     def arguments(self, root: str = "") -> list[str]:
-        """Return the arguments of train.py; `root` is where the inputs were copied to, "" where they stay."""
+        """Return the arguments of train.py. `root`: the folder the inputs were copied to; "" if they stay."""
         moved = self.moved(root) if root else {}
         return [word for name, path in moved.items() for word in (f"--{name}", path)]
 
@@ -111,10 +111,10 @@ class Spec:
         return [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
 
     def torchrun(self, nodes: str, rendezvous: str, identity: str, more: str, root: str = "") -> str:
-        """Return the line every node runs. The arguments are shell text; `more` stands for the user's own to train.py.
+        """Return the command of every node. The arguments are shell text; `more` is appended for train.py.
 
-        Several machines meet at `rendezvous`. On one machine the processes meet at a free port (0): at a fixed one a
-        second job would join the first one's processes, and end with them.
+        Several machines use `rendezvous`. A single machine uses a free port (0): at a fixed one a second job would join
+        the first one's processes, and end with them.
         """
         where = "localhost:0" if self.nodes == 1 else rendezvous
         return (
@@ -123,9 +123,9 @@ class Spec:
         )
 
     def needs(self, apart: bool, output: str = "output/") -> tuple[str, ...]:
-        """Return what the user's own machines need, a line each.
+        """Return the requirements on the user's machines, a line each.
 
-        `apart`: the job runs on other machines than this one. `output`: where train.py writes.
+        `apart`: the job runs on other machines than this one. `output`: the folder train.py writes to.
         """
         lines = ["pip install -r requirements.txt where it runs"]
         if self.inputs:
@@ -142,12 +142,12 @@ class Spec:
 
 
 def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", folder: str = "") -> Spec:
-    """Return the job of a plan on `nodes` machines. Raises BadInput where they cannot have equally many of its GPUs."""
+    """Return the job of a plan on `nodes` machines. Raises BadInput if its GPUs cannot be divided evenly."""
     plan = placed(plan)
     total = plan.recipe.num_gpus
     if nodes < 1 or total % nodes:
         raise BadInput(
-            f"{total} GPU{'s' * (total != 1)} cannot be dealt to {nodes} node{'s' * (nodes != 1)}",
+            f"{total} GPU{'s' * (total != 1)} cannot be divided among {nodes} node{'s' * (nodes != 1)}",
             hint="--nodes must divide the plan's number of GPUs",
         )
     if hours < 0:
@@ -169,41 +169,41 @@ def name_of(plan: Plan) -> str:
 
 
 def host_bytes(plan: Plan, nodes: int) -> int:
-    """Return the host memory of one node: torchrun, processes, what they read or gather at once, what is offloaded."""
+    """Return the host memory of one node: torchrun, its processes, weights being loaded or saved, offloaded bytes."""
     recipe, job = plan.recipe, plan.job
-    processes, whole = recipe.num_gpus // nodes, _whole(plan)
+    processes, whole = recipe.num_gpus // nodes, _unsharded(plan)
     passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
     return IMPORTED + processes * PROCESS + passing + Estimator(job).host_bytes(recipe) // nodes
 
 
 def output_bytes(plan: Plan) -> int:
-    """Return the most that train.py has on disk at one time: checkpoints of weights and all states, and the model."""
-    whole = _whole(plan)
+    """Return the most bytes that train.py has on disk: checkpoints of weights and all states, and the model."""
+    whole = _unsharded(plan)
     weights = whole.base if plan.recipe.method == "full" else whole.adapter
-    copies = 2 if launch.backend(plan.recipe) == "deepspeed" else 1  # its own beside the trainer's
+    copies = 2 if launch.backend(plan.recipe) == "deepspeed" else 1  # DeepSpeed's own beside the trainer's
     return KEPT * (copies * weights + whole.states + whole.master) + weights
 
 
-def _whole(plan: Plan) -> Static:
+def _unsharded(plan: Plan) -> Static:
     """Return the recipe's weights and states as if one card held them all."""
     recipe = plan.recipe.but(shard="none", offload="none", num_gpus=1)
     return Account(plan.job.architecture, recipe, plan.job.gpu).static
 
 
 def _suffix(path: str) -> str:
-    """Return the suffix of a file, by which train.py finds its format."""
+    """Return the suffix of a file, by which train.py recognises its format."""
     suffix = Path(path).suffix
     return suffix if re.fullmatch(r"\.[A-Za-z0-9]+", suffix) and Path(path).is_file() else ""
 
 
 def _read(recipe: Recipe, whole: Static, processes: int) -> int:
-    """Return the bytes in host memory while loading: FSDP2's once (cpu_ram_efficient_loading) unless quantised."""
+    """Return the host bytes of loading; FSDP2 loads unquantised weights once (cpu_ram_efficient_loading)."""
     once = launch.backend(recipe) == "fsdp" and recipe.quantization == "none"
     return (1 if once else processes) * (whole.base + whole.adapter)
 
 
 def _gathered(recipe: Recipe, whole: Static) -> int:
-    """Return what the first process holds to save: the weights; under FSDP2 then all states (FULL_STATE_DICT)."""
+    """Return the bytes that rank 0 gathers to save: the weights, and under FSDP2 all states (FULL_STATE_DICT)."""
     weights = whole.base if recipe.method == "full" else whole.adapter
     return max(weights, whole.states + whole.master) if launch.backend(recipe) == "fsdp" else weights
 
@@ -220,13 +220,13 @@ class Image:
     before: tuple[str, ...] = ()
 
 
-# PyPI's torch is built for CUDA: ROCm's is installed first, so that requirements.txt is satisfied by it
+# PyPI's torch is built for CUDA; ROCm's is installed first and satisfies requirements.txt
 _ROCM = ("pip install torch --index-url https://download.pytorch.org/whl/rocm7.2",)
-# (platform, DeepSpeed) -> image. Triton compiles its launchers with gcc as it runs. DeepSpeed builds operators by
-# torch.utils.cpp_extension at run time (deepspeed.ai/tutorials/advanced-install). Its CPU Adam is C++ alone in 0.19.8
+# (platform, DeepSpeed) -> image. Triton compiles its launchers with gcc at run time. DeepSpeed builds operators with
+# torch.utils.cpp_extension at run time (deepspeed.ai/tutorials/advanced-install). Its CPU Adam needs only C++ in 0.19.8
 # (op_builder/cpu/cpu_adam.py); CUDA operators, and in older versions the import (fp_quantizer.py's is_compatible), need
-# nvcc of the same CUDA as PyTorch's: builder.py accepts other minor versions up to CUDA 12 only. PyTorch's image has
-# both, and its torch satisfies requirements.txt. Python's slim image brings Python.h, the others do not.
+# nvcc of PyTorch's CUDA version: builder.py accepts other minor versions up to CUDA 12 only. PyTorch's image has both,
+# and its torch satisfies requirements.txt. Python's slim image has Python.h, the others do not.
 IMAGES: dict[tuple[str, bool], Image] = {
     ("cuda", False): Image("python:3.12-slim", "build-essential"),
     ("cuda", True): Image("pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel", "build-essential python3-dev"),
@@ -241,7 +241,7 @@ def image_of(spec: Spec) -> Image:
 
 
 def dockerfile(spec: Spec) -> str:
-    """Return the Dockerfile, with what changes most often last."""
+    """Return the Dockerfile, with the layers that change most often last."""
     image = image_of(spec)
     lines = [
         f"FROM {image.base}",

@@ -1,1 +1,1 @@
-"""Other tools' files, read into a recipe and written from a plan: one folder a framework."""
+"""Read other tools' files into a recipe and write them from a plan: one module per framework."""

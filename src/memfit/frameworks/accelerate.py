@@ -1,4 +1,4 @@
-"""accelerate.yaml, read, written and as the environment of a process; and the FSDP block of any framework's file."""
+"""accelerate.yaml, read, written, or as environment variables; and the FSDP block of any framework's file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPE, PROCESSES, MIXED, FSDP, DEEPSPEED = (
 )  # fmt: skip
 ZERO_FILE = "deepspeed_config_file"
 TYPES = {"plain": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}  # backend -> distributed_type
-# what training in a mixed precision stores, by who holds the weights
+# (sharding, mixed_precision) -> the recipe's precision
 _MIXED = {
     ("fsdp", "bf16"): "bf16-mixed", ("fsdp", "fp16"): "fp16-mixed", ("deepspeed", "bf16"): "bf16-master",
     ("deepspeed", "fp16"): "fp16-mixed", ("", "fp16"): "fp16-mixed", ("", "bf16"): "bf16",
@@ -29,7 +29,7 @@ _RESHARD = {
     "TRUE": "parameters", "FALSE": "gradients", "FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients",
     "NO_SHARD": "none", "1": "parameters", "2": "gradients",
 }  # fmt: skip
-# torch reads PYTORCH_ALLOC_CONF from 2.10 on, older versions PYTORCH_CUDA_ALLOC_CONF: both are set, to the same
+# torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # keys that change no memory
 HARMLESS = words("""
@@ -53,7 +53,7 @@ def matches(data: dict[str, Any]) -> bool:
 
 
 def adopt(data: dict[str, Any], path: Path) -> Adopted:
-    """Return cards, shard, offload and precision; the file does not name the model."""
+    """Return the number of GPUs, shard, offload and precision; the file does not name the model."""
     keys = Keys(data, path.name)
     kind = word(keys.take(TYPE, default=TYPES["plain"])).upper()
     found = Sharding()
@@ -111,12 +111,12 @@ def _read_compile(keys: Keys) -> dict[str, bool]:
     found.take("dynamo_use_dynamic", "dynamo_use_fullgraph")
     made = inductor(found, True, backend, found.text("dynamo_mode"), ("dynamo_backend", "dynamo_mode"))
     if table.rest(())[1]:
-        keys.odds("dynamo_config")
+        keys.not_expressed("dynamo_config")
     return made
 
 
 def _read_deepspeed(keys: Keys, path: Path) -> Sharding:
-    """Read accelerate's own short form of a DeepSpeed configuration, or the file it names."""
+    """Read accelerate's short form of a DeepSpeed configuration, or the file it names."""
     named = keys.text(ZERO_FILE)
     if named:
         found = deepspeed.read_setting(named, path, f"{DEEPSPEED}.{ZERO_FILE}")
@@ -137,7 +137,7 @@ def _read_deepspeed(keys: Keys, path: Path) -> Sharding:
 
 
 def files(plan: Plan, how: launch.Launch) -> dict[str, str]:
-    """Return accelerate.yaml where that starts the script, and ds_config.json where the backend is DeepSpeed."""
+    """Return accelerate.yaml if it starts the script, and ds_config.json if the backend is DeepSpeed."""
     recipe, found = plan.recipe, {}
     if how.by_accelerate:
         settings = config(recipe, how.backend, plan.job.architecture.model_type)
@@ -155,7 +155,7 @@ def config(recipe: Recipe, kind: launch.Backend, model_type: str) -> dict[str, A
         "num_machines": 1,
         PROCESSES: recipe.num_gpus,
     }
-    if kind == "deepspeed":  # its own file says the precision; accelerate refuses a second one
+    if kind == "deepspeed":  # its own file sets the precision; accelerate refuses to set it again
         stage3 = launch.zero_stage(recipe) == 3
         return settings | {DEEPSPEED: {ZERO_FILE: launch.DEEPSPEED_FILE, "zero3_init_flag": stage3}}
     settings[MIXED] = launch.numbers(recipe, kind).mixed
@@ -171,7 +171,7 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "reshard_after_forward": True,
         "offload_params": False,
-        # the training script checkpoints: FSDP's own wrapper makes PEFT save an adapter without weights
+        # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,
         # 4-bit weights are packed on rank 0 only, which deadlocks the broadcast
         "cpu_ram_efficient_loading": recipe.quantization == "none",
@@ -180,7 +180,7 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
 
 
 def wrapped(model_type: str) -> dict[str, str]:
-    """Return the blocks FSDP2 wraps, for models whose own list accelerate cannot use."""
+    """Return the setting of the blocks that FSDP2 wraps, for models whose own list accelerate cannot use."""
     return {"transformer_layer_cls_to_wrap": launch.BLOCKS[model_type]} if model_type in launch.BLOCKS else {}
 
 
@@ -189,27 +189,19 @@ def wrapped(model_type: str) -> dict[str, str]:
 
 def environment(recipe: Recipe, model_type: str, folder: Path | None = None) -> dict[str, str]:
     """Return the variables for `torchrun train.py` that `accelerate launch --config_file accelerate.yaml` would set."""
-    return allocator(recipe) | _launched(recipe, model_type, folder)
-
-
-def allocator(recipe: Recipe) -> dict[str, str]:
-    """Return PYTORCH_ALLOC_CONF under both of its names, where the recipe sets it."""
-    return dict.fromkeys(ALLOCATOR, recipe.alloc_conf) if recipe.alloc_conf else {}
-
-
-def _launched(recipe: Recipe, model_type: str, folder: Path | None) -> dict[str, str]:
+    found = dict.fromkeys(ALLOCATOR, recipe.alloc_conf) if recipe.alloc_conf else {}
     kind = launch.backend(recipe)
     if kind == "plain":
-        return {}
+        return found
     settings = config(recipe, kind, model_type)
     if kind == "deepspeed":
         block = settings[DEEPSPEED]
-        return {
+        return found | {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str((folder or Path()) / block[ZERO_FILE]),
             "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(block["zero3_init_flag"]).lower(),
         }  # fmt: skip
-    found = {"ACCELERATE_MIXED_PRECISION": str(settings[MIXED])}
+    found["ACCELERATE_MIXED_PRECISION"] = str(settings[MIXED])
     if kind == "fsdp":
         found["ACCELERATE_USE_FSDP"] = "true"
         for name, value in settings[FSDP].items():

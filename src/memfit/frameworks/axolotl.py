@@ -1,4 +1,4 @@
-"""axolotl's YAML (keys and defaults of 0.19), read and written, with ds_config.json where DeepSpeed is needed."""
+"""axolotl's YAML (keys and defaults of 0.19), read and written, with ds_config.json for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = KeyTable(
     Key("lora_dropout", "lora_dropout", 0.0),
 )
 MODEL, ADAPTER, FOUR_BIT, EIGHT_BIT, BNB = "base_model", "adapter", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs"
-QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB: nf4 and True unless said otherwise
+QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB; the defaults are nf4 and True
 LINEAR, MODULES = "lora_target_linear", "lora_target_modules"
 ATTENTION, CHECKPOINTING, SELECTIVE, OFFLOADING = (
     "attn_implementation", "gradient_checkpointing", "selective_checkpointing", "activation_offloading",
@@ -40,7 +40,7 @@ LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
-# (recipe field, the key that a comment says its saving at)
+# (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
     ("quantization", FOUR_BIT), ("method", ADAPTER), ("checkpointing", CHECKPOINTING), ("optimizer", "optimizer"),
     ("micro_batch", KEYS["micro_batch"].name), ("loss", PLUGINS), ("attention", ATTENTION), ("offload", DEEPSPEED),
@@ -114,7 +114,7 @@ def _read_attention(keys: Keys) -> dict[str, str]:
 
 
 def _read_loss(keys: Keys) -> dict[str, str]:
-    """Return the loss, and whose account holds: transformers' with all of Liger's layers, axolotl's own with fewer."""
+    """Return the loss and the trainer: axolotl for a fused loss without all of Liger's layers, else transformers."""
     plugins = keys.take(PLUGINS, default=[])
     cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
     norm, activation, rope = LIGER_LAYERS
@@ -132,7 +132,7 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
     if not kind:
         return {"method": "full"}
     if kind not in ("lora", "qlora"):
-        keys.odds(ADAPTER)
+        keys.not_expressed(ADAPTER)
     bnb = keys.table(BNB)
     quantized = "int8" if eight else "none"
     if four:
@@ -148,7 +148,7 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
 
 def _read_sharding(keys: Keys, path: Path) -> Sharding:
     version = keys.take(FSDP_VERSION)
-    keys.take("fsdp")  # the old list of options; fsdp_config says the same
+    keys.take("fsdp")  # the old list of options, which fsdp_config repeats
     if not keys.take(FSDP):
         return deepspeed.read_setting(keys.take(DEEPSPEED), path)
     block = keys.table(FSDP)
@@ -159,7 +159,7 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
 
 
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
-    """Weights are loaded in the compute dtype; FSDP2 keeps what it trains in fp32, DeepSpeed a master copy."""
+    """Return the precision: weights are loaded in the compute dtype; FSDP2 trains in fp32, DeepSpeed keeps a master."""
     half = keys.flag("fp16", "float16")
     bf16 = keys.flag("bf16", "bfloat16", default=not half)
     if bf16 and method == "full" and sharding.kind == "fsdp":
@@ -191,7 +191,7 @@ def command(plan: Plan) -> str:
 
 
 def export(plan: Plan) -> dict[str, str]:
-    """Return axolotl.yaml (+ ds_config.json). Raises Unsupported for what axolotl has no setting for."""
+    """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
     names.check_method(plan.recipe)
     kind = launch.backend(plan.recipe)
     launch.check(plan.recipe, kind)
@@ -205,7 +205,7 @@ def export(plan: Plan) -> dict[str, str]:
 
 
 def config(plan: Plan) -> dict[str, Any]:
-    """Return the settings in the order axolotl's own examples have them."""
+    """Return the settings in the order of axolotl's own examples."""
     r, training = plan.recipe, plan.job.training
     optimizer = names.optim(r, NAME)
     return {
@@ -235,7 +235,7 @@ def config(plan: Plan) -> dict[str, Any]:
 def _dataset(layout: Layout) -> dict[str, Any]:
     """Return one entry of `datasets`. Raises Unsupported for samples axolotl has no type for."""
     source: dict[str, Any] = {"path": layout.path} | ({"ds_type": layout.kind} if layout.kind else {})
-    if layout.chat and len(layout.fields) == 1:  # a base model has no template of its own
+    if layout.chat and len(layout.fields) == 1:  # the fallback is for base models, which have no template
         source |= {"type": "chat_template", "chat_template": "tokenizer_default_fallback_chatml"}
         source |= {"field_messages": layout.fields[0]}
         return source | {"message_property_mappings": {"role": layout.role, "content": layout.content}}
@@ -285,7 +285,7 @@ def _quantization(key: str) -> dict[str, Any]:
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
-    """axolotl loads weights in the dtype it computes in: bf16: true -> bf16 weights, fp16: true -> fp16 weights."""
+    """Return the precision keys; axolotl loads weights in the compute dtype, so `bf16: true` gives bf16 weights."""
     kind = launch.backend(recipe)
     trains_all = recipe.method == "full"
     if recipe.precision == "fp32":

@@ -1,4 +1,4 @@
-"""How the samples of a training file are laid out, read from its first usable record, for targets that need to know."""
+"""Read the layout of a training file's samples from its first usable record, for targets that depend on it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from memfit.data.samples import KNOWN_FIELDS, UnusableError, sample_of
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks.script import NO_DATA
 
-LOOKED_AT = 100  # records; a file whose first hundred are all broken is not read further
-
-
+LOOKED_AT = 100  # records read in search of a usable one
 _KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -37,7 +35,7 @@ class Layout:
 
 
 def layout_for(path: str, framework: str) -> Layout:
-    """Return `layout_of` a file. Raises Unsupported for a file type that the framework does not read."""
+    """Return the layout of a file. Raises Unsupported for a file type that the framework does not read."""
     if Path(path).suffix.lower() in (".tsv", ".ndjson"):
         raise Unsupported(
             f"{framework} reads no {Path(path).suffix} files", hint="save it as .jsonl, or take --target trl"
@@ -46,7 +44,7 @@ def layout_for(path: str, framework: str) -> Layout:
 
 
 def layout_of(path: str) -> Layout:
-    """Return the layout of a file; without a file, that of chats."""
+    """Return the layout of a file; chats in `messages` if it cannot be read."""
     with suppress(MemfitError, OSError, ValueError):
         value = _first(Path(path))
         if value is not None:

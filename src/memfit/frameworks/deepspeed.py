@@ -26,7 +26,7 @@ HARMLESS = words("""
     csv_monitor wandb flops_profiler dump_state prescale_gradients gradient_predivide_factor communication_data_type
     comms_config monitor_config
 """)
-# the other keys of zero_optimization do: buckets, prefetch, live parameters, quantised communication
+# other keys of zero_optimization change memory: buckets, prefetch, live parameters, quantised communication
 HARMLESS_ZERO = words("""
     overlap_comm contiguous_gradients round_robin_gradients stage3_gather_* load_from_* elastic_* ignore_unused_*
     reduce_scatter allgather_partitions
@@ -56,7 +56,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
 
 
 def read_setting(value: object, path: Path, key: str = "deepspeed") -> Sharding:
-    """Read another file's `deepspeed` setting: the block itself, or the name of its file, absolute or beside `path`."""
+    """Read the `deepspeed` setting of the file `path`: a block, or the name of a file, absolute or beside `path`."""
     if isinstance(value, Mapping):
         return read(Keys(value, key))
     if not isinstance(value, str) or not value:
@@ -69,7 +69,7 @@ def read_setting(value: object, path: Path, key: str = "deepspeed") -> Sharding:
 
 
 def _by_name(name: str, key: str) -> Sharding:
-    """Return the stage that a well-known file name promises: deepspeed_configs/zero3_bf16_cpuoffload_all.json."""
+    """Return the stage in a common file name, as in deepspeed_configs/zero3_bf16_cpuoffload_all.json."""
     plain = Path(name).name.lower().replace("_", "").replace("-", "")
     stage = next((n for n in (3, 2, 1, 0) if f"zero{n}" in plain or f"z{n}" in plain), None)
     if stage is None:
@@ -87,7 +87,7 @@ def read(keys: Keys) -> Sharding:
     if not 0 <= stage <= 3:
         raise BadInput(f"`stage` in {block.where} must be 0 to 3, not {stage}", hint="check the file")
     found = Sharding({"shard": STAGES[stage]}, NAME)
-    for ours, name in OFFLOAD.items():  # the last one includes the first
+    for ours, name in OFFLOAD.items():  # offloading parameters includes the optimizer
         if block.table(name).take("device", default="none") != "none":
             found.changes["offload"] = ours
     found.changes |= _read_precision(keys, found)
@@ -121,7 +121,7 @@ def text(recipe: Recipe) -> str:
 
 
 def config(recipe: Recipe) -> dict[str, Any]:
-    """Return DeepSpeed's settings; batch sizes and clipping are "auto": the Trainer sets them and refuses others."""
+    """Return DeepSpeed's settings. The Trainer sets batch sizes and clipping, which are "auto", and refuses others."""
     auto = (BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping")
     return dict.fromkeys(auto, "auto") | _precision(recipe) | {"zero_optimization": _zero(recipe)}
 

@@ -1,4 +1,4 @@
-"""Reading another tool's file: `Keys` are its settings, `Key` is one of them both ways, `Adopted` is what it says."""
+"""Read another tool's file: `Keys` holds its settings, `Key` maps one to a recipe field, `Adopted` is the result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """What another tool's file says, in memfit's words."""
+    """The content of another tool's file as a recipe."""
 
     format: str  # "axolotl", "transformers" ...
     recipe: Recipe
     model: str | None = None
     data: str | None = None
-    effective_batch: int | None = None  # sequences per optimizer step, where the file says it
+    effective_batch: int | None = None  # sequences per optimizer step, if the file sets it
     training: Training = AS_USUAL  # of a recipe.toml; in other files these keys change no memory and are `ignored`
     stated: tuple[str, ...] = ()  # the recipe fields that the file, or its tool's defaults, decide
-    assumed: tuple[str, ...] = ()  # sentences: what the file leaves open and memfit chose
+    assumed: tuple[str, ...] = ()  # sentences on what the file leaves open and memfit assumed
     ignored: tuple[str, ...] = ()  # keys that do not change memory
     unknown: tuple[str, ...] = ()  # keys that may change it
 
@@ -49,18 +49,18 @@ class Sharding:
 
     @property
     def without_precision(self) -> dict[str, Any]:
-        """Return the changes that hold whatever the framework's own precision keys say."""
+        """Return the changes except the precision, which the framework's own keys decide."""
         return {name: value for name, value in self.changes.items() if name != "precision"}
 
 
 class Keys:
-    """The settings of one file. Every key that is read counts as understood; `rest` sorts the others."""
+    """The settings of one file. Keys that are read count as understood; `rest` classifies the others."""
 
     def __init__(self, data: Mapping[Any, Any], where: str) -> None:
         self.data = {str(key): value for key, value in data.items()}
         self.where = where
         self.used: set[str] = set()
-        self.odd: list[str] = []  # understood keys whose value memfit cannot express
+        self.inexpressible: list[str] = []  # understood keys whose value a recipe cannot express
 
     def __contains__(self, name: str) -> bool:
         return name in self.data
@@ -111,16 +111,16 @@ class Keys:
             raise BadInput(f"`{name}` in {self.where} must be a mapping, not {short(value)}", hint="check the file")
         return Keys(value, f"{name} of {self.where}")
 
-    def odds(self, *names: str) -> None:
-        """List keys as not understood after all, because of their value."""
-        self.odd += [n for n in names if n in self.data]
+    def not_expressed(self, *names: str) -> None:
+        """Report keys as unknown, because a recipe cannot express their values."""
+        self.inexpressible += [n for n in names if n in self.data]
 
     def rest(self, ignored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (keys that do not change memory, by pattern or because they are off; keys that may)."""
+        """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
         harmless = [n for n in left if _off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
-        return tuple(harmless), (*self.odd, *(n for n in left if n not in harmless))
+        return tuple(harmless), (*self.inexpressible, *(n for n in left if n not in harmless))
 
 
 def _off(value: object) -> bool:
@@ -129,7 +129,7 @@ def _off(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting of a framework that is one field of the recipe. The type of `default` says how it is read."""
+    """A framework's setting for one recipe field. The type of `default` is the type of the setting."""
 
     recipe_field: str
     name: str  # the framework's
@@ -154,7 +154,7 @@ class Key:
 
 
 class KeyTable(dict[str, Key]):
-    """The keys of a framework by recipe field: each is named once, for reading and for writing."""
+    """The keys of a framework by recipe field, for reading and writing."""
 
     def __init__(self, *rows: Key) -> None:
         super().__init__({row.recipe_field: row for row in rows})
@@ -169,9 +169,9 @@ class KeyTable(dict[str, Key]):
 
 
 def parse(path: Path) -> Any:
-    """Return the data of a JSON, TOML or YAML file of at most 1 MiB, told apart by content.
+    """Return the data of a JSON, TOML or YAML file of at most 1 MiB, whose format is detected by content.
 
-    Raises BadInput for a missing, large or broken file. The file is not trusted: nothing in it is ever executed.
+    Raises BadInput for a missing, large or broken file. Nothing in the file is executed.
     """
     text = read_text(path)
     try:
@@ -192,20 +192,20 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def short(value: object) -> str:
-    """Return a value for a message: a scalar as it is, cut; of nested data only its kind."""
+    """Return a value for a message: the first 60 characters of a scalar, the type of nested data."""
     return repr(value)[:60] if isinstance(value, str | bool | int | float) else f"a {type(value).__name__}"
 
 
 def word(value: object) -> str:
-    """Return a scalar as text, "" for anything else: nested data may be too large to print."""
+    """Return a scalar as text, "" for nested data, which may be too large to print."""
     return str(value) if isinstance(value, str | bool | int | float) else ""
 
 
 def build(where: str, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a file describes; values out of range are refused with the file's name.
+    """Return the recipe of a file. Raises BadInput with the file's name for values out of range.
 
-    FSDP with offload, or with weights that stay gathered, is accounted as DeepSpeed, where mixed precision has
-    another name.
+    FSDP with offload, or with weights that stay gathered, is modelled as DeepSpeed, whose mixed precision is
+    bf16-master.
     """
     try:
         recipe = check_values(Recipe(**changes))

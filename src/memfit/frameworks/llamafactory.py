@@ -17,7 +17,7 @@ from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.tables.optimizers import OPTIMIZERS
+from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.quantization import quantization
 
 NAME, FILE, DATASET = "llamafactory", "llamafactory.yaml", "train"
@@ -34,20 +34,20 @@ BITS, QUANT_TYPE, DOUBLE = "quantization_bit", "quantization_type", "double_quan
 ATTENTION, LIGER, PURE, DEEPSPEED = "flash_attn", "enable_liger_kernel", "pure_bf16", "deepspeed"
 NO_CHECKPOINTING, OFFLOADING, REENTRANT = "disable_gradient_checkpointing", "use_unsloth_gc", "use_reentrant_gc"
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash", "fa3": "flash"}
-# optimizers that have a switch of their own (use_galore: true) beside `optim`, GaLore and APOLLO first
+# settings of optimizers that are chosen by a switch (use_galore: true) beside `optim`, GaLore and APOLLO first
 _SWITCHED = [
     (row.key, name, value)
     for row in sorted(OPTIMIZERS.values(), key=lambda row: -row.rank_of)
     for name, value in row.settings.get(NAME, {}).items()
 ]
-_SWITCHES = {name: optimizer for optimizer, name, value in _SWITCHED if value is True}
+_SWITCHES = {name: key for key, name, value in _SWITCHED if value is True}
 _SWITCH_ARGUMENTS = [name for _, name, value in _SWITCHED if value is not True and name not in ("optim", "optim_args")]
-# keys that tell a file of LLaMA-Factory's from others
+# keys by which a file of LLaMA-Factory is recognised
 _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
     NO_CHECKPOINTING, NEAT,
 }  # fmt: skip
-# (recipe field, the key that a comment says its saving at)
+# (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
     ("quantization", BITS), ("method", TYPE), ("checkpointing", NO_CHECKPOINTING), ("optimizer", "optim"),
     ("micro_batch", KEYS["micro_batch"].name), ("loss", LIGER), ("attention", ATTENTION), ("offload", DEEPSPEED),
@@ -93,7 +93,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
     model, dataset = keys.text(MODEL), keys.take("dataset")
     keys.take("fsdp", "fsdp_config")
-    keys.odds("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
+    keys.not_expressed("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
     ignored, unknown = keys.rest(HARMLESS)
     return Adopted(
         format=NAME,
@@ -109,10 +109,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
 
 
 def _read_optimizer(keys: Keys) -> dict[str, str]:
-    for switch, optimizer in _SWITCHES.items():
+    for switch, key in _SWITCHES.items():
         if keys.flag(switch):
             keys.take("optim", *_SWITCH_ARGUMENTS)
-            return {"optimizer": optimizer}
+            return {"optimizer": key}
     return names.read_optim(keys, NAME, "adamw_torch_fused")
 
 
@@ -129,9 +129,9 @@ def _read_method(keys: Keys) -> dict[str, Any]:
     if kind == "full":
         return {"method": "full"}
     if kind != "lora":
-        keys.odds(TYPE)
+        keys.not_expressed(TYPE)
     if bits not in (0, 4, 8):
-        keys.odds(BITS)
+        keys.not_expressed(BITS)
     four_bit = names.read_four_bit(keys.text(QUANT_TYPE) or "nf4", keys.flag(DOUBLE, default=True), keys.where)
     rank = KEYS["lora_rank"].read(keys)
     return {
@@ -145,7 +145,7 @@ def _read_method(keys: Keys) -> dict[str, Any]:
 
 
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
-    """The base is loaded in the compute dtype; what is trained is held in fp32 unless pure_bf16 or DeepSpeed's."""
+    """Return the precision: the base is loaded in the compute dtype; trained weights are fp32, except for pure_bf16."""
     pure, bf16, fp16 = keys.flag(PURE), keys.flag("bf16"), keys.flag("fp16")
     if method != "full":
         return "fp16-mixed" if fp16 and not bf16 else "bf16"
@@ -168,7 +168,7 @@ def command(plan: Plan) -> str:
 
 
 def export(plan: Plan) -> dict[str, str]:
-    """Return llamafactory.yaml, dataset_info.json (+ ds_config.json). Raises Unsupported for what has no setting."""
+    """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
     recipe = plan.recipe
     check(recipe)
     layout = layout_for(plan.job.dataset, "LLaMA-Factory")
@@ -181,9 +181,9 @@ def export(plan: Plan) -> dict[str, str]:
 def check(recipe: Recipe) -> None:
     """Raise Unsupported for what LLaMA-Factory has no setting for."""
     names.check_method(recipe)
-    if _sharding(recipe):  # its documented way to shard is DeepSpeed, for the weights too
+    if _sharding(recipe):  # it documents only DeepSpeed for sharding, weights included
         launch.check_deepspeed(recipe)
-        if names.row(recipe).rank_of:
+        if optimizer(recipe.optimizer).rank_of:
             raise Unsupported(
                 "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
             )
@@ -214,7 +214,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         **_method(plan),
         "dataset": DATASET,
         "dataset_dir": ".",
-        **({"template": chats} if chats else {}),  # unset: parsed from the tokenizer
+        **({"template": chats} if chats else {}),  # if unset, it is parsed from the tokenizer
         **KEYS.write(r, "sequence_length", "padding"),
         **({NEAT: True} if r.padding == "packing" and stage == "sft" else {}),
         "output_dir": "output",
@@ -255,7 +255,7 @@ def _method(plan: Plan) -> dict[str, Any]:
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
-    """LLaMA-Factory loads the base in the compute dtype and holds what it trains in fp32, unless pure_bf16."""
+    """Return the precision keys; the base is loaded in the compute dtype, trained weights in fp32 unless pure_bf16."""
     trains_all = recipe.method == "full"
     if recipe.precision == "fp32" and trains_all:
         return {"bf16": False, "fp16": False}
@@ -294,7 +294,7 @@ def _dataset_info(layout: Layout) -> str:
 
 # ---- chat templates. Source: LLaMA-Factory's constants.py
 
-# names of models that were trained to chat, and of families whose plain name is the chat model
+# names of chat models, and of families whose plain name is the chat model
 _CHATS = re.compile(
     r"instruct|chat|thinking|distill|[-_]it\b|gpt-oss|phi-[34]|qwen3(?!.*base)|deepseek-(r1|v3)(?!.*base)", re.I
 )

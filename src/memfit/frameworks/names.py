@@ -1,4 +1,4 @@
-"""Hugging Face's words for a recipe, both ways: optimizer, dtypes, quantisation, attention, torch.compile, LoRA."""
+"""Hugging Face's names, read and written: optimizer, dtypes, quantisation, attention, torch.compile, LoRA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.frameworks.keys import Key, Keys, KeyTable, word
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables import precisions
-from memfit.tables.optimizers import OPTIM_KEYS, OPTIMIZERS, Optimizer, optimizer, optimizer_named
+from memfit.tables.optimizers import OPTIM_KEYS, OPTIMIZERS, optimizer, optimizer_named
 from memfit.tables.quantization import four_bit, quantization
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -20,7 +20,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """A precision in Hugging Face's words: the dtype weights are loaded in, and the autocast dtype ("no": none)."""
+    """A precision by Hugging Face's names: the dtype weights are loaded in, and the autocast dtype ("no": none)."""
 
     weights: Dtype
     mixed: Literal["bf16", "fp16", "no"]
@@ -39,24 +39,19 @@ KEYS = KeyTable(
 )
 COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
-# what files say besides -> the kernel
+# attention settings of files -> the kernel
 _KERNELS = {name: kernel for kernel, name in ATTENTION.items()} | dict.fromkeys(
     ("flash", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3"), "flash"
 )
-# rank and modules of GaLore and APOLLO as their rows have them, in each framework's form; other optimizers ignore these
+# GaLore's and APOLLO's rank and modules as in the optimizer table, for every framework; other optimizers ignore them
 _LOW_RANK = [
     pair for row in OPTIMIZERS.values() if row.rank_of for one in row.settings.values() for pair in one.items()
 ]
 
 
-def row(recipe: Recipe) -> Optimizer:
-    """Return the optimizer's row of memfit's table."""
-    return optimizer(recipe.optimizer)
-
-
 def optim(recipe: Recipe, framework: str) -> dict[str, Any]:
-    """Return the settings that choose the optimizer. Raises UnknownName, Unsupported where there are none."""
-    found = row(recipe)
+    """Return the settings that choose the optimizer. Raises Unsupported if the framework has none."""
+    found = optimizer(recipe.optimizer)
     settings = found.settings_in("transformers" if framework == "trl" else framework)
     if not settings:
         raise Unsupported(f"{framework} has no switch for {found.title}", hint=f"choose {found.instead}")
@@ -64,11 +59,11 @@ def optim(recipe: Recipe, framework: str) -> dict[str, Any]:
 
 
 def read_optim(keys: Keys, framework: str, default: str) -> dict[str, str]:
-    """Return the optimizer of a file; one that memfit has no row for is listed as unknown."""
+    """Return the optimizer of a file; one that is not in memfit's table is reported as unknown."""
     name = OPTIM_KEYS.get(framework, "optim")
     found = optimizer_named(keys.text(name) or default)
     if found is None:
-        keys.odds(name)
+        keys.not_expressed(name)
         return {}
     arguments = keys.data.get("optim_args")
     if found.key == "sgd" and isinstance(arguments, str | Mapping) and "momentum" in arguments:
@@ -79,32 +74,32 @@ def read_optim(keys: Keys, framework: str, default: str) -> dict[str, str]:
 
 
 def read_attention(keys: Keys, value: object, key: str) -> dict[str, str]:
-    """Return the attention kernel; SDPA, the default of transformers, when the file does not say."""
+    """Return the attention kernel; the default is SDPA, as in transformers."""
     if value is not None and value != "auto" and word(value) not in _KERNELS:
-        keys.odds(key)
+        keys.not_expressed(key)
     return {"attention": _KERNELS.get(word(value), "sdpa")}
 
 
 def read_compile(keys: Keys) -> dict[str, bool]:
-    """Return whether the model is compiled; naming a backend or a mode switches it on."""
-    on = keys.flag(COMPILE) or keys.data.get(COMPILE) == "auto"  # axolotl's: wherever PyTorch can
+    """Return whether the model is compiled; a backend or a mode switches it on."""
+    on = keys.flag(COMPILE) or keys.data.get(COMPILE) == "auto"  # axolotl's "auto": wherever PyTorch can
     names = f"{COMPILE}_backend", f"{COMPILE}_mode"
     backend, mode = keys.text(names[0]), keys.text(names[1])
     return inductor(keys, on or bool(backend or mode), backend, mode, names)
 
 
 def compiled(recipe: Recipe) -> dict[str, bool]:
-    """Return the setting of torch.compile, where the recipe has it."""
+    """Return the setting of torch.compile, if the recipe uses it."""
     return {COMPILE: True} if recipe.compile else {}
 
 
 def inductor(keys: Keys, on: bool, backend: str | None, mode: str | None, names: tuple[str, str]) -> dict[str, bool]:
-    """Inductor in its default mode is modelled; the keys of other backends and modes are not understood."""
+    """Return whether Inductor compiles the model; other backends and modes are reported as unknown keys."""
     by_inductor = word(backend or "inductor").lower() == "inductor"
     if not by_inductor:
-        keys.odds(names[0])
+        keys.not_expressed(names[0])
     if mode not in (None, "", "default"):
-        keys.odds(names[1])
+        keys.not_expressed(names[1])
     return {"compile": on and by_inductor}
 
 
@@ -124,7 +119,7 @@ def bitsandbytes(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_four_bit(kind: str, double: bool, where: str) -> str:
-    """Return memfit's name of a bitsandbytes 4-bit type."""
+    """Return memfit's name for a bitsandbytes 4-bit type."""
     found = four_bit(kind, double)
     if found is None:
         raise BadInput(f"the 4-bit type {kind!r} in {where} is neither nf4 nor fp4", hint="bitsandbytes has these two")
@@ -132,14 +127,14 @@ def read_four_bit(kind: str, double: bool, where: str) -> str:
 
 
 def targets(recipe: Recipe, architecture: Architecture) -> str | list[str]:
-    """Return PEFT's `target_modules`: "all-linear" or module names; "attention" becomes the model's own names."""
+    """Return PEFT's `target_modules`: "all-linear", or module names, into which "attention" is expanded."""
     if recipe.lora_targets == ("all-linear",):
         return "all-linear"
     return sorted(lora_modules(architecture, recipe.lora_targets))
 
 
 def check_method(recipe: Recipe) -> None:
-    """Raise Unsupported for what no framework does: a quantised base without adapters, QLoRA without quantisation."""
+    """Raise Unsupported for a quantised base without adapters and for QLoRA without quantisation."""
     if recipe.method == "full" and recipe.quantization != "none":
         raise Unsupported("a quantised base cannot be fully fine-tuned", hint="--method qlora, or --quantization none")
     if recipe.method == "qlora" and recipe.quantization == "none":

@@ -1,4 +1,4 @@
-"""How a recipe is spread over processes: plain, DDP, FSDP2 or DeepSpeed, what each cannot do, and the launch line."""
+"""The process layout of a recipe: plain, DDP, FSDP2 or DeepSpeed, what each cannot run, and the launch command."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
+from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import Backend as Backend
 from memfit.tables.precisions import backend as backend
 from memfit.tables.precisions import meaning
 
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
-# model types whose `_no_split_modules` name classes that the text model lacks, which accelerate refuses: the blocks
-# that FSDP2 wraps are named instead (transformers 5.23)
+# blocks that FSDP2 wraps, for model types whose `_no_split_modules` name classes that the text model lacks:
+# accelerate refuses those (transformers 5.23)
 BLOCKS = {
     "qwen3_5": "Qwen3_5DecoderLayer", "qwen3_5_text": "Qwen3_5DecoderLayer",
     "qwen3_5_moe": "Qwen3_5MoeDecoderLayer", "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
@@ -22,7 +23,7 @@ STAGES = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def zero_stage(recipe: Recipe) -> int:
-    """Return the ZeRO stage. Offload needs a stage that shards what it moves."""
+    """Return the ZeRO stage; offloading needs a stage that shards what it moves."""
     stage = STAGES[recipe.shard]
     if recipe.offload == "parameters":
         return 3
@@ -49,7 +50,7 @@ class Launch:
 def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
     """Return the setting that reduces gradients after every micro-batch under FSDP2.
 
-    By default accelerate skips that reduction, which keeps whole gradients on every card.
+    By default accelerate reduces only in the last micro-batch and keeps whole gradients on every card until then.
     """
     if backend(recipe) != "fsdp" or recipe.method != "full" or recipe.accumulation == 1:
         return {}
@@ -66,7 +67,7 @@ def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
     """Return the dtypes of weights and autocast under a backend."""
     meant = meaning(recipe, kind)
     mixed = meant.computed
-    # accelerate keeps FSDP2 weights in fp32 whenever mixed precision is on; off, they stay bf16
+    # with mixed precision on, accelerate keeps FSDP2 weights in fp32; without it they stay bf16
     if mixed == "fp32" or (kind == "fsdp" and recipe.method == "full" and meant.stored == mixed):
         return names.Numbers(weights=names.DTYPES[meant.stored], mixed="no")
     return names.Numbers(weights=names.DTYPES[meant.stored], mixed=mixed)
@@ -74,24 +75,19 @@ def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
 
 def check(recipe: Recipe, kind: Backend) -> None:
     """Raise Unsupported for combinations that a backend cannot run."""
-    if kind == "fsdp":
-        _check_fsdp(recipe)
+    row = optimizer(recipe.optimizer)
+    if kind == "fsdp" and row.package in ("bitsandbytes", "galore-torch", "apollo-torch"):
+        # their kernels take plain tensors, but FSDP2 passes DTensors (bitsandbytes#1633)
+        raise Unsupported(f"{row.title} does not run on FSDP2's sharded weights", hint="--optimizer adamw-8bit-torchao")
     if kind == "deepspeed":
         check_deepspeed(recipe)
     if kind in ("fsdp", "deepspeed") and recipe.quantization == "int8" and recipe.shard == "parameters":
         raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
 
 
-def _check_fsdp(recipe: Recipe) -> None:
-    row = names.row(recipe)
-    if row.package in ("bitsandbytes", "galore-torch", "apollo-torch"):
-        # their kernels take plain tensors, FSDP2 hands them DTensors (bitsandbytes#1633)
-        raise Unsupported(f"{row.title} does not run on FSDP2's sharded weights", hint="--optimizer adamw-8bit-torchao")
-
-
 def check_deepspeed(recipe: Recipe) -> None:
     """Raise Unsupported for what DeepSpeed 0.19 cannot do: pure bf16 without ZeRO, bf16 states on the CPU, and more."""
-    row = names.row(recipe)
+    row = optimizer(recipe.optimizer)
     pure = recipe.precision == "bf16" and recipe.method == "full"
     if recipe.precision == "bf16-mixed":
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""Another tool's configuration file as a memfit recipe: the formats, one row each, and how a file's format is found."""
+"""Read another tool's configuration file as a recipe: the formats, one row each, and how a file is recognised."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Format:
     adopt: Callable[[dict[str, Any], Path], Adopted]
 
 
-# in the order they are tried: formats with keys of their own first
+# in the order in which they are tried: formats with distinctive keys first
 FORMATS: tuple[Format, ...] = tuple(
     Format(module.NAME, module.matches, module.adopt)
     for module in (recipe_toml, axolotl, llamafactory, accelerate, deepspeed, transformers)
 )
 
-# the keys by which a format is recognised, for the hint at a misspelled one
+# distinctive keys of the formats, for the hint at a misspelled one
 RECOGNISED_BY = (
     axolotl.MODEL, llamafactory.MODEL, llamafactory.KEYS["micro_batch"].name, "zero_optimization", accelerate.TYPE,
 )  # fmt: skip
 
 
 def adopt(path: Path) -> Adopted:
-    """Return what the file at `path` says. Raises BadInput, or Unsupported for a format memfit does not read."""
+    """Return the content of the file at `path`. Raises BadInput, or Unsupported for an unknown format."""
     data = parse(path)
     if isinstance(data, dict):
         named = {str(key): value for key, value in data.items()}
@@ -46,6 +46,6 @@ def adopt(path: Path) -> Adopted:
                 return row.adopt(named, path)
         for key in named.keys() - set(RECOGNISED_BY):
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
-                raise BadInput(f"{path} says {key}, which nothing reads", hint=f"did you mean {meant[0]}?")
+                raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
-    raise Unsupported(f"{path} is no training configuration memfit knows", hint=f"known: {known}")
+    raise Unsupported(f"{path} is no training configuration that memfit reads", hint=f"known: {known}")

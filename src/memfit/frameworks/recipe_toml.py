@@ -1,4 +1,4 @@
-"""memfit's own recipe.toml: read as what the user asks, and as a plan whose recipe is judged once more on a card."""
+"""memfit's own recipe.toml, read as a starting recipe, or as a plan that is judged again on a card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def matches(data: dict[str, Any]) -> bool:
 
 
 def adopt(data: dict[str, Any], path: Path) -> Adopted:
-    """Return the recipe as written; a file with a key that memfit does not have is refused."""
+    """Return the recipe as written. Raises BadInput for unknown keys."""
     try:
         file = recipe_file.from_dict(data)
     except BadInput as error:

@@ -1,4 +1,4 @@
-"""Parts of the scripts memfit writes: head, constants, arguments, settings, main(), and their requirements.txt."""
+"""Parts of the training scripts: head, constants, arguments, settings, main(), and requirements.txt."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from memfit.frameworks.script_data import DATA
 from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
+from memfit.tables.optimizers import optimizer as optimizer_row
 
 Setting = tuple[str, str, str]  # name, value as source text, comment
 
@@ -26,7 +27,7 @@ ROWS = (
 def opening(
     plan: Plan, how: launch.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
-    """Return everything above the functions of a framework: docstring, imports, constants, the command line."""
+    """Return the script's lines above a framework's functions: docstring, imports, constants, arguments()."""
     unusual = _unusual(plan.job.training)
     return [
         *_head(plan, what, versions, how),
@@ -102,7 +103,7 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
 
 
 def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
-    """Return the constants every script has: model, data, sizes."""
+    """Return the constants of every script: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
     step = f"{product} = {r.effective_batch} sequences per optimizer step"
@@ -118,7 +119,7 @@ def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
 
 
 def _unusual(training: Training) -> dict[str, Setting]:
-    """Return field -> the constant that is its default on the command line, where the job sets it."""
+    """Return, for each training option that the job sets, the constant that becomes its default."""
     notes = {
         "max_steps": "optimizer steps, whatever EPOCHS says",
         "save_steps": "between checkpoints; below 1 a share of all steps",
@@ -129,17 +130,12 @@ def _unusual(training: Training) -> dict[str, Setting]:
 
 
 def whole(value: object) -> object:
-    """Return a float that is a whole number as an int: 1 for 1.0, as people write it."""
+    """Return a whole float as an int, 1 for 1.0, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def with_saving(note: str, saved: dict[str, str], field: str) -> str:
-    """Return a comment, followed by what the field saves."""
-    return f"{note}; {saved[field]}" if field in saved else note
-
-
 def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[str]:
-    """Return the constants QUANTIZATION and LORA, where the recipe has them."""
+    """Return the constants QUANTIZATION and LORA, if the recipe needs them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
         settings = names.bitsandbytes(recipe)
@@ -200,7 +196,7 @@ LAST: tuple[Setting, ...] = (
 
 
 def batch(recipe: Recipe) -> list[Setting]:
-    """Return micro-batch and accumulation, by the constants of the script."""
+    """Return micro-batch and accumulation, set to the constants of the script."""
     reduction = launch.reduction(recipe).items()
     return [
         (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
@@ -210,7 +206,7 @@ def batch(recipe: Recipe) -> list[Setting]:
 
 
 def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Setting]:
-    """Return what chooses the optimizer; the first setting carries what it saves."""
+    """Return the settings of the optimizer; the first has a comment on what it saves."""
     settings = names.optim(recipe, framework).items()
     return [
         (key, literal(value), saved.get("optimizer", "") if i == 0 else "") for i, (key, value) in enumerate(settings)
@@ -218,7 +214,7 @@ def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Set
 
 
 def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
-    """Return what switches checkpointing on under `name`, where the recipe has it."""
+    """Return the settings that switch checkpointing on under `name`, if the recipe uses it."""
     if recipe.checkpointing == "none":
         return []
     how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
@@ -226,12 +222,12 @@ def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
 
 
 def compiled(recipe: Recipe) -> list[Setting]:
-    """Return torch.compile, where the recipe has it."""
+    """Return the setting of torch.compile, if the recipe uses it."""
     return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
 
 
 def rejoins(plan: Plan, kind: launch.Backend) -> bool:
-    """Return whether the script must join experts itself on resuming (transformers 5.23, its issue 48805)."""
+    """Return whether the script must join experts itself on resuming (issue 48805 of transformers 5.23)."""
     experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
 
@@ -255,18 +251,18 @@ def main() -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> str | None:
-    """Where to go on: a restarted job says --resume beside the checkpoint that its first start was given."""
+    """Return the checkpoint to resume from: with a bare --resume the last in --output, else the named one."""
     named = next((path for path in args.resume if path is not True), None)
     return (last_checkpoint(args.output) if True in args.resume else None) or named
 
 
 def last_checkpoint(output: str) -> str | None:
-    """The last whole checkpoint: a run that was stopped while it saved leaves one without trainer_state.json."""
+    """Return the last whole checkpoint; a run stopped while saving leaves one without trainer_state.json."""
     whole = [str(state.parent) for state in Path(output).glob("checkpoint-*/trainer_state.json")]
     return max(whole, key=lambda path: int(path.rpartition("-")[2]), default=None)
 '''
 _REJOIN = """\
-    # from_pretrained joins the experts of a checkpoint again, the Trainer leaves them untrained
+    # from_pretrained joins the experts of a checkpoint; the Trainer would leave them untrained
     args.model = checkpoint or args.model
 """
 
@@ -321,5 +317,5 @@ def packages(recipe: Recipe, framework: str, kind: launch.Backend) -> list[str]:
     needed += ["deepspeed"] if kind == "deepspeed" else []
     needed += ["kernels"] if recipe.attention == "flash" else []
     needed += ["liger-kernel"] if framework == "transformers" and recipe.loss == "fused" else []
-    package = names.row(recipe).package
+    package = optimizer_row(recipe.optimizer).package
     return needed + ([package] if package in PINS and package not in needed else [])

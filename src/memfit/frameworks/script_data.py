@@ -1,18 +1,18 @@
-"""The part of a generated train.py that reads the data, in every layout of `memfit data`, and a chat template."""
+"""The part of a generated train.py that reads the data, in all layouts of `memfit data`, with a chat template."""
 
 from __future__ import annotations
 
 DATA = '''\
 # ---- the data
 
-# used where the tokenizer brings no chat template, as those of base models; it is saved with the model
+# for tokenizers without a chat template, such as those of base models; it is saved with the model
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ '### tools\\n' + tools | tojson + '\\n' }}{% endif %}"
     "{% for message in messages %}{{ '### ' + message['role'] + '\\n' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
 )
-# the columns that hold a sample; the first line that fits the data is taken
+# the columns of a sample; the first line whose columns the data has is used
 LAYOUTS = (
     ("input_ids",),
     ("messages",),
@@ -29,11 +29,11 @@ ENDINGS = (*READERS, ".json", ".jsonl", ".ndjson")
 
 
 def load(data: str) -> Dataset:
-    """The samples: messages, text, a prompt with its completion, or input_ids. Rows without them are left out."""
+    """Return the samples: messages, text, a prompt with its completion, or input_ids. Other rows are left out."""
     rows = read(data)
     names = next((names for names in LAYOUTS if set(names) <= set(rows.column_names)), None)
     if names is None:
-        raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of a line of LAYOUTS")
+        raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of one line of LAYOUTS")
     if {"chosen", "rejected"} <= set(rows.column_names):
         raise SystemExit(f"{data} holds preferences (chosen, rejected), and this script learns from examples alone")
     if any(type(rows.features[name]).__name__ == "Json" for name in names):
@@ -47,7 +47,7 @@ def load(data: str) -> Dataset:
 
 
 def read(data: str) -> Dataset:
-    """The rows of a file as they are written there, or of a dataset on the Hub."""
+    """Return the rows of a file with its values as written, or of a dataset on the Hub."""
     suffix = Path(data).suffix.lower()
     if not Path(data).exists():
         if suffix in ENDINGS:
@@ -57,25 +57,25 @@ def read(data: str) -> Dataset:
         separator = "\\t" if suffix == ".tsv" else ","
         with Path(data).open(encoding="utf-8-sig", newline="") as file:
             columns = next(csv.reader(file, delimiter=separator), [])
-        # as they are written: pandas makes numbers of some, and takes "None" and "NA" for missing
+        # keep cells as written: pandas turns some into numbers, and reads "None" and "NA" as missing
         cells = {"converters": dict.fromkeys(columns, cell), "keep_default_na": False}
         return load_dataset("csv", data_files=data, split="train", sep=separator, **cells)
     rows = load_dataset(READERS.get(suffix, "json"), data_files=data, split="train")
     kinds = [kind.dtype for kind in rows.features.values() if isinstance(kind, Value)]
     if suffix not in READERS and any(kind.startswith("timestamp") for kind in kinds):
-        text = Path(data).read_text(encoding="utf-8-sig")  # a column of dates alone is no longer what was written
+        text = Path(data).read_text(encoding="utf-8-sig")  # datasets parsed a column of dates: keep them as written
         whole = text.lstrip().startswith("[")
         rows = Dataset.from_list(json.loads(text) if whole else [json.loads(x) for x in text.splitlines() if x.strip()])
     return rows
 
 
 def cell(text: str) -> str | None:
-    """A cell of a table; an empty one is missing."""
+    """Return a cell of a table, None for an empty one."""
     return text or None
 
 
 def types(rows: Dataset, names: tuple[str, ...]) -> Features | None:
-    """Those of the columns once messages hold a role and plain text, and numbers are text; None: as the samples are."""
+    """Return the types of the samples: messages hold a role and plain text, numbers are text; None: infer them."""
     if names in (("input_ids",), ("instruction", "output")):
         return None
     kinds = [rows.features[name] for name in names]
@@ -92,7 +92,7 @@ def types(rows: Dataset, names: tuple[str, ...]) -> Features | None:
 
 
 def sample(row: dict, names: tuple[str, ...]) -> dict:
-    """One row under the names of `load`; an instruction becomes a chat of one turn."""
+    """Return one row as a sample of `load`; an instruction becomes a chat of one turn."""
     first, last = chat(row[names[0]]), chat(row[names[-1]])
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if names == ("instruction", "output"):
@@ -119,7 +119,7 @@ def sample(row: dict, names: tuple[str, ...]) -> dict:
 
 
 def chat(value: object) -> object:
-    """Messages with a role and plain text, whatever their keys were called; numbers as text; anything else as it is."""
+    """Return messages with `role` and plain text `content`, numbers as text, and any other value unchanged."""
     if not (isinstance(value, list) and value and isinstance(value[0], dict)):
         return value if value is None or isinstance(value, str | list | dict) else str(value)
     roles = {"human": "user", "gpt": "assistant"}
@@ -127,7 +127,7 @@ def chat(value: object) -> object:
     for message in value:
         role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value") or ""
         if role is None:
-            raise SystemExit(f"a message says neither its role nor whom it is from: {str(message)[:200]}")
+            raise SystemExit(f"a message has neither `role` nor `from`: {str(message)[:200]}")
         if not isinstance(content, str):
             content = "".join(part.get("text") or "" for part in content)
         found.append({**message, "role": roles.get(role, role), "content": content})
@@ -135,7 +135,7 @@ def chat(value: object) -> object:
 
 
 def load_tokenizer(model: str, samples: Dataset) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; with a plain chat template where the samples are chats and it has none."""
+    """Return the model's tokenizer, with a plain chat template if the samples are chats and it has none."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     chats = any(isinstance(value, list) and value and isinstance(value[0], dict) for value in samples[0].values())
     if chats and tokenizer.chat_template is None:

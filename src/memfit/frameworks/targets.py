@@ -1,15 +1,15 @@
-"""Exports: a plan as files that other tools run: the targets, one row each, and how their files are written to disk."""
+"""Export a plan as files that other tools run: the targets, one row each, and how their files are written."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
+from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.frameworks import axolotl, llamafactory, transformers, trl
 from memfit.frameworks import process_layout as launch
@@ -22,13 +22,12 @@ RECIPE_FILE = "recipe.toml"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One row: what --target takes, what it writes, and the line that starts it."""
+    """One row: the value of --target, the files it writes, and the command that starts them."""
 
     key: str
-    title: str
     export: Callable[[Plan], dict[str, str]]
     command: Callable[[Plan], str]
-    trainer: str = ""  # the row of trainers.py that a run is accounted as; "": the plan's own
+    trainer: str = ""  # the row of trainers.py by which memory is computed; "": the plan's own
 
 
 SCRIPTS = {"trl": trl.export, "transformers": transformers.export}  # trainers that memfit writes a train.py for
@@ -40,8 +39,7 @@ def _with_launcher(key: str) -> Target:
     def export(plan: Plan) -> dict[str, str]:
         return SCRIPTS[script_of(plan.recipe.trainer)](plan, launch.launch_of(plan.recipe, key))
 
-    titles = {"accelerate": "a train.py with accelerate.yaml", "deepspeed": "a train.py with ds_config.json"}
-    return Target(key, titles[key], export, lambda plan: launch.launch_of(plan.recipe, key).command)
+    return Target(key, export, lambda plan: launch.launch_of(plan.recipe, key).command)
 
 
 def _script(plan: Plan) -> str:
@@ -51,10 +49,10 @@ def _script(plan: Plan) -> str:
 TARGETS: dict[str, Target] = {
     row.key: row
     for row in (
-        Target("trl", "a train.py for TRL's SFTTrainer", trl.export, _script),
-        Target("transformers", "a train.py for transformers.Trainer", transformers.export, _script, "transformers"),
-        Target("axolotl", "axolotl.yaml", axolotl.export, axolotl.command, "transformers"),
-        Target("llamafactory", "llamafactory.yaml", llamafactory.export, llamafactory.command, "transformers"),
+        Target("trl", trl.export, _script),
+        Target("transformers", transformers.export, _script, "transformers"),
+        Target("axolotl", axolotl.export, axolotl.command, "transformers"),
+        Target("llamafactory", llamafactory.export, llamafactory.command, "transformers"),
         _with_launcher("accelerate"),
         _with_launcher("deepspeed"),
     )
@@ -70,9 +68,9 @@ def target(key: str) -> Target:
 
 
 def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> dict[str, str]:
-    """Return {path: text} of everything --out writes: the target's files and recipe.toml. Raises Unsupported.
+    """Return {path: text} of the target's files and recipe.toml. Raises Unsupported.
 
-    `how`: what starts a train.py, for the targets of SCRIPTS; None: what the recipe needs on one machine.
+    `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
@@ -80,7 +78,7 @@ def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> di
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """Return what the user should know about the files: a base model has no chat template of its own."""
+    """Return notes on the files: a base model trained on chats gets a chat template."""
     layout = layout_of(plan.job.dataset)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
@@ -144,7 +142,7 @@ def write(files: dict[str, str], folder: Path, force: bool = False) -> tuple[Pat
     try:
         for path, text in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, text.encode("utf-8"))
+            replace_file(path, text.encode("utf-8"))
     except UnicodeEncodeError:
         raise BadInput("a name in the plan is not valid text", hint="rename the model or data folder") from None
     except OSError as error:
@@ -159,15 +157,3 @@ def _inside(name: str) -> PurePosixPath:
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise BadInput(f"'{name}' would be written outside the folder", hint="export paths are relative")
     return path
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; other users may read a recipe
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

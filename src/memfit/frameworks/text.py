@@ -1,4 +1,4 @@
-"""Text of exported files: literals, comments, YAML, the line that sums up a plan, and what each choice saves."""
+"""Text of exported files: literals, comments, YAML, the summary line of a plan, and what each choice saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class _Plain(yaml.SafeDumper):
     """YAML as people write it: no anchors and aliases, and text of several lines as a block."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write a value again wherever it occurs."""
         return True
 
 
@@ -125,14 +124,15 @@ _WITHOUT: dict[str, tuple[Change, str]] = {
 def savings(plan: Plan) -> dict[str, str]:
     """Return recipe field -> "saves 13.4 GiB against keeping all activations", for choices that save at least 1 MiB.
 
-    A saving is the peak of tensor bytes without the choice, everything else kept, minus the peak with it. A choice that
-    cannot be undone alone has none.
+    A saving is the peak of tensor bytes without the choice, everything else unchanged, minus the peak with it. A choice
+    that cannot be undone alone is left out.
     """
     chosen = _peak(plan, plan.recipe)
     found = {}
     for field, (change, against) in _WITHOUT.items():
         without = change(plan.recipe)
-        if chosen is None or without == plan.recipe or _impossible(plan, without):
+        refused = combinations.refusal(without, plan.job.architecture, plan.job.gpu)
+        if chosen is None or without == plan.recipe or refused:
             continue
         peak = _peak(plan, without)
         if peak is not None and peak - chosen >= MIB:
@@ -141,16 +141,12 @@ def savings(plan: Plan) -> dict[str, str]:
 
 
 def savings_at(plan: Plan, places: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return key of a file -> what its choice saves. `places`: (recipe field, key); the first field at a key has it."""
+    """Return key of a file -> what its choice saves. `places`: (recipe field, key); the first field of a key counts."""
     saved, found = savings(plan), dict[str, str]()
     for field, key in places:
         if field in saved:
             found.setdefault(key, saved[field])
     return found
-
-
-def _impossible(plan: Plan, recipe: Recipe) -> bool:
-    return combinations.refusal(recipe, plan.job.architecture, plan.job.gpu) is not None
 
 
 def _peak(plan: Plan, recipe: Recipe) -> int | None:

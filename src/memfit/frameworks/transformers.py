@@ -1,6 +1,6 @@
 """TrainingArguments, read from JSON or YAML, and a train.py for transformers.Trainer. Keys of transformers 5.23.
 
-A file that has keys of TRL's SFTConfig (1.16) is read as TRL's; its train.py is written by trl.py.
+A file with keys of TRL's SFTConfig (1.16) is read as TRL's. trl.py writes the train.py for TRL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYS = KeyTable(
 LIGER, ATTENTION, MODEL, LOSS = "use_liger_kernel", "attn_implementation", "model_init_kwargs", "loss_type"
 CHECKPOINTINGS = ("activation_checkpointing", "gradient_checkpointing")  # the newer name first
 OLDER_LENGTH = "max_seq_length"
-# keys that tell SFTConfig from TrainingArguments
+# keys of SFTConfig that TrainingArguments does not have
 _SFT = {
     KEYS["sequence_length"].name, KEYS["padding"].name, KEYS["lora_rank"].name, MODEL, "use_peft",
     "padding_free", "dataset_text_field",
@@ -39,7 +39,7 @@ _SFT = {
 }  # fmt: skip
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NO_DTYPE = "the file does not say in which dtype the weights are loaded: taken as bf16, transformers' dtype='auto'"
-# accelerate has no fp16 on a CPU
+# mixed precision -> value of bf16 or fp16; accelerate has no fp16 on a CPU
 ON = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}
 # keys that change no memory
 HARMLESS = words("""
@@ -66,7 +66,7 @@ def matches(data: dict[str, Any]) -> bool:
 
 
 def adopt(data: dict[str, Any], path: Path) -> Adopted:
-    """Return the recipe, and where the file names them model and data, of a Trainer or SFTTrainer run."""
+    """Return the recipe of a Trainer or SFTTrainer run, with model and data if the file names them."""
     keys = Keys(data, path.name)
     trl = bool(_SFT & set(data))
     model = _read_model(keys)
@@ -125,7 +125,7 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
 def _read_loss(keys: Keys, trl: bool) -> str:
     kind, liger = word(keys.take(LOSS, default="nll")), keys.flag(LIGER)
     if kind not in ("nll", "chunked_nll"):
-        keys.odds(LOSS)
+        keys.not_expressed(LOSS)
     return "fused" if liger or trl else "full"
 
 
@@ -136,9 +136,9 @@ def _read_checkpointing(keys: Keys, trl: bool) -> str:
     keys.take(older)
     offloads = settings.flag("offload") or keys.flag("activation_offloading")
     if settings.take("every_n_layers", default=1) != 1:
-        keys.odds(newer, older)
+        keys.not_expressed(newer, older)
     if not on:
-        keys.odds(*(["activation_offloading"] if offloads else []))
+        keys.not_expressed(*(["activation_offloading"] if offloads else []))
         return "none"
     return "offload" if offloads else "selective" if settings.flag("selective") else "full"
 
@@ -171,7 +171,7 @@ def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
 
 
 def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, trl: bool, assumed: list[str]) -> str:
-    """Weights as loaded and autocast as switched on; under DeepSpeed 16-bit weights with a master copy."""
+    """Return the precision from the dtype of the weights and from autocast; DeepSpeed adds a master copy."""
     fp16 = keys.flag("fp16")
     bf16 = keys.flag("bf16", default=trl and not fp16)
     dtype = word(model.take("dtype", "torch_dtype", default="float32" if trl else "")).removeprefix("torch.")
@@ -191,7 +191,7 @@ def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, tr
 
 _TOKENIZE = '''\
 def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Token ids and labels, cut to MAX_LENGTH; the prompt of a completion is read but not learned."""
+    """Return token ids and labels, cut to MAX_LENGTH; the prompt of a completion is not learned."""
 
     def ids_of(text: list | str, row: dict, prompt: bool = False) -> list[int]:
         if isinstance(text, list):  # the template writes the special tokens itself
@@ -216,12 +216,12 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
 
     rows = samples.map(encode, remove_columns=samples.column_names)
-    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # a cut prompt teaches nothing
+    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # drops rows without a token to learn
 '''
 
 
 def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
-    """Return train.py, requirements.txt and what starts it on several cards. Raises Unsupported."""
+    """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     how = how or launch.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
     files = {
@@ -232,7 +232,7 @@ def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
 
 
 def check(recipe: Recipe, kind: launch.Backend) -> None:
-    """Raise Unsupported for what transformers.Trainer has no setting for."""
+    """Raise Unsupported for recipes that transformers.Trainer cannot run."""
     names.check_method(recipe)
     launch.check(recipe, kind)
     if recipe.loss == "chunked":
@@ -275,7 +275,7 @@ def _imports(recipe: Recipe) -> list[str]:
 
 
 def _prepares(recipe: Recipe) -> bool:
-    # sharded weights must keep one dtype, so the fp32 copy of embeddings and norms is left out there
+    # sharded weights must keep one dtype, so embeddings and norms are not cast to fp32 there
     return recipe.quantization != "none" and recipe.shard != "parameters"
 
 

@@ -16,11 +16,11 @@ from memfit.tables.trainers import trainer
 
 VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"
 CHECKPOINTING = CHECKPOINTINGS[1]  # the older name, which every TRL has
-_FUSED_SINCE = (1, 15)  # the first TRL whose loss memfit's scripts count on
+_FUSED_SINCE = (1, 15)  # the first TRL with the fused loss that memfit's scripts rely on
 
 
 def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
-    """Return train.py, requirements.txt and what starts it on several cards. Raises Unsupported."""
+    """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
     how = how or launch.launch_of(plan.recipe)
@@ -30,14 +30,14 @@ def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
 
 
 def check(recipe: Recipe, kind: launch.Backend) -> None:
-    """Raise Unsupported for what SFTTrainer has no setting for."""
+    """Raise Unsupported for recipes that SFTTrainer cannot run."""
     names.check_method(recipe)
     launch.check(recipe, kind)
     if recipe.trainer.startswith("trl==") and trainer(recipe.trainer).since < _FUSED_SINCE:
         raise Unsupported(f"memfit writes scripts for TRL 1.15 and newer, not {recipe.trainer}", hint="--trainer trl")
     if recipe.method != "full" and "lm_head" in recipe.lora_targets:
         raise Unsupported(
-            "TRL computes the loss from lm_head itself, an adapter on it would not learn", hint="--target transformers"
+            "TRL computes the loss from lm_head itself; an adapter on it would not learn", hint="--target transformers"
         )
 
 
@@ -62,7 +62,7 @@ _WIDEN = """\
 
 
 def _scales_bf16(recipe: Recipe, kind: launch.Backend) -> bool:
-    # trl#4901; DeepSpeed and FSDP2 cast what is trained themselves
+    # trl#4901; DeepSpeed and FSDP2 cast trained weights themselves
     return recipe.quantization != "none" and recipe.precision == "fp16-mixed" and kind in ("plain", "ddp")
 
 
@@ -102,7 +102,7 @@ def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> l
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
     if numbers.mixed == "fp16":
         autocast.append(("fp16", ON["fp16"], ""))
-    loads = script.with_saving("TRL loads float32 unless told", saved, "precision")
+    loads = "TRL loads float32 by default" + (f"; {saved['precision']}" if "precision" in saved else "")
     return [*autocast, (MODEL, literal(model), loads)]
 
 

@@ -1,4 +1,4 @@
-"""The noun AllocSettings: a parsed PYTORCH_ALLOC_CONF, refused where PyTorch's own parser refuses it."""
+"""The noun AllocSettings: a parsed PYTORCH_ALLOC_CONF. What PyTorch's parser refuses is refused here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AllocSettings:
 
     max_split_size: int | None = None  # None: every block may be split
     max_non_split_rounding: int = K_LARGE_BUFFER
-    garbage_collection_threshold: float = 0.0  # 0: off; it acts only together with a memory fraction
+    garbage_collection_threshold: float = 0.0  # 0: off; it has an effect only with a memory fraction
     roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP
     expandable_segments: bool = False
     large_segment_size: int = K_LARGE_BUFFER

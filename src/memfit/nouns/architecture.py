@@ -68,7 +68,7 @@ class Attention:
     q_lora_rank: int = 0  # MLA
     kv_lora_rank: int = 0  # MLA
     sinks: bool = False
-    sdpa: bool = True  # False: transformers has no fused kernel for the class and falls back on eager attention
+    sdpa: bool = True  # False: transformers has no SDPA for the class and falls back to eager attention
     upcast: bool = True  # eager attention computes its softmax in fp32
     code: str = ""  # a row of closed_form.layers.attention.MIXERS, for model classes with their own attention code
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
@@ -158,28 +158,3 @@ class Architecture:
     def parameters(self) -> int:
         """Count the stored parameters, tied ones once."""
         return sum(w.numel for w in self.weights)
-
-    def parameters_by_module(self) -> dict[str, int]:
-        """Count parameters by part: embedding, attention, mlp, experts, norms, head, tower."""
-        counts: dict[str, int] = {}
-        for part, weights in (
-            ("embedding", self.embedding),
-            ("norms", self.final),
-            ("head", self.head),
-            ("tower", self.tower),
-        ):
-            counts[part] = sum(w.numel for w in weights)
-        for layer in self.layers:
-            for w in layer.weights:
-                part = _part_of(w)
-                counts[part] = counts.get(part, 0) + w.numel
-        return {k: v for k, v in counts.items() if v}
-
-
-def _part_of(weight: Weight) -> str:
-    if weight.kind == "experts":
-        return "experts"
-    if weight.kind == "norm":
-        return "norms"
-    words = ("mlp", "ffn", "fc", "dense_h", "intermediate", "router")
-    return "mlp" if any(word in weight.name for word in words) else "attention"

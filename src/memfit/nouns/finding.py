@@ -1,7 +1,4 @@
-"""The noun Finding.
-
-One cause of an out-of-memory error, with its evidence in bytes, the holders of memory, and remedies.
-"""
+"""The noun Finding: one cause of an out-of-memory error, with evidence in bytes, holders of memory and remedies."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Cause = Literal[
     "input-grads", "not-known",
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
-Part = Role | Literal["unknown"]  # unknown: older than the recording or without a stack
+Part = Role | Literal["unknown"]  # unknown: allocated before the recording, or recorded without a stack
 
 
 def part_of(alloc: Alloc) -> Part:
@@ -80,7 +77,7 @@ CAUSES: dict[Cause, str] = {
     "input-grads": "checkpointing has no effect: no input of a checkpointed block requires a gradient",
     "not-known": "what was given does not show the cause",
 }
-# titles for a history in which nothing failed: what its peak is made of
+# titles for a history without a failure: they describe its peak
 PEAKS: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states make most of the peak",
     "activations": "what the forward pass keeps for the backward pass makes most of the peak",
@@ -111,7 +108,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A setting to change. `change` are the fields of a Recipe it alters, by which a planner can price it."""
+    """A setting to change. `change` holds the Recipe fields it alters, for computing what it saves."""
 
     text: str
     cost: str
@@ -121,7 +118,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause. `line` is the user's own line where it happens, as far as it is known."""
+    """One cause. `line` is the user's own line where it happens, "" if unknown."""
 
     cause: Cause
     title: str

@@ -7,7 +7,7 @@ from typing import Literal
 
 from memfit.nouns.tape import Phase, Role
 
-OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases a run may leave out: shown, but not part of the verdict
+OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases that not every run has: shown, but not part of the verdict
 Source = Literal["formula", "traced", "measured"]
 
 

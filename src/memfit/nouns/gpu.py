@@ -38,7 +38,7 @@ class Gpu:
 
     @property
     def platform(self) -> Platform:
-        """Return PyTorch's device type for the card; a card of which only the memory is known counts as NVIDIA's."""
+        """Return PyTorch's device type for the card; one of which only the memory is known counts as NVIDIA's."""
         if self.vendor == "Intel":
             return "hpu" if self.arch == "Gaudi" else "xpu"
         found: dict[str, Platform] = {"AMD": "rocm", "Apple": "mps"}
@@ -46,19 +46,19 @@ class Gpu:
 
     @property
     def bf16(self) -> bool:
-        """Tell whether the card has bf16 units; all cards of other vendors in the table do."""
+        """Return whether the card has bf16 units, as all cards of other vendors in the table do."""
         return self.compute_capability is None or self.compute_capability >= FIRST_BF16
 
     @property
     def unified(self) -> bool:
-        """Tell whether the card shares the host's memory. AMD's firmware sets a part aside, which counts as its own."""
+        """Return whether the card shares the host's memory. On AMD a part set aside by firmware counts as its own."""
         return self.pcie == "unified" and self.vendor != "AMD"
 
     @property
     def half_flops(self) -> float:
-        """Return 16-bit operations per second, in the format the card has units for; 0: unknown."""
+        """Return operations per second in bf16, or in fp16 without bf16 units; 0: unknown."""
         return self.bf16_flops or self.fp16_flops
 
     def usable_bytes(self, reserve: int = 0) -> int:
-        """Return what tensors and the allocator's slack may take: CUDA total - context - reserve."""
+        """Return the bytes left for PyTorch's allocator: CUDA total - context - reserve."""
         return self.total_bytes - self.context_bytes - reserve

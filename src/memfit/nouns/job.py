@@ -1,4 +1,4 @@
-"""The nouns Job (what the user asked), Recipe (what the planner may choose) and Training (what changes no memory)."""
+"""The nouns Job (what the user requested), Recipe (what the planner may choose) and Training (no effect on memory)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Recipe:
 
     @property
     def zero(self) -> bool:
-        """Tell whether DeepSpeed runs it: offloading, ZeRO-1, ZeRO-2 and master copies. Otherwise FSDP2 shards."""
+        """Return whether DeepSpeed runs it: offloading, ZeRO-1, ZeRO-2 and master copies. Otherwise FSDP2 shards."""
         master = self.precision == "bf16-master" and self.method == "full"
         return master or self.offload != "none" or self.shard in ("optimizer", "gradients")
 
@@ -99,7 +99,7 @@ AS_USUAL = Training()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the user asked. `wanted` holds the recipe fields that were named; the planner never changes those."""
+    """What the user requested. `wanted` holds the recipe fields set by flags, which the planner never changes."""
 
     architecture: Architecture
     gpu: Gpu
@@ -109,7 +109,7 @@ class Job:
     method: Literal["auto", "full", "lora", "qlora"] = "auto"
     trainer: str = "trl"
     wanted: tuple[tuple[str, Any], ...] = ()
-    stated: tuple[str, ...] = ()  # recipe fields set by a file of the user's: the ladder starts from their values
+    stated: tuple[str, ...] = ()  # recipe fields set by the user's file: the ladder starts from their values
     reserve: int = 0  # bytes of the card kept free on purpose
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
@@ -192,6 +192,6 @@ class RecipeFile:
     gpu: str = ""
     gpu_memory: int = 0
     data: str = ""
-    effective_batch: int = 0  # sequences per optimizer step that the user asked for; 0: as the recipe multiplies
+    effective_batch: int = 0  # requested sequences per optimizer step; 0: the product of the recipe's fields
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
     training: Training = AS_USUAL

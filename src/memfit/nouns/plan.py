@@ -1,4 +1,4 @@
-"""The noun Plan: the verdict, the chosen recipe, the ladder to it, what was refused and why; and the verdict's rule."""
+"""The noun Plan: verdict, chosen recipe, ladder, and refused candidates with reasons; and the rule for verdicts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Verdict = Literal["fits", "tight", "misfit"]
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A footprint held against a card. Sizes are bytes."""
+    """The comparison of a footprint with a card. Sizes are bytes."""
 
     verdict: Verdict
-    usable: int  # what the card leaves for one process: CUDA total - context - reserve
+    usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
     need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
@@ -25,7 +25,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One step of the ladder: the recipe up to here, and what this step saves and costs in this run."""
+    """One step of the ladder: the recipe so far, and what this step saves and costs in this run."""
 
     key: str  # row of planner/rungs.py: "checkpointing"
     title: str  # "+ activation checkpointing"
@@ -93,7 +93,7 @@ RECLAIM_SHARE = 0.10
 
 
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
-    """Judge a footprint by its reserved peak and what the card leaves; `verdict_of` holds the rule."""
+    """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
     levels = footprint.peak.levels
     nccl = levels.device - levels.reserved - gpu.context_bytes
     tensors = max(p.levels.allocated for p in footprint.needed)
@@ -103,9 +103,9 @@ def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
 def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
     """Return the verdict on a peak of `need` reserved bytes, `tensors` of them allocated, on `usable` bytes.
 
-    fits: even a peak BAND_SHARE higher stays on the card.
-    misfit: returning cached blocks cannot help, as either the tensors alone, taken BAND_SHARE lower, or the reserved
-    bytes, taken RECLAIM_SHARE lower, are more than the card has.
+    fits: a peak higher by BAND_SHARE would still fit.
+    misfit: the tensors alone, lower by BAND_SHARE, or the reserved bytes, lower by RECLAIM_SHARE, are more than the
+    card has, so that returning cached blocks cannot help.
     tight: anything between.
     """
     band = int(need * BAND_SHARE)

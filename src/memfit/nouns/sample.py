@@ -1,4 +1,4 @@
-"""The nouns of a watched run: Sample (one look at memory), Leak and LeakHolder (what grows, who keeps it), Watched."""
+"""The nouns of a watched run: Sample (memory at one instant), Leak and LeakHolder (growth and its cause), Watched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MeterFacts:
 
     title: str
     compared: Literal["reserved", "device"] | None
-    roles: bool  # does it read tensors, so that parameters and states can be distinguished from the rest
+    roles: bool  # whether it reads tensors, so that parameters and states can be distinguished from the rest
 
 
 METERS: dict[MeterName, MeterFacts] = {
@@ -30,7 +30,7 @@ METERS: dict[MeterName, MeterFacts] = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known when a watch begins. `total` is bytes of the card, 0 where there is none; `started` is ISO 8601."""
+    """The facts of a watch at its start. `total` is bytes of the card, 0 without one; `started` is ISO 8601."""
 
     name: str  # the script
     meter: MeterName
@@ -43,9 +43,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look: bytes at this instant (`now`), and the highest of each level since the look before (`peak`).
+    """Bytes at one instant (`now`), and the highest of each level since the sample before (`peak`).
 
-    `step` counts finished optimizer steps, `phase` is what the run did since the look before. `peak.device` is the
+    `step` counts finished optimizer steps, `phase` is the phase since the sample before. `peak.device` is the
     highest that was seen, at most one second old: the driver keeps no maximum. Where tensors were not `counted` only
     `device` was read: the other levels are 0 here and absent from the log. `whole_card`: the driver listed none of the
     command's processes (as in a container), and `device` is what the card has in use, other processes included.
@@ -57,13 +57,13 @@ class Sample:
     now: Levels
     peak: Levels
     counted: bool = True
-    every: int = 1  # a look at every so many steps: more than one where steps are very short
+    every: int = 1  # steps per sample: more than one where steps are very short
     whole_card: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LeakHolder:
-    """Who keeps tensors alive. `place` is "file.py:12" of the line that stores them or binds `name`."""
+    """What keeps tensors alive. `place` is "file.py:12" of the line that stores them or binds `name`."""
 
     kind: Literal["graph", "container", "variable", "cycle", "unknown"]
     name: str  # as the program writes it: history, self.cache[...], total
@@ -90,10 +90,10 @@ AlarmKind = Literal["card", "band", "leak", "unsure", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something to look at now.
+    """A warning during a run.
 
-    The card is nearly full, the predicted band is left, memory leaks, it is unsure whether it does, or the run ended
-    in an error, of which `bytes` are what it requested.
+    The card is nearly full, memory is outside the predicted band, memory leaks or may leak, or the run ended in an
+    error; then `bytes` is the size of the failed request.
     """
 
     kind: AlarmKind
@@ -117,7 +117,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A run under way, as a screen shows it: its last look, and the peaks of every phase so far."""
+    """A run under way, as a screen shows it: its last sample, and the peak of every phase so far."""
 
     header: Header
     last: Sample

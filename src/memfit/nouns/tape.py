@@ -1,4 +1,4 @@
-"""The noun Tape: what happened to a card's memory, event by event, predicted, traced or recorded.
+"""The noun Tape: the memory events of a run in order, predicted, traced or recorded.
 
 `memfit.allocator.compact` converts the events to and from integers, for speed.
 """
@@ -47,7 +47,7 @@ class Mark:
 FORWARD = "forward"
 BACKWARD, AFTER_BACKWARD = "backward", "after backward"
 OPTIMIZER_STEP, AFTER_STEP = "optimizer step", "after the step"
-# a forward outside of training that keeps what a backward would need
+# a forward pass outside of training that keeps activations for a backward pass
 GRADIENTS_ON = "forward, gradients on"
 NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
 
@@ -118,12 +118,12 @@ WRITTEN = "when the file was written"  # the one instant of a snapshot without a
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """A run's events in order, with what is known of the card and the stack that made them.
+    """A run's events in order, with the known facts about the card and the software.
 
-    `start` is empty where the recording began with an empty allocator. `about` may say `torch` ("2.13"), `alloc_conf`
-    (the PYTORCH_ALLOC_CONF the run had), `capacity` (bytes the allocator is known to have had at its disposal),
-    `total_memory` (bytes of the card), `gpu` (its name), `device` (its number), `chosen` (why that one of several),
-    `model` and whatever else was recorded; a missing key is not known.
+    `start` is empty if the recording began with an empty allocator. `about` may hold `torch` ("2.13"), `alloc_conf`
+    (the run's PYTORCH_ALLOC_CONF), `capacity` (bytes available to the allocator), `total_memory` (bytes of the card),
+    `gpu` (its name), `device` (its number), `chosen` (why that one of several), `model` and other recorded facts; a
+    missing key is unknown.
     """
 
     events: tuple[Event, ...]
@@ -133,17 +133,17 @@ class Tape:
 
     @property
     def device(self) -> int | None:
-        """Return the number of the recorded card, where it is known."""
+        """Return the number of the recorded card, None if unknown."""
         number = self.about.get("device", "")
         return int(number) if number.isdecimal() else None
 
     @property
     def is_instant(self) -> bool:
-        """Return whether only one instant was recorded, which need not be that of the peak."""
+        """Return whether only one instant was recorded; it need not be the peak."""
         return not any(isinstance(event, Alloc | Free | Oom) for event in self.events)
 
     @property
     def ends_in_oom(self) -> bool:
-        """Return whether the run died of an out-of-memory: what it would have needed afterwards is not on the tape."""
+        """Return whether an out-of-memory ended the run, so that its later needs are not on the tape."""
         last = next((event for event in reversed(self.events) if isinstance(event, Oom | Alloc)), None)
         return isinstance(last, Oom)

@@ -1,4 +1,4 @@
-"""make_plan(): climb the ladder as far as needed, then search for the fastest recipe that fits."""
+"""make_plan() climbs the ladder as far as needed, then searches for the fastest recipe that fits."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ Progress = Callable[[str, float], None]
 START_BATCH = 8  # the ladder starts at a comfortable micro-batch and shrinks it on its own rung
 CONFIRMED = 6  # how many of the fastest candidates are replayed before the search gives up
 LONGEST_SEQUENCE = 1 << 20
-PAYS_LATER = (
-    "mixed",
-    "accumulation",
-    "shard-parameters",
-)  # rungs that later ones build on, whatever they save by themselves
+# rungs that are kept even where they save nothing, because later ones build on them
+PAYS_LATER = ("mixed", "accumulation", "shard-parameters")
 
 
 def make_plan(
     job: Job, *, base: Recipe | None = None, cards: Iterable[Gpu] = (), any_gpu: bool = False,
     progress: Progress | None = None, known: Known | None = None,
 ) -> Plan:  # fmt: skip
-    """Answer a job. `base` holds what the user's flags or file said; `cards` are considered when `any_gpu`.
+    """Return the plan of a job.
 
-    `known`: what is known better than by formula about some recipes on the job's own card.
+    `base` is the recipe from the user's flags or file. `cards` are considered with `any_gpu`. `known` maps recipes to
+    traced footprints on the job's own card, which replace those by formula. The ladder is climbed only as far as
+    needed; fields that the user set are never changed.
 
-    The ladder is climbed only as far as needed; what the user named is never altered. Raises BadInput for impossible
-    combinations and Unsupported for models that are not modelled.
+    Raises BadInput for impossible combinations and Unsupported for models that are not modelled.
     """
     tell = progress or (lambda text, share: None)
     cards, base = tuple(cards), base or Recipe()
@@ -55,7 +53,7 @@ def make_plan(
 
 
 def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) -> Plan:
-    """Return the plan on one card."""
+    """Return the plan on the job's own card."""
     estimator = Estimator(job, known)
     start = starting_recipe(job, base)
     tell("climbing the ladder", 0.1)
@@ -71,7 +69,7 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) 
     tell("looking at neighbours", 0.8)
     seconds = estimator.seconds(chosen)
     return Plan(
-        job, chosen, _with_cut_samples(job, footprint), judgement, _marked(rungs, reached), refused,
+        job, chosen, _with_cut_samples(job, footprint), judgement, tuple(rungs[: rungs.index(reached) + 1]), refused,
         largest=_limits(estimator, chosen), seconds_per_step=seconds,
         step_time=_relative(seconds, estimator.seconds(rungs[0].recipe)),
         notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen),
@@ -80,7 +78,7 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) 
 
 
 def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
-    """Add to the footprint how many samples the sequence length cuts."""
+    """Return the footprint with a note on the share of samples that the sequence length cuts."""
     if job.truncated is None:
         return footprint
     cut = f"sequence {job.sequence_length:,} cuts {share_of_samples(job.truncated)} of the samples"
@@ -88,9 +86,9 @@ def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
 
 
 def starting_recipe(job: Job, base: Recipe) -> Recipe:
-    """Return where the ladder starts: what flags and files set, else fp32, no technique and a comfortable batch."""
+    """Return the first recipe of the ladder: what flags or files set, else fp32 without any technique."""
     wanted = dict(job.wanted)
-    if job.stated:  # what a file leaves out has its framework's default
+    if job.stated:  # a file's missing keys have the defaults of its framework
         return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
     per_gpu = max(job.effective_batch // job.num_gpus, 1)
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
@@ -105,7 +103,7 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
     if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised
         plain |= {"method": method, "precision": half_precision(job.gpu)}
         plain["quantization"] = "nf4-double" if method == "qlora" else "none"
-    if job.longest_sample:  # a sequence length that no sample reaches costs nothing; token counts may be estimates
+    if job.longest_sample:  # memory is needed only up to the longest sample; token counts may be estimates
         plain["sequence_length"] = min(job.sequence_length, -(-job.longest_sample // MULTIPLE) * MULTIPLE)
     plain |= {k: v for k, v in wanted.items() if k != "method" or v != "auto"}
     if "micro_batch" in wanted and "accumulation" not in wanted:
@@ -119,7 +117,7 @@ def techniques(job: Job, base: Recipe | None = None) -> tuple[Rung, ...]:
 
 
 def left_out(job: Job, base: Recipe | None = None) -> tuple[str, ...]:
-    """Return the rungs this kind of card cannot take, each with the reason."""
+    """Return a note for each reason for which rungs are impossible on this card."""
     start, wanted = starting_recipe(job, base or Recipe()), dict(job.wanted)
     why: dict[str, list[str]] = {}
     for step in steps_for(job):
@@ -140,10 +138,10 @@ def _taken(step: LadderStep, recipe: Recipe, job: Job) -> Recipe:
 
 
 def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> list[Rung]:
-    """Climb the rungs in order; with `stop` no further than the first that fits.
+    """Return the rungs in order; with `stop` no further than the first that fits.
 
-    A start that is impossible by itself (flash attention in fp32) is left out where a rung makes it possible. A recipe
-    from a file is the first rung, or there is no ladder.
+    A start that is impossible by itself (flash attention in fp32) is left out if a later rung makes it possible. A
+    recipe from a file is the first rung; if it is impossible there is no ladder.
     """
     plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
     rungs = [_rung(plain, start, (), estimator)] if estimator.possible(start) else []
@@ -159,7 +157,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
             continue
         rung = _rung(step, changed, rungs, estimator)
         if rungs and rung.saved <= 0 and stop and changed.method == recipe.method and step.key not in PAYS_LATER:
-            continue  # it saves nothing here
+            continue
         rungs.append(rung)
         recipe = changed
     if not rungs:
@@ -168,7 +166,7 @@ def _climb(job: Job, start: Recipe, estimator: Estimator, stop: bool = True) -> 
 
 
 def _only_a_start(job: Job, rung: Rung) -> bool:
-    """Return whether a rung is the default start in fp32, which is no answer because it is several times slower."""
+    """Return whether a rung is the default start in fp32, which is never the answer: it is several times slower."""
     chosen = "precision" in dict(job.wanted) or "precision" in job.stated
     return rung.key == "plain" and rung.recipe.precision == "fp32" and not chosen
 
@@ -196,7 +194,7 @@ def _applies(step: LadderStep, recipe: Recipe, method: str, wanted: dict[str, ob
 
 
 def _already(step: LadderStep, recipe: Recipe) -> bool:
-    """Return whether the recipe already does what the rung would, in a way `backwards` does not detect."""
+    """Return whether the recipe already has the effect of a rung that `backwards` does not cover."""
     if step.key == "mixed":
         return recipe.precision != "fp32"
     if step.key == "accumulation":
@@ -205,22 +203,14 @@ def _already(step: LadderStep, recipe: Recipe) -> bool:
 
 
 def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
-    """Return the rung after a step; the recipe of a file is always replayed, as `memfit estimate` does."""
+    """Return the rung of a step; the recipe of a file is always replayed, as `memfit estimate` does."""
     footprint, judgement = estimator.shown(recipe, exact=bool(estimator.job.stated and not before))
     saved = before[-1].judgement.need - judgement.need if before else 0
     relative = _relative(estimator.seconds(recipe), estimator.seconds(before[0].recipe)) if before else 1.0
     return Rung(
-        step.key,
-        step.title,
-        recipe,
-        footprint,
-        judgement,
-        saved,
-        relative,
-        step.caveat,
-        _why(judgement),
+        step.key, step.title, recipe, footprint, judgement, saved, relative, step.caveat, _why(judgement),
         dict(step.flags),
-    )
+    )  # fmt: skip
 
 
 def _relative(seconds: float, reference: float) -> float:
@@ -236,7 +226,7 @@ def _why(judgement: Judgement) -> str:
 
 
 def _search(job: Job, reached: Rung, estimator: Estimator) -> tuple[Recipe, tuple[Refusal, ...]]:
-    """Return the fastest candidate that a replay confirms to fit, and the faster ones that do not as refusals."""
+    """Return the fastest candidate that fits by replay, and as refusals the faster ones that do not."""
     fitting, failing = ranked(job, reached.recipe, estimator)
     refused: list[Refusal] = []
     chosen = reached.recipe
@@ -263,10 +253,6 @@ def _refusal(candidate: Candidate, judgement: Judgement) -> Refusal:
     return Refusal(title, r, -judgement.headroom, _why(judgement))
 
 
-def _marked(rungs: list[Rung], reached: Rung) -> tuple[Rung, ...]:
-    return tuple(rungs[: rungs.index(reached) + 1])
-
-
 def _limits(estimator: Estimator, recipe: Recipe) -> dict[str, int]:
     positions = estimator.job.architecture.max_positions
     longest = positions if positions and estimator.job.architecture.learned_positions else LONGEST_SEQUENCE
@@ -277,7 +263,7 @@ def _limits(estimator: Estimator, recipe: Recipe) -> dict[str, int]:
 
 
 def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
-    """Return a note where the plan fell from full fine-tuning to LoRA or QLoRA, which changes what is learned."""
+    """Return a note if the plan went from full fine-tuning to LoRA or QLoRA, which changes what is learned."""
     if job.method != "auto" or reached.recipe.method == "full":
         return ()
     full = next((r for r in reversed(rungs) if r.recipe.method == "full"), None)
@@ -290,7 +276,7 @@ def _transitions(job: Job, rungs: list[Rung], reached: Rung) -> tuple[str, ...]:
 
 
 def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
-    """Return a note where the effective batch asked for cannot be split evenly."""
+    """Return a note if the requested effective batch cannot be split evenly."""
     if recipe.effective_batch == job.effective_batch:
         return ()
     return (f"effective batch {recipe.effective_batch}: {job.effective_batch} cannot be split evenly as asked",)
@@ -303,7 +289,7 @@ def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tuple[str, ...]) -> Plan:
-    """Return the plan of the recipe that needs least, where none fits."""
+    """Return the plan of the recipe that needs least, for a job that no recipe fits."""
     closest = min(rungs, key=lambda r: r.judgement.need)
     return Plan(
         job, closest.recipe, _with_cut_samples(job, closest.footprint), closest.judgement, tuple(rungs),

@@ -1,8 +1,7 @@
-"""Seconds of one optimizer step by a roofline: compute, device memory, PCIe and links, whichever is slower in each
-part.
+"""Estimate the seconds of an optimizer step by a roofline: in each part the slowest of compute, memory, PCIe and links.
 
-Relative times are what it is for (docs/techniques.md says how far to trust them); absolute ones assume the shares
-below.
+The model is meant for relative times (docs/techniques.md states how accurate they are). Absolute times depend on the
+shares assumed below.
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ from memfit.tables.trainers import checkpointing_of
 # Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
 MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
 MATMUL_SHARE_OTHER = 0.75
-TRAINING_SHARE = (
-    # share of that rate over a whole step, with elementwise kernels and launches between products; range 0.4 to 0.7
-    0.6
-)
+# share of that rate over a whole step, with elementwise kernels and launches between products; range 0.4 to 0.7
+TRAINING_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8  # share of the data-sheet bandwidth that streaming kernels reach
 UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_PCIE = 50e12, 500e9, 13e9
 FP32_RATE = 0.25  # fp32 (TF32 off) products against 16-bit ones
 KERNELS_PER_BLOCK = 60  # launches of one block's forward (recorded: 45 to 75); a backward has twice as many
 LAUNCH_SECONDS = 6e-6  # CPU time of one launch in eager PyTorch; range 4e-6 to 10e-6
 EAGER_PASSES = 14  # times a score matrix crosses device memory in eager attention, forward and backward
+# bytes per second of host memory that AdamW on the CPUs reaches, all processes together; range 20e9 to 200e9
+HOST_BANDWIDTH = 80e9
+PAGED_MISS = 0.0  # paged states stay on the card until memory is short
+EXPOSED = 0.3  # share of communication that compute does not hide; range 0.1 to 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
     logits = _logits(a, r, bandwidth)
-    launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # small batches wait for the CPU
+    launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # the lower bound for small batches
     forward = max(products + attention + logits / 3, launches)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
     # selective checkpointing keeps the output of attention
@@ -80,7 +81,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
 
 @lru_cache(maxsize=64)
 def active_parameters(a: Architecture) -> int:
-    """Return the parameters a token is multiplied with: not the embedding, nor the experts it is not routed to."""
+    """Return the parameters that each token is multiplied with: all but the embedding and unused experts."""
     total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
     for layer in a.layers:
         for w in layer.weights:
@@ -104,13 +105,13 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
 
 
 def _logits(a: Architecture, r: Recipe, bandwidth: float) -> float:
-    """Traffic of the loss: full logits cross memory in fp32 several times, a fused head keeps them in cache tiles."""
+    """Return the seconds of the loss: full logits cross memory in fp32 several times, fused ones stay in cache."""
     passes = {"full": 34, "chunked": 30, "fused": 6}[r.loss]
     return passes * a.vocabulary * r.tokens / bandwidth
 
 
 def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:
-    """Weights, gradients and states read and written once; on the host when offloaded."""
+    """Return the seconds to read and write weights, gradients and states once, on the host when offloaded."""
     row = optimizer(r.optimizer)
     share = r.num_gpus if r.shard != "none" else 1
     traffic = (3 * s.gradients + 2 * s.states + 2 * s.master) / share
@@ -120,18 +121,12 @@ def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:
     return traffic * (1 + row.flops) / bandwidth + paged
 
 
-HOST_BANDWIDTH = (
-    80e9  # bytes per second of host memory that AdamW on the CPUs reaches, all processes together; range 20e9 to 200e9
-)
-PAGED_MISS = 0.0  # paged states stay on the card until memory is short
-
-
 def _pcie(gpu: Gpu) -> float:
     return gpu.pcie_bandwidth or UNKNOWN_PCIE
 
 
 def _transfer(r: Recipe, s: Static, gpu: Gpu) -> float:
-    """Bytes over PCIe (offload) and between cards (gradients, gathered weights), partly hidden behind compute."""
+    """Return the seconds of PCIe (offload) and link traffic (gradients, gathered weights) not hidden by compute."""
     seconds = 0.0
     if r.offload != "none":
         seconds += 2 * s.gradients / _pcie(gpu)
@@ -144,6 +139,3 @@ def _transfer(r: Recipe, s: Static, gpu: Gpu) -> float:
         if r.shard == "parameters":
             seconds += EXPOSED * 2 * r.accumulation * share * s.base / link
     return seconds
-
-
-EXPOSED = 0.3  # share of communication that compute does not hide; range 0.1 to 0.6

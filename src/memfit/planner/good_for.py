@@ -1,4 +1,4 @@
-"""What a card is good for: the largest model of a catalogue that fits by each method, at one stated setting."""
+"""Find the largest catalogued model that a card trains by each method, at one fixed setting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTING = (
     "Llama, Qwen3, Mistral and Gemma 3; micro-batch 1, sequence 2048, full checkpointing, fused loss, AdamW; "
     "bf16, or fp16 mixed on cards without bf16"
 )
-# the models people name: dense decoders of these publishers, which keeps the table readable and quick
+# only well-known dense decoders of these publishers, to keep the table readable and the search quick
 PUBLISHERS = ("meta-llama/", "Qwen/", "mistralai/", "google/")
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text")
 _COMMON = Recipe(micro_batch=1, sequence_length=2048, checkpointing="full", loss="fused")
@@ -28,9 +28,9 @@ RECIPES: dict[str, Recipe] = {
     "lora": _COMMON.but(method="lora"),
     "qlora": _COMMON.but(method="qlora", quantization="nf4-double"),
 }
-# bytes per parameter that every model needs, to skip those that cannot fit: AdamW in 16 bits, 16-bit and 4-bit bases
+# least bytes per parameter, to skip models that cannot fit: AdamW in 16 bits, 16-bit and 4-bit bases
 _LEAST = {"full": 8.0, "lora": 2.0, "qlora": 0.5}
-VENDORS = ("NVIDIA", "AMD")  # whose cards run the allocator and kernels that are modelled here
+VENDORS = ("NVIDIA", "AMD")  # vendors whose cards run the modelled allocator and kernels
 
 
 class CatalogueModel(Protocol):
@@ -56,7 +56,7 @@ class Largest:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """A card and, by method, what it is good for; a method that is missing fits nothing or is not modelled there."""
+    """A card and its largest model by method; a missing method fits no model or is not modelled on the card."""
 
     gpu: Gpu
     good_for: Mapping[str, Largest]
@@ -68,9 +68,8 @@ E = TypeVar("E", bound=CatalogueModel)
 def good_for(gpus: Iterable[Gpu], entries: Sequence[E], load: Callable[[E], Architecture | None]) -> tuple[GpuRow, ...]:
     """Return one row per card. `load` is called for models that might fit; None from it means not modelled."""
     named = (e for e in entries if e.parameters and e.family in FAMILIES and e.id.startswith(PUBLISHERS))
-    newest = {
-        (e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)
-    }  # llama-3.3-70b, not llama-3-70b
+    # of equally large models of a family the newest: llama-3.3-70b, not llama-3-70b
+    newest = {(e.family, e.parameters): e for e in sorted(named, key=lambda e: e.stem)}
     search = _Search(sorted(newest.values(), key=lambda e: -(e.parameters or 0)), load)
     return tuple(GpuRow(gpu, search.of(gpu)) for gpu in gpus)
 
@@ -109,14 +108,14 @@ class _Search(Generic[E]):
 
 
 def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
-    """Return what of a chip changes the need: its attention kernels, cuBLAS workspaces and 16-bit formats."""
+    """Return the properties of a chip that change the need: its attention kernels and cuBLAS workspaces."""
     capability = gpu.compute_capability or (8, 0)
     kernels = {attention_kernel(x.attention, recipe, 2, gpu.compute_capability, False) for x in architecture.kinds}
     return frozenset(kernels), capability[0] >= 9
 
 
 def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
-    """Return (reserved, allocated) bytes at the worst instant of all phases, None if impossible or not modelled."""
+    """Return the (reserved, allocated) peak bytes over all phases, None if impossible or not modelled."""
     if combinations.refusal(recipe, architecture, gpu):
         return None
     try:

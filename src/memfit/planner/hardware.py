@@ -1,4 +1,4 @@
-"""Other hardware for the same job: cheaper cards that would do, or the smallest change when nothing fits."""
+"""Find other hardware for the same job: cheaper cards that fit it, or the smallest change when nothing fits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
-from memfit.planner.rungs import worded
+from memfit.planner.rungs import backend_precision
 from memfit.planner.search import Estimator
 
 SHOWN = 6  # cards in the answer
-COUNTS = (2, 4, 8)  # how many of the same card are tried
+COUNTS = (2, 4, 8)  # numbers of the same card that are tried
 Progress = Callable[[str, float], None]
 
 
 def cheaper(
     plan: Plan, cards: Iterable[Gpu], answer: Callable[[Job], Plan], tell: Progress
 ) -> tuple[tuple[Alternative, ...], str]:
-    """Return (cards that run the job for less per hour, cheapest first, each with the recipe it needs; a sentence on
-    them).
+    """Return cards that run the job for less per hour, cheapest first with their recipes, and a note on them.
 
-    Where the job's own card has no price, or the job does not fit it, any priced card that would do is listed.
+    If the job's own card has no price, or the job does not fit it, any priced card that fits is listed.
     """
     own = plan.job.gpu
     limit = own.price_per_hour if plan.judgement.verdict != "misfit" else None
@@ -66,7 +65,7 @@ def _price(gpu: Gpu) -> float:
 
 
 def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """Return the smallest change of hardware that would do: more of the same card, then a larger one."""
+    """Return the smallest changes of hardware that fit: more of the same card, and a larger one."""
     job, found = plan.job, []
     for count in COUNTS:
         if count > job.num_gpus:
@@ -74,7 +73,7 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]
             sharded = plan.recipe.but(num_gpus=count, shard="parameters",
                                       accumulation=max(job.effective_batch // count, 1),
                                       micro_batch=1, offload="none")  # fmt: skip
-            if (option := _as_is(several, worded(sharded, several), job.gpu)) is not None:
+            if (option := _as_is(several, backend_precision(sharded, several), job.gpu)) is not None:
                 found.append(option)
                 break
     larger = sorted(

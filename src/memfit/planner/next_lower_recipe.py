@@ -1,4 +1,4 @@
-"""One rung down from a recipe that ran out of memory: the same learning and steps in less memory."""
+"""Find the next recipe below one that ran out of memory: it learns the same, in the same steps, with less memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from memfit.nouns.plan import Plan
 from memfit.planner import techniques
 from memfit.planner.search import Estimator, ranked
 
-# what is learned, from what, in which steps: never changed by a step down
+# fields that decide what is learned, from which data and in which steps: a step down never changes them
 LEARNED = (
     "method", "quantization", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "sequence_length", "padding",
     "num_gpus", "trainer",
 )  # fmt: skip
-# what checkpoints depend on: changed only where there is none yet
+# fields that decide the format of a checkpoint: changed only while there is none
 STORED = ("precision", "offload", "shard")
 
 
 def down(
     plan: Plan, shortfall: int, fixed: Iterable[str] = (), runs: Callable[[Recipe], bool] = lambda recipe: True
 ) -> Plan | None:
-    """Return the plan with its budget lowered by a measured shortfall (bytes of tensors), None where nothing needs
-    less.
+    """Return the plan of a recipe that needs `shortfall` bytes of tensors less, None if no recipe needs less.
 
-    The ladder is climbed on from the plan's own recipe, with the effective batch it has. Taken is the first recipe,
-    rung by rung and fastest first, whose tensors need that much less; failing that the one which needs least. `fixed`
-    names recipe fields that must stay beside LEARNED; `runs` says what the machine can run at all.
+    The search climbs the ladder from the plan's own recipe and keeps its effective batch. It returns the first recipe,
+    rung by rung and fastest first, whose tensors need that much less, else the one that needs least. `fixed` names
+    further fields to keep beside LEARNED; `runs` returns whether the machine can run a recipe.
     """
     job = _job(plan, {*LEARNED, *fixed})
     estimator = Estimator(job)
@@ -52,7 +51,7 @@ def tensor_bytes(job: Job, recipe: Recipe) -> int:
 
 
 def _job(plan: Plan, fixed: set[str]) -> Job:
-    """Return the plan's job as a file would state it, so that the ladder starts at its recipe."""
+    """Return the plan's job as if a file had set every field, so that the ladder starts at its recipe."""
     recipe = plan.recipe
     return replace(
         plan.job, method=recipe.method, effective_batch=recipe.effective_batch, sequence_length=recipe.sequence_length,
@@ -62,7 +61,7 @@ def _job(plan: Plan, fixed: set[str]) -> Job:
 
 
 def _further(job: Job, recipe: Recipe, estimator: Estimator) -> Iterator[Recipe]:
-    """Yield every recipe on the rungs from this one on: those predicted to fit first, each fastest first."""
+    """Yield the recipes of this rung and the later ones: in each rung first those that fit, each fastest first."""
     for rung in techniques(job, recipe):
         for group in ranked(job, rung.recipe, estimator):
             yield from (c.recipe for c in group if c.recipe.effective_batch == recipe.effective_batch)

@@ -1,4 +1,4 @@
-"""The ladder as a table: each rung is what a practitioner would try next, in the order of what it costs to try."""
+"""The ladder as a table: each rung is what a practitioner would try next, the cheapest change first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Change = Callable[[Recipe, Job], Recipe]
 
 @dataclass(frozen=True, slots=True)
 class LadderStep:
-    """One row: what it changes, what it costs in quality, and the setting that turns it on in each framework."""
+    """One row: the change, its cost in quality, and the setting that turns it on in each framework."""
 
     key: str
     title: str
@@ -22,7 +22,7 @@ class LadderStep:
     caveat: str
     flags: Mapping[str, str] = field(default_factory=dict)
     learns: str = "full"  # what is trained from this rung on: full | lora | qlora
-    sets: tuple[str, ...] = ()  # recipe fields it touches: a rung is left out when the user fixed all of them
+    sets: tuple[str, ...] = ()  # recipe fields it changes: a rung is left out when the user set all of them
 
 
 def sixteen_bit(gpu: Gpu) -> str:
@@ -30,7 +30,7 @@ def sixteen_bit(gpu: Gpu) -> str:
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
 
 
-def worded(r: Recipe, job: Job) -> Recipe:
+def backend_precision(r: Recipe, job: Job) -> Recipe:
     """Return the recipe with its backend's mixed precision: a master copy under DeepSpeed, else fp32 weights.
 
     A precision that the user or their file set stays.
@@ -43,7 +43,7 @@ def worded(r: Recipe, job: Job) -> Recipe:
 
 
 def _sharded(what: str) -> Change:
-    return lambda r, job: worded(r.but(shard=what), job)
+    return lambda r, job: backend_precision(r.but(shard=what), job)
 
 
 def _smallest_batch(r: Recipe, job: Job) -> Recipe:
@@ -57,7 +57,7 @@ def half_precision(gpu: Gpu) -> str:
 
 
 def _lora(r: Recipe, job: Job) -> Recipe:
-    """Adapters need no small optimizer, so plain AdamW comes back, unless a file chose another that works on them."""
+    """Switch to LoRA with plain AdamW, as adapters need no small optimizer; a file's choice stays if it works."""
     precision = "fp16-mixed" if r.precision == "fp16-mixed" else half_precision(job.gpu)
     kept = "optimizer" in job.stated and not optimizer(r.optimizer).rank_of
     return r.but(method="lora", precision=precision, quantization="none", optimizer=r.optimizer if kept else "adamw")
@@ -74,7 +74,7 @@ EIGHT_BIT = {
 
 
 def _eight_bit(r: Recipe, job: Job) -> Recipe:
-    """Take the same optimizer with 8-bit states, torchao's under FSDP2; one without an 8-bit version stays."""
+    """Switch to 8-bit states of the same optimizer, torchao's under FSDP2; one without an 8-bit version stays."""
     twin = EIGHT_BIT.get(r.optimizer, r.optimizer)
     return r.but(optimizer="adamw-8bit-torchao" if twin == "adamw-8bit" and r.shard == "parameters" else twin)
 
@@ -84,9 +84,9 @@ def _fused(r: Recipe, job: Job) -> Recipe:
 
 
 def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
-    """DeepSpeed's offload keeps 16-bit weights on the card and an fp32 master copy with the states on the host.
+    """Switch to DeepSpeed's offload: 16-bit weights on the card, an fp32 master copy and the states on the host.
 
-    Its step is AdamW's, so a file that chose another optimizer is not changed.
+    DeepSpeed's CPU step is AdamW, so a file with another optimizer is not changed.
     """
     if "optimizer" in job.stated and "adamw" not in r.optimizer:
         return r
@@ -95,7 +95,8 @@ def _offloaded(r: Recipe, job: Job, what: str) -> Recipe:
 
 
 LADDER: tuple[LadderStep, ...] = (
-    LadderStep("mixed", "16-bit mixed precision", lambda r, j: worded(r.but(precision=sixteen_bit(j.gpu)), j),
+    LadderStep("mixed", "16-bit mixed precision",
+         lambda r, j: backend_precision(r.but(precision=sixteen_bit(j.gpu)), j),
          "none: fp32 weights, 16-bit products",
          {"trl": "bf16=True", "transformers": "bf16=True", "axolotl": "bf16: true", "llamafactory": "bf16: true",
           "deepspeed": '"bf16": {"enabled": true}', "accelerate": "mixed_precision: bf16"}, sets=("precision",)),
@@ -157,7 +158,7 @@ SHARDING: tuple[LadderStep, ...] = (
          sets=("shard",)),
 )  # fmt: skip
 
-# values a climb never undoes, each from the most memory to the least
+# values that later rungs never undo, each from the most memory to the least
 ORDER: dict[str, tuple[str, ...]] = {
     "method": ("full", "lora", "qlora"),
     "checkpointing": ("none", "selective", "full", "offload"),

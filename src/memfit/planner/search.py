@@ -1,4 +1,4 @@
-"""The search: every sensible recipe with the asked effective batch, each estimated, the fastest of those that fit."""
+"""Search all sensible recipes with the requested effective batch for the fastest that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
-from memfit.planner.rungs import worded
+from memfit.planner.rungs import backend_precision
 from memfit.tables import combinations
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -34,7 +34,7 @@ Known = Mapping[Recipe, tuple[Footprint, Judgement]]
 
 
 class Estimator:
-    """Estimates recipes of one job and keeps the results; those of `known` recipes come from a trace."""
+    """Estimates recipes of one job and caches the results; `known` recipes have traced ones."""
 
     def __init__(self, job: Job, known: Known | None = None) -> None:
         self.job, self._known = job, known or {}
@@ -64,7 +64,7 @@ class Estimator:
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
-        """Return what is printed for a recipe, replayed where the verdict could depend on that, or if `exact`."""
+        """Return the footprint and judgement to print, replayed if the verdict could depend on that, or if `exact`."""
         if recipe in self._known:
             return self._known[recipe]
         quick = self.footprint(recipe, replay=False)
@@ -93,7 +93,7 @@ def splits(per_gpu: int) -> list[int]:
 
 
 def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]:
-    """Yield the recipes that learn what `rung` learns and give up no more than it does."""
+    """Yield the recipes that learn the same as `rung` at no higher cost in quality."""
     wanted = dict(job.wanted)
     per_gpu = max(job.effective_batch // rung.num_gpus, 1)
     batches = [wanted["micro_batch"]] if "micro_batch" in wanted else splits(per_gpu)
@@ -102,7 +102,7 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
         return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
 
     checkpointing = options("checkpointing", ("none", "full"))
-    # another implementation of AdamW takes the same steps, another optimizer does not
+    # only another implementation of AdamW takes the same steps
     same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
     optimizers = options("optimizer", ("adamw",) if same else ())
     losses = [rung.loss] if trainer(rung.trainer).one_loss else options("loss", ("fused", "full"))
@@ -113,36 +113,36 @@ def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]
             micro_batch=batch, accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)), checkpointing=c,
             optimizer=o, loss=loss, attention=at, shard=shard,
         )  # fmt: skip
-        recipe = worded(other, job)
+        recipe = backend_precision(other, job)
         if estimator.possible(recipe):
             yield recipe
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
-    """Return (those that may fit, those that cannot), each fastest first."""
+    """Return the candidates that may fit and those that cannot, each fastest first."""
     found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
     found.sort(key=_preference)
     fitting = [c for c in found if c.judgement.verdict != "misfit"]
     return fitting, [c for c in found if c.judgement.verdict == "misfit"]
 
 
-SAME_SPEED = 1.02  # the roofline cannot tell times apart that are closer than this
+SAME_SPEED = 1.02  # the roofline does not resolve smaller ratios of times
 
 
 def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Sort fastest first; among equally fast ones the simpler, then the larger micro-batch, then the smaller need."""
+    """Return the sort key: fastest, then unsharded, then fused AdamW, then larger micro-batch, then smaller need."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
     return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
-TRIES = 16  # steps from a value that the closed form takes for the largest down to the recipe's own
+TRIES = 16  # replayed values between the closed form's largest and the recipe's own
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
-    """Return the largest value of a field that fits, the rest unchanged (0: not even 1), by doubling and bisection."""
+    """Return the largest value of a field that fits, the rest unchanged, by doubling and bisection; 0: none fits."""
 
-    # where only the replay found that the recipe fits, the closed form would refuse every value
+    # if only the replay found that the recipe fits, the closed form would refuse every value
     replayed = estimator.quick(recipe).judgement.verdict != "fits"
 
     def fits(value: int, exact: bool = replayed) -> bool:
@@ -161,7 +161,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
     sure, first = getattr(recipe, name), low
-    # the closed form may be wrong by what the allocator keeps
+    # the closed form does not include what the allocator keeps beyond the tensors
     while not replayed and low > sure and not fits(low, exact=True):
         low = max(sure, low - max(step, first // TRIES // step * step))
     return low

@@ -1,4 +1,4 @@
-"""The stacked bar: bytes by role on one line against the card's limit; plain rows where there is no terminal."""
+"""The stacked bar: bytes by role against the card's limit on one line, or as plain rows without a terminal."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def shares(peak: PhasePeak, judgement: Judgement) -> tuple[BarPart, ...]:
     """Return the parts that add up to `judgement.need`: all roles except the CUDA context, which `usable` excludes."""
     found = [BarPart(ROLE_WORDS[role], size) for role, size in peak.by_role.items() if role != "context"]
     nccl = judgement.need - peak.levels.reserved
-    found.sort(key=lambda s: list(ROLE_WORDS.values()).index(s.word))
-    return tuple(s for s in (*found, BarPart(NCCL, nccl)) if s.bytes > 0)
+    found.sort(key=lambda part: list(ROLE_WORDS.values()).index(part.word))
+    return tuple(part for part in (*found, BarPart(NCCL, nccl)) if part.bytes > 0)
 
 
 def cells(sizes: Sequence[int], width: int) -> list[int]:
-    """Divide `width` columns among the sizes in proportion, as whole columns; the smallest parts may get none."""
+    """Divide `width` whole columns among the sizes in proportion; the smallest may get none."""
     total = sum(sizes)
     if not total or width <= 0:
         return [0] * len(sizes)

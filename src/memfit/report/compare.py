@@ -1,4 +1,4 @@
-"""The screen of `memfit compare`: the answer in a line, phases, roles, and the terms that explain the difference."""
+"""The screen of `memfit compare`: the answer, phases, roles, and the terms that explain the difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memfit.footprints.compare import Agreement, Comparison, Level
-from memfit.nouns.tape import Role
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, phase_title
 from memfit.units import human, in_unit, shared_unit
@@ -32,12 +31,16 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     words, style = WORDS[found.agreement]
     if found.agreement == "less" and found.refused[1]:  # it shows less because it ended early
         words = "LESS UNTIL IT RAN OUT"
-    parts: list[RenderableType] = [text(f"{right} (right) against {left} (left)", "bold"), ""]
-    parts += [
-        hanging(Text(words, style), list(filter(None, (_difference_line(found), _where(found), _outside(found))))),
+    overall = f"{_against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
+    parts: list[RenderableType] = [
+        text(f"{right} (right) against {left} (left)", "bold"),
         "",
+        hanging(Text(words, style), list(filter(None, (overall, _where(found), _outside(found))))),
+        "",
+        _phases(found, unit),
+        "",
+        _roles(found, unit),
     ]
-    parts += [_phases(found, unit), "", _roles(found, unit)]
     if found.terms:
         parts += ["", _terms(found, unit)]
     if found.notes:
@@ -47,17 +50,14 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     return Group(*parts)
 
 
-def _difference_line(found: Comparison) -> str:
-    return f"{_against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
-
-
 def _against(found: Comparison, left: int, right: int) -> str:
     share = f" ({(right - left) / left:+.1%})" if left else ""
-    return f"{human(right)} {SHOWN[found.level][1]} against {human(left)}: {_signed(right - left)}{share}"
+    sign = "+" if right > left else ""
+    return f"{human(right)} {SHOWN[found.level][1]} against {human(left)}: {sign}{human(right - left)}{share}"
 
 
 def _where(found: Comparison) -> str:
-    """Return the phases that were compared, with their sizes where these are not the whole runs' needs."""
+    """Return the compared phases, with their sizes where they differ from the needs of the whole runs."""
     same = (found.left, found.right) == (found.left_need, found.right_need)
     sizes = "" if same else f": {_against(found, found.left, found.right)}"
     if found.left_phase == found.right_phase:
@@ -66,13 +66,9 @@ def _where(found: Comparison) -> str:
 
 
 def _outside(found: Comparison) -> str:
-    """Return the phases outside their own band."""
+    """List the phases outside their own band."""
     rows = [f"{phase_title(row.phase)} {OUTSIDE[row.agreement]}" for row in found.phases if row.agreement in OUTSIDE]
-    return f"out of their own band: {', '.join(rows)}" if rows else ""
-
-
-def _signed(size: int) -> str:
-    return f"+{human(size)}" if size > 0 else human(size)
+    return f"outside their own band: {', '.join(rows)}" if rows else ""
 
 
 def _difference(size: int, unit: str) -> str:
@@ -100,7 +96,7 @@ def _roles(found: Comparison, unit: str) -> Grid:
     columns = [Column("role", wraps=16), *(Column(name, right=True) for name in ("left", "right", "difference"))]
     rows = [
         [
-            _together(row.roles) if len(found.roles) > 1 else "all roles together",
+            ", ".join(ROLE_WORDS[role].title for role in row.roles) if len(found.roles) > 1 else "all roles together",
             in_unit(row.left, unit),
             in_unit(row.right, unit),
             _difference(row.difference, unit),
@@ -108,10 +104,6 @@ def _roles(found: Comparison, unit: str) -> Grid:
         for row in found.roles
     ]
     return Grid(columns, rows)
-
-
-def _together(roles: Sequence[Role]) -> str:
-    return ", ".join(ROLE_WORDS[role].title for role in roles)
 
 
 def _terms(found: Comparison, unit: str) -> Grid:

@@ -54,7 +54,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     facts = [("tokenizer:", data.tokenizer), ("layout:", DOT.join(f"{name} ({tokens(n)})" for name, n in data.layouts))]
     facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
     if not data.complete:
-        facts.append(("not known:", "reading stopped at the limit: the rest of the file may hold longer samples"))
+        facts.append(("not known:", "reading stopped at --limit: the rest of the file may hold longer samples"))
     if data.broken_count:
         facts.append(
             ("broken:", f"{tokens(data.broken_count)} record{'s' if data.broken_count > 1 else ''} could not be used")

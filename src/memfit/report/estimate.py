@@ -1,4 +1,4 @@
-"""The screen of one footprint: verdict, bar, every named share of the peak, every phase; with --why the arithmetic."""
+"""The screen of one footprint: verdict, bar, all named shares of the peak, all phases; with --why the arithmetic."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ROWS = 20  # tensors shown by name; the small ones are summed
 
 
 def why_view(why: Why) -> Group:
-    """Show the arithmetic of the peak, the tensors the forward pass keeps, and the others at the worst instant."""
+    """Show the arithmetic of the peak, the tensors kept for the backward pass, and the others at the worst instant."""
     parts: list[RenderableType] = [
         text(f"why {human(why.peak.levels.device)}: {instant(why.peak)}", "bold"),
         _sums(why.reasons),
@@ -113,7 +113,7 @@ def why_view(why: Why) -> Group:
 
 
 def arithmetic(reason: Reason) -> str:
-    """Return '6,738,415,616 x 2 x 2 B = 25.1 GiB', terms joined by '+'; a term that is only a size is not repeated."""
+    """Return '6,738,415,616 x 2 x 2 B = 25.1 GiB', with terms joined by '+'; a term that is only a size has no '='."""
     parts = (t.text if t.text == human(t.bytes) else f"{t.text} = {human(t.bytes)}" for t in reason.terms)
     return " + ".join(parts)
 
@@ -134,19 +134,16 @@ def _tensors(group: Sequence[Kept], count: int) -> RenderableType:
     made = table("tensor", ">B per token", ">x tokens", ">x tensors", ">together")
     shown, rest = group[:ROWS], group[ROWS:]
     for kept in shown:
-        made.add_row(text(_place(kept)), *_per_token(kept, count), tokens(kept.count), human(kept.total))
+        place = kept.label if kept.where == "block" else f"{kept.where}: {kept.label}"
+        made.add_row(text(place), *_per_token(kept, count), tokens(kept.count), human(kept.total))
     if rest:
         many, total = sum(k.count for k in rest), sum(k.total for k in rest)
-        made.add_row(text(f"{len(rest)} smaller kinds"), "", "", tokens(many), human(total))
+        made.add_row(text(f"{len(rest)} smaller rows"), "", "", tokens(many), human(total))
     return made
 
 
-def _place(kept: Kept) -> str:
-    return kept.label if kept.where == "block" else f"{kept.where}: {kept.label}"
-
-
 def _per_token(kept: Kept, count: int) -> tuple[str, str]:
-    """Return (bytes per token, tokens); for a tensor whose size does not depend on the tokens (its size, '-')."""
+    """Return (bytes per token, tokens), or (size, '-') for a tensor whose size does not depend on the tokens."""
     if not kept.per_token or kept.bytes % count:
         return human(kept.bytes), "-"
     return tokens(kept.bytes // count), tokens(count)

@@ -1,4 +1,4 @@
-"""The console, and the small renderables that views are built from: two-ended lines, paragraphs, boxless tables."""
+"""The console, and the small renderables of all views: two-ended lines, paragraphs, tables without lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(value: str, style: str = "") -> Text:
 
 @dataclass(frozen=True)
 class Visible:
-    """A view without control characters, so that names from files cannot steer the terminal; styles stay."""
+    """A view whose text is printed without control characters, which names from files might contain; styles stay."""
 
     view: RenderableType
 
@@ -58,7 +58,7 @@ class Column:
     title: str
     right: bool = False
     wraps: int = 0  # least width to which it may be wrapped; 0: it never wraps
-    spare: int = 0  # left out where the terminal is narrow, highest first; 0: never
+    spare: int = 0  # on a narrow terminal columns are left out, highest number first; 0: never
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,28 @@ class Grid:
         return max(column.wraps, *map(cell_len, lines))
 
 
-def paragraphs(rows: Iterable[tuple[str, str]], style: str = "") -> Table:
+def paragraphs(rows: Iterable[tuple[str, str]]) -> Table:
     """Make rows of (label, text) whose text wraps under itself; rows without text are left out."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for label, value in rows:
         if value:
-            grid.add_row(text(label), text(value, style))
+            grid.add_row(text(label), text(value))
     return grid
 
 
 def commands(lines: Iterable[str]) -> Group:
-    """List commands to type next. They are not wrapped here, because a terminal's own wrapping survives copying."""
-    starts = ("next: ", *(" " * len("next: ") for _ in range(99)))
-    made = (Text.assemble((start, "dim"), visible(line)) for start, line in zip(starts, lines, strict=False))
-    return Group(*(Text.assemble(line, no_wrap=True, overflow="ignore") for line in made))
+    """List commands to type next, unwrapped: a line that the terminal wraps can still be copied as one."""
+    made = (
+        Text.assemble(("      " if number else "next: ", "dim"), visible(line), no_wrap=True, overflow="ignore")
+        for number, line in enumerate(lines)
+    )
+    return Group(*made)
 
 
 def hanging(first: Text, rest: Iterable[str]) -> Table:
-    """Put lines beside a word."""
+    """Put lines to the right of a word."""
     grid = Table.grid(padding=(0, GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -142,5 +144,4 @@ class Output(Console):
     """A rich Console that raises BrokenPipeError, as print does, where rich would end the process with code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError."""
         raise BrokenPipeError("the output was closed")

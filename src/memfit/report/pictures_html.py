@@ -1,6 +1,6 @@
 """Two more pictures for the page of a timeline: a flame graph of the live bytes, and a map of the segments.
 
-They are HTML without script: each box has its name and size as its title, which browsers show as a tooltip.
+They are HTML without script: the title of each box is its name and size, which browsers show as a tooltip.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Node:
 def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Sequence[Segment]) -> str:
     """Return the HTML below the timeline: the instant of `memory` by role and line, the end by stack, the segments.
 
-    `stacks` are whole call stacks, which a snapshot has for its last instant alone; {} for other histories.
+    `stacks` are whole call stacks, which only a snapshot has, for its last instant; {} for other histories.
     """
     when = "when memory ran out" if memory.asked else WRITTEN if memory.instant == WRITTEN else "at the highest instant"
-    made = STYLE + flame(stacks_of_groups(memory.groups), f"Who was alive {when}", "by role and line")
+    made = STYLE + flame(stacks_of_groups(memory.groups), f"Live tensors {when}", "by role and line")
     if stacks:
-        made += flame(stacks, "Who was alive at the end of the recording", "by stack")
+        made += flame(stacks, "Live tensors at the end of the recording", "by stack")
     return made + segment_map(segments, when)
 
 
@@ -66,7 +66,7 @@ def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
 
 
 def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
-    """Draw callers above what they called; a box is as wide as its bytes."""
+    """Draw callers above their callees; the width of a box is its share of the bytes."""
     root = _Node()
     for path, size in stacks.items():
         node = root
@@ -81,7 +81,7 @@ def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
 
 
 def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> int:
-    """Draw what is below a node; returns the number of rows so far."""
+    """Draw the nodes below `node`, and return the number of rows so far."""
     deepest = row
     for name, child in sorted(node.below.items(), key=lambda pair: -pair[1].bytes):
         width = child.bytes / total
@@ -98,7 +98,7 @@ def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> 
 
 
 def segment_map(segments: Sequence[Segment], when: str) -> str:
-    """Draw a line per segment, largest first, as wide as its bytes; free bytes have the colour of the slack."""
+    """Draw a line per segment, largest first, with its bytes as width; free bytes have the colour of the slack."""
     sizes = [(sum(piece.size for piece in s.pieces if piece.mapped), s) for s in segments]
     ordered = sorted(sizes, key=lambda pair: -pair[0])
     widest = max((size for size, _ in ordered), default=1) or 1

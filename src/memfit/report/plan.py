@@ -90,7 +90,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     found += [("quality:", line) for line in costs(plan.ladder, plan.recipe)]
     found += [("note:", line) for line in plan.notes]
     if not plan.job.gpu.half_flops:
-        found.append(("time:", f"only relative: how fast the {plan.job.gpu.name} is in 16 bits is not known"))
+        found.append(("time:", f"relative only: the 16-bit speed of the {plan.job.gpu.name} is not known"))
     elif plan.seconds_per_step:
         about = f"about {clock(plan.seconds_per_step)} per optimizer step"
         found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
@@ -123,9 +123,6 @@ def _usd(price: float | None, times: int) -> str:
     return "-" if price is None else f"{price * times:,.2f}"
 
 
-ARROW, ARROW_ASCII = "▶", ">"
-
-
 def chosen_index(plan: Plan) -> int | None:
     """Return the index of the plan's rung: the one with its recipe, else the last of its method; None if none is."""
     exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
@@ -135,7 +132,7 @@ def chosen_index(plan: Plan) -> int | None:
 
 
 class Ladder:
-    """The rungs of a plan, with an arrow at the chosen one, or at a last row where the search found a better recipe."""
+    """The rungs of a plan, with an arrow at the chosen one, or at an added row if the search found a better recipe."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -148,7 +145,7 @@ class Ladder:
         if not options.is_terminal:
             heads = tuple(h.replace("\n", " ") for h in heads)  # type: ignore[assignment]
         style = VERDICT_WORDS[self.plan.judgement.verdict][1]
-        arrow = Text(ARROW_ASCII if options.ascii_only else ARROW, style)
+        arrow = Text(">" if options.ascii_only else "▶", style)
         rows = table(*heads)
         chosen = chosen_index(self.plan)
         tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
@@ -184,7 +181,7 @@ def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
 
 
 def speed(before: float, after: float) -> str:
-    """Return '12 % faster' than the rung, or 'as fast' within the 2 % that a roofline cannot resolve."""
+    """Return '12% faster' than the rung, or 'as fast' within the 2 % that a roofline cannot resolve."""
     gain = before / after - 1 if after else 0.0
     if abs(gain) < 0.02:
         return "as fast"
@@ -201,7 +198,7 @@ def why(judgement: Judgement) -> str:
 
 
 def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
-    """List what the chosen recipe costs in quality: the caveats of the rungs whose changes it includes."""
+    """List what the chosen recipe costs in quality: the caveats of all rungs whose changes it includes."""
     if not ladder:
         return ()
     found: list[str] = []
@@ -221,20 +218,18 @@ _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"
 
 
 def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
-    """Show the first rung that fits, then all rungs, each on top of those before it, then their costs and switches."""
+    """Show the first rung that fits, then all rungs, each on top of those before it, then their costs and settings."""
     usable = job.gpu.usable_bytes(job.reserve)
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
     batch = f"effective batch {tokens(job.effective_batch)}"
     asked = DOT.join((f"sequence {tokens(job.sequence_length)}", batch, "each technique on top of those above it"))
     parts: list[RenderableType] = [
         Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "",
-        _table(rungs), "", *_notes(notes), _details(rungs),
+        _table(rungs), "",
     ]  # fmt: skip
-    return Group(*parts)
-
-
-def _notes(notes: Sequence[str]) -> list[RenderableType]:
-    return [paragraphs([("note:", line) for line in notes]), ""] if notes else []
+    if notes:
+        parts += [paragraphs([("note:", line) for line in notes]), ""]
+    return Group(*parts, _details(rungs))
 
 
 def _verdict(rungs: Sequence[Rung]) -> RenderableType:
@@ -264,7 +259,7 @@ def _table(rungs: Sequence[Rung]) -> RenderableType:
 
 
 def _details(rungs: Sequence[Rung]) -> RenderableType:
-    """Show what each technique costs in quality, and its switch by framework."""
+    """Show what each technique costs in quality, and its setting in each framework."""
     parts: list[RenderableType] = [Text("what each costs in quality, and the setting that turns it on", "dim")]
     widest = max((len(name) for rung in rungs for name in rung.flags), default=0)
     for rung in rungs:

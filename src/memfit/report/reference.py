@@ -1,4 +1,4 @@
-"""The screens of what memfit has on record: GPUs with the largest model each trains, models, and the glossary."""
+"""The screens of the catalogues: GPUs with the largest model each trains, models, and the glossary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memfit.planner.good_for import CatalogueModel, GpuRow, Largest
 
     class ModelRow(CatalogueModel, Protocol):
-        """A model of the catalogue, as far as its row shows it."""
+        """The fields of a catalogued model that its row shows."""
 
         @property
         def refused(self) -> str: ...
@@ -56,11 +56,15 @@ def _card(row: GpuRow) -> list[Text | str]:
 
 def gpu_view(row: GpuRow, setting: str) -> Group:
     """Show one card in full."""
-    from memfit.planner.good_for import VENDORS  # here, as the other screens need no planner
+    from memfit.planner.good_for import VENDORS  # imported late, because the other screens need no planner
 
     gpu = row.gpu
     sizes = (f"{gpu.sold_bytes / GB:.0f} GB sold", f"{gib(gpu.total_bytes, 2)} GiB for CUDA")
-    link = f"link {gpu.link_bandwidth / GB:.0f} GB/s one way" if gpu.link_bandwidth else "no link, cards meet over PCIe"
+    link = (
+        f"link {gpu.link_bandwidth / GB:.0f} GB/s one way"
+        if gpu.link_bandwidth
+        else "no link, cards communicate over PCIe"
+    )
     price = f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""
     facts = [
         ("--gpu", ", ".join((gpu.short, *gpu.aliases))),

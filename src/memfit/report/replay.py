@@ -1,4 +1,4 @@
-"""The screen of a replayed tape: verdict, where it runs out, every phase's peak, and the bytes above the tensors."""
+"""The screen of a replayed tape: verdict, where memory runs out, the peak of each phase, bytes beyond the tensors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
     gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1,
 ) -> Group:  # fmt: skip
-    """Show the answer of `memfit replay`; with several cards the tape is the first one's."""
+    """Show the answer of `memfit replay`; with several cards the tape is of rank 0."""
     judgement = found.judgement
     card = card_title(gpu, count) if gpu else "a card without a limit"
     head = text(f"{name}{f', rank 0 of {count},' if count > 1 else ''} on {card}", "bold")
     usable = text(card_room(gpu, judgement.usable, count) if gpu and judgement else "no card named")
-    births = sum(isinstance(event, Alloc) for event in tape.events)
-    about = (
-        f"{births:,} allocations, {SOURCES[tape.source]}{DOT}PyTorch {torch}{DOT}{alloc_conf or 'default allocator'}"
-    )
+    allocations = sum(isinstance(event, Alloc) for event in tape.events)
+    conf = alloc_conf or "default allocator"
+    about = f"{allocations:,} allocations, {SOURCES[tape.source]}{DOT}PyTorch {torch}{DOT}{conf}"
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
@@ -49,21 +48,17 @@ def replay_view(
 
 
 def _grounds(found: Capacity) -> list[str]:
-    """Return the lines the verdict rests on: the peak, or where memory runs out."""
+    """Return the reason for the verdict: the peak, or where memory runs out."""
     timeline, judgement = found.timeline, found.judgement
     assert judgement is not None
-    retried = f"{DOT}{_retries(timeline)}" if timeline.retries else ""
+    times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
+    retried = f"{DOT}returned cached blocks {times} to go on, which takes time" if timeline.retries else ""
     if timeline.oom is None or timeline.oom_span is None:
         peak = f"peak {gib(timeline.peak.reserved, 2)} GiB reserved{DOT}"
         return [f"{peak}{room(judgement)} without returning cached blocks{retried}"]
     span = timeline.oom_span
     where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
     return [where, timeline.oom.message]
-
-
-def _retries(timeline: Timeline) -> str:
-    times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
-    return f"returned cached blocks {times} to go on, which takes time"
 
 
 def _phases(timeline: Timeline) -> RenderableType:
@@ -75,7 +70,7 @@ def _phases(timeline: Timeline) -> RenderableType:
 
 
 def _slack(found: Capacity) -> RenderableType:
-    """Show the peak reserved on a card without a limit, in parts that add up to it."""
+    """Show the parts that add up to the reserved peak on a card without a limit."""
     slack, peak = found.slack, found.free.peak.reserved
     made = table("without a limit it reserves", ">GiB", ">share")
     rows = (
@@ -91,7 +86,7 @@ def _slack(found: Capacity) -> RenderableType:
 
 
 def facts(found: Capacity, settings: AllocSettings) -> list[tuple[str, str]]:
-    """List the smallest capacity it runs on, and whether the allocator's model agrees with the recording."""
+    """List the smallest capacity the tape runs on, and whether the replay agrees with the recording."""
     as_is, other = ("with", "without") if settings.expandable_segments else ("without", "with")
     bound = "at least " if found.died else ""
     smallest = DOT.join(

@@ -1,7 +1,7 @@
-"""A Tape as one HTML page that needs no network: bytes by role over its events, with names in a tooltip.
+"""Draw a Tape as one HTML page that needs no network: bytes by role over its events, with names in a tooltip.
 
-However many events, the page has at most COLUMNS columns: each shows its events' highest instant, so that no peak is
-lost, and names the largest tensors alive then. The drawing is SVG made here; the page's script only fills the tooltip.
+The page has at most COLUMNS columns. Each shows the highest instant of its events, so that no peak is lost, and names
+the largest tensors alive then. The drawing is SVG; the page's script only fills the tooltip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
 NAMED = 6  # tensors named per column and role
 NARROW = 5  # per cent of the width that the name of a phase needs
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
-FAR = 2.5  # a card's line further above the run than this many times its peak is not drawn, to keep the run readable
+FAR = 2.5  # a card's line at more than this many times the peak is not drawn, to keep the run readable
 SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
 
 
@@ -48,7 +48,7 @@ class Drawing:
     columns: list[PeakColumn]
     marks: list[tuple[int, Mark]]  # with the column each begins at
     named: list[Alloc]
-    born: list[int]  # event at which each of them was born, -1: before the first
+    born: list[int]  # event that allocated each of them; -1: before the first
     events: int
     oom: OutOfMemory | None
 
@@ -64,10 +64,10 @@ def timeline_html(
     below: str = "",
     go_on: bool = False,
 ) -> bytes:
-    """Return the page, UTF-8. `template` has a place for each part; a `capacity` in bytes draws the card's line.
+    """Return the page in UTF-8. `template` has a placeholder for each part; `capacity` in bytes draws the card's line.
 
-    total_memory: what an out-of-memory says the card has, as for `replay`. below: HTML of more pictures, under the
-    legend. go_on: show what happened, so go on where the program did after an out-of-memory.
+    total_memory: the card's total in out-of-memory messages, as for `replay`. below: HTML of more pictures, under the
+    legend. go_on: continue after an out-of-memory that the program caught.
     """
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
     top = _top(drawing, capacity)
@@ -143,8 +143,8 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
             del alive[role_of.pop(event.id)][event.id]
         if index == column.event:
             places = []
-            for there in alive.values():
-                for _, born, alloc in heapq.nlargest(NAMED, there.values(), key=_first):
+            for tensors in alive.values():
+                for _, born, alloc in heapq.nlargest(NAMED, tensors.values(), key=lambda row: row[0]):
                     if (alloc.id, born) not in numbers:
                         numbers[alloc.id, born] = len(drawing.named)
                         drawing.named.append(alloc)
@@ -152,10 +152,6 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
                     places.append(numbers[alloc.id, born])
             column.tensors = tuple(places)
             column = next(wanted, None)
-
-
-def _first(row: tuple[int, int, Alloc]) -> int:
-    return row[0]
 
 
 # ---- the drawing ---------------------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ def _y(size: int, top: int) -> str:
 
 
 def _areas(drawing: Drawing, top: int) -> str:
-    """Stack the roles; above them draw what the allocator holds besides, and its edge as a line."""
+    """Stack the roles, and above them the allocator's other reserved bytes, with their edge as a line."""
     if not drawing.columns:
         return ""
     columns = drawing.columns * (1 + (len(drawing.columns) == 1))  # one instant is as wide as the page
@@ -192,13 +188,13 @@ def _areas(drawing: Drawing, top: int) -> str:
 
 
 def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -> str:
-    there = [f"{x},{_y(size, top)}" for x, size in zip(xs, high, strict=True)]
-    back = [f"{x},{_y(size, top)}" for x, size in zip(reversed(xs), reversed(low), strict=True)]
-    return f'<polygon class="{name}" points="{" ".join([*there, *back])}"/>'
+    upper = [f"{x},{_y(size, top)}" for x, size in zip(xs, high, strict=True)]
+    lower = [f"{x},{_y(size, top)}" for x, size in zip(reversed(xs), reversed(low), strict=True)]
+    return f'<polygon class="{name}" points="{" ".join([*upper, *lower])}"/>'
 
 
 def _bands(drawing: Drawing) -> str:
-    """Draw phases as shades behind the areas, with their names above; their instants stand in the tooltip."""
+    """Draw phases as shades behind the areas, with their names above; the tooltip shows their instants."""
     spans: list[tuple[str, int]] = []
     for column, mark in drawing.marks:
         if not spans or spans[-1][0] != mark.phase:
@@ -237,7 +233,7 @@ def _card(capacity: int | None, top: int) -> str:
 
 
 def _legend(drawing: Drawing) -> str:
-    """List the roles on the page, with the highest each reaches."""
+    """List the roles on the page with the peak of each."""
     rows = []
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):

@@ -1,4 +1,4 @@
-"""The report of a watched run: the live picture, warnings and leaks as lines, and the summary at the end."""
+"""The report of a watched run: the live view, warnings and leaks as lines, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARNING, FINE, DIM = "bold red", "dodger_blue2", "dim"
 
 
 class CardBar:
-    """Draws what the card has in use now (solid), the highest so far (shaded), the predicted band and the 90 % line."""
+    """Draws the card's use now (solid), its peak so far (shaded), the predicted band and the 90 % line."""
 
     def __init__(self, header: Header, now: int, peak: int, band: tuple[int, int] | None) -> None:
         self.header, self.now, self.peak, self.band = header, now, peak, band
@@ -40,16 +40,15 @@ class CardBar:
         drawn.append(full * solid, WARNING if over else FINE)
         drawn.append(shade * max(at(self.peak) + 1 - solid, 0), WARNING if over else FINE)
         drawn.append(empty * (width + len(title) - len(drawn)), DIM)
-        start = len(title)
         marks = [self.header.total * 9 // 10, *(self.band or ())]
         for size, style in zip(marks, ("bold red", "bold", "bold"), strict=False):
-            place = start + at(size)
+            place = len(title) + at(size)
             drawn = Text.assemble(drawn[:place], (mark, style), drawn[place + 1 :])
         yield drawn
 
 
 def live_view(status: Status) -> Group:
-    """Return the picture of a run under way."""
+    """Return the live view of a run under way."""
     header, last = status.header, status.last
     facts = [
         visible(header.name),
@@ -76,12 +75,15 @@ def closing_view(watched: Watched) -> Group:
     header, samples = watched.header, watched.samples
     facts = [visible(header.name)]
     if METERS[header.meter].roles:
-        facts.append(_counted(samples[-1].step if samples else 0))
+        steps = samples[-1].step if samples else 0
+        facts.append("1 step" if steps == 1 else f"{steps:,} steps")
     facts += [clock(samples[-1].seconds)] if samples else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
     parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
     meter = METERS[header.meter]
-    unused = "; not held against the prediction, which is of a card" if header.predicted and not meter.compared else ""
+    unused = (
+        "; not compared with the prediction, which is for a card" if header.predicted and not meter.compared else ""
+    )
     parts.append(text(f"measured: {measured_by(watched)}{unused}", DIM))
     parts += [text(line, DIM) for line in _sampling(watched)]
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
@@ -89,19 +91,15 @@ def closing_view(watched: Watched) -> Group:
 
 
 def _sampling(watched: Watched) -> list[str]:
-    """Return how often tensors were counted and looks taken, where that was not at every step."""
+    """Return how often tensors were counted and samples taken, unless that was at every step."""
     samples = watched.samples
     counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
-    lines = [f"tensors counted at {counted:,} of {len(samples):,} looks"] if counted < len(samples) else []
-    return lines + [f"looked at every {every:,} steps: they are shorter than 100 looks"] * (every > 1)
-
-
-def _counted(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps:,} steps"
+    lines = [f"tensors counted in {counted:,} of {len(samples):,} samples"] if counted < len(samples) else []
+    return lines + [f"one sample per {every:,} steps: a step takes less time than 100 samples"] * (every > 1)
 
 
 def phases_table(header: Header, peaks: Mapping[Phase, Levels], current: Phase | None = None) -> Grid:
-    """Return the peaks of every phase beside the predicted band, without levels that the meter does not read."""
+    """Return the peak of each phase beside the predicted band, without levels that the meter does not read."""
     facts = METERS[header.meter]
     allowed = bands(header.predicted, facts.compared)
     unit = shared_unit(max((levels.device for levels in peaks.values()), default=0))
@@ -124,7 +122,7 @@ def _row(
     mark = "" if current is None else "▶ " if phase == current else "  "
     title = phase_title(phase) if facts.roles else "run"
     row: list[Text | str] = [Text(f"{mark}{title}", "bold" if phase == current else "")]
-    if facts.roles:  # without a card tensors are counted now and then
+    if facts.roles:  # without a card, tensors are counted only in some samples
         row.append(in_unit(levels.allocated, unit) if facts.compared or levels.allocated else "-")
     row += [in_unit(levels.reserved, unit)] if facts.compared == "reserved" else []
     row.append(in_unit(levels.device, unit))
@@ -152,7 +150,7 @@ def alarm_line(alarm: Alarm) -> str:
 
 
 def leak_lines(leak: Leak) -> tuple[str, ...]:
-    """Return what grows and who holds it, as lines."""
+    """Return the growth of a leak and its holders as lines."""
     span = f"{leak.unit}s {leak.since:,} to {leak.until:,}"
     grown = f"leak: {human(leak.per_step)} more per {leak.unit}, {human(leak.bytes)} over {span}"
     held = [f"  held by {holder_words(holder)}" for holder in leak.holders]

@@ -19,7 +19,7 @@ DOT = " · "
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a role is shown: in tables, in a narrow bar, and its colour (none differ only as red from green)."""
+    """How a role is shown in tables and in a narrow bar, and its colour (no two differ only as red from green)."""
 
     title: str
     short: str
@@ -45,7 +45,7 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
 
 
 def part_word(part: Part) -> Word:
-    """Return the word of a role, or of what was not recorded."""
+    """Return the word of a role; "unknown" has one as well."""
     return UNKNOWN if part == "unknown" else ROLE_WORDS[part]
 
 
@@ -111,7 +111,7 @@ def card_title(gpu: Gpu, count: int) -> str:
 
 
 def card_room(gpu: Gpu, usable: int, count: int) -> str:
-    """Return '23.2 GiB usable of 24 GB' (of '24.0 GiB' for --gpu-memory), with 'each' if there are several cards."""
+    """Return '23.2 GiB usable of 24 GB', or 'of 24.0 GiB' for --gpu-memory, with 'each' if there are several cards."""
     sold = rough(gpu.total_bytes) if gpu.sold_bytes == gpu.total_bytes else f"{gpu.sold_bytes / GB:.0f} GB"
     return f"{gib(usable)} GiB usable of {sold}{' each' if count > 1 else ''}"
 
@@ -124,7 +124,7 @@ def room(judgement: Judgement) -> str:
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
     """Return 'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'.
 
-    Where the run fits in less than it reserves without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
+    A run that needs less than it reserves without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
     """
     unit = shared_unit(judgement.need)
     reserved, nccl = peak.levels.reserved, judgement.need - peak.levels.reserved

@@ -1,4 +1,4 @@
-"""What does not forbid a recipe on a card but must be said with its answer; a new caution is one row."""
+"""Cautions to print with an answer: they do not forbid the recipe. A new caution is one row."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Caution:
     """A sentence to print, and the condition under which it holds."""
 
     when: Callable[[Architecture, Recipe, Gpu], bool]
-    says: Callable[[Architecture, Recipe, Gpu], str]
+    text: Callable[[Architecture, Recipe, Gpu], str]
 
 
 def _compiled(a: Architecture, r: Recipe) -> str:
-    """Say what was traced of compiled steps: 135 M to 1.2 B weights need 37 % less to as much, tiny ones with 2,048
-    tokens 59 % more, for the mask.
+    """Return the caution about torch.compile.
+
+    In traces of compiled steps, models of 135 M to 1.2 B weights needed 0 to 37 % less, and tiny ones with 2,048 tokens
+    59 % more, for the mask.
     """
     base = "counted as without torch.compile, which mostly needs less (memfit trace compiles)"
     mask = max((x.attention.heads for x in a.kinds), default=0) * r.micro_batch * r.sequence_length**2 * 2
@@ -50,7 +52,7 @@ CAUTIONS: tuple[Caution, ...] = (
         lambda a, r, g: bool(taken_as(r.trainer)),
         lambda a, r, g: f"{r.trainer} behaves like {taken_as(r.trainer)}, the version memfit knows",
     ),
-    # the pages of ROCm's allocator are CUDA's, renamed; the other devices have allocators and kernels of their own
+    # ROCm runs CUDA's allocator under another name; the other devices have allocators and kernels of their own
     Caution(
         lambda a, r, g: g.platform not in ("cuda", "rocm"),
         lambda a, r, g: f"allocator and kernels as on CUDA, those of {PLATFORMS[g.platform]} are not modelled",
@@ -77,4 +79,4 @@ CAUTIONS: tuple[Caution, ...] = (
 
 def cautions(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
     """Return every caution about this recipe on this card."""
-    return tuple(c.says(architecture, recipe, gpu) for c in CAUTIONS if c.when(architecture, recipe, gpu))
+    return tuple(c.text(architecture, recipe, gpu) for c in CAUTIONS if c.when(architecture, recipe, gpu))

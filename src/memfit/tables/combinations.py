@@ -1,4 +1,4 @@
-"""Which values of a recipe cannot go together, each with the reason; a new rule is one row."""
+"""Combinations of recipe values that are impossible, each with the reason; a new rule is one row."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from memfit.tables.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
 CardRule = Callable[[Recipe, Gpu], bool]
-# what ZeRO must have shared out before it can be moved to the host
+# offload -> the values of `shard` it needs on several GPUs
 OFFLOADS = {"optimizer": ("optimizer", "gradients", "parameters"), "parameters": ("parameters",)}
 
-# Routers that are linear layers and return a tuple: PEFT 0.21 adapts them with "all-linear", and fails in the first
-# forward.
+# Models whose router is a linear layer that returns a tuple: with "all-linear" PEFT 0.21 adapts it and the first
+# forward pass fails.
 ROUTERS = ("llama4_text", "phimoe")
-# TRL 1.16 asks the config of the one for num_experts, which it calls otherwise, and takes the head of the other for its
-# base.
+# Models on which TRL 1.16 fails: the config of llama4_text has another name for num_experts, and TRL confuses the head
+# of phimoe with its base.
 NOT_BY_TRL = ("llama4_text", "phimoe")
 
 
@@ -53,12 +53,12 @@ def _bitsandbytes(r: Recipe) -> bool:
 
 
 def _triton_loss(r: Recipe) -> bool:
-    """Return whether the loss needs Triton: every fused loss does, but TRL's has a path without it."""
+    """Return whether the loss needs Triton, as every fused loss but TRL's does."""
     return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
 
 
 def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
-    """Return whether adapters meet Liger's fused experts: PEFT 0.21's ParamWrapper lacks what Liger 0.8 reads."""
+    """Return whether experts have both adapters and Liger's kernel, which reads what PEFT 0.21's ParamWrapper lacks."""
     fused = (
         r.loss == "fused" and trainer(r.trainer).liger_layers and a.model_type in LIGER and LIGER[a.model_type].experts
     )
@@ -157,7 +157,7 @@ ABSENT: tuple[Absent, ...] = (
 
 
 def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | None = None) -> Recipe:
-    """Refuse an impossible recipe with the reason (BadInput); returns it unchanged otherwise."""
+    """Return the recipe unchanged. Raises BadInput with the reason if it is impossible."""
     reason = refusal(recipe, architecture, gpu)
     if reason is not None:
         raise BadInput(reason.why, hint=reason.hint)

@@ -1,4 +1,4 @@
-"""Facts of CUDA's libraries and launch code that decide bytes, by the card's compute capability: PyTorch 2.13."""
+"""Sizes that CUDA's libraries and PyTorch 2.13's kernels derive from the card's compute capability."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Capability = tuple[int, int]
 SdpaKernel = Literal["flash", "efficient", "cudnn", "math"]
 
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-_WORKSPACES = ((9, 33_554_432), (0, 8_519_680))  # from that major capability on
+_WORKSPACES = ((9, 33_554_432), (0, 8_519_680))  # (first major capability, bytes)
 
 
 def threads_per_multiprocessor(capability: Capability) -> int:
@@ -19,7 +19,7 @@ def threads_per_multiprocessor(capability: Capability) -> int:
 
 
 def cublas_workspace(capability: Capability) -> int:
-    """Return bytes a thread multiplying matrices on a stream allocates once and keeps (CublasHandlePool.cpp)."""
+    """Return the bytes that cuBLAS allocates once per thread and stream and keeps (CublasHandlePool.cpp)."""
     return next(size for major, size in _WORKSPACES if capability[0] >= major)
 
 
@@ -28,7 +28,7 @@ def reduction(
 ) -> tuple[int, ...]:
     """Return (staging buffer, semaphores) in bytes of a reduction across thread blocks; empty if one block suffices.
 
-    inputs: elements that become one; fastest: they lie side by side. threads: per multiprocessor. Source: Reduce.cuh
+    inputs: elements reduced to one; fastest: they are contiguous. threads: per multiprocessor. Source: Reduce.cuh
     (setReduceConfig of at::native::gpu_reduce_kernel), checked against recorded kernels on cc 8.0 and 9.0.
     """
     if not inputs or not outputs:
@@ -62,11 +62,11 @@ def reduction(
     return acc_bytes * outputs * blocks * (1 if fastest else columns * vector), 4 * grid
 
 
-_SPLIT_GOAL = 200  # blocks of keys times heads that the memory-efficient kernel's backward aims at
+_SPLIT_GOAL = 200  # target of the memory-efficient kernel's backward: blocks of keys times heads
 
 
 def key_splits(heads: int, keys: int) -> int:
-    """Return how many parts the memory-efficient kernel's backward cuts the keys into; heads: of the whole batch."""
+    """Return into how many parts the memory-efficient backward splits the keys; heads: of the whole batch."""
     return min(max(_SPLIT_GOAL // heads, 1), _up(keys, 64))
 
 
@@ -80,7 +80,7 @@ def _power_below(n: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaCall:
-    """What PyTorch looks at in a call of scaled_dot_product_attention when it chooses the kernel."""
+    """The properties of a scaled_dot_product_attention call by which PyTorch chooses the kernel."""
 
     capability: Capability
     dtype: Literal["bf16", "fp16", "fp32"]
@@ -94,22 +94,22 @@ class SdpaCall:
 
     @property
     def half(self) -> bool:
-        """Whether the operands have 16 bits."""
+        """Return whether the operands have 16 bits."""
         return self.dtype != "fp32"
 
     def aligned(self, elements: int) -> bool:
-        """Whether both head widths are multiples of `elements`."""
+        """Return whether both head widths are multiples of `elements`."""
         return self.head_dim % elements == 0 and self.value_dim % elements == 0
 
 
 def _takes_cudnn(c: SdpaCall) -> bool:
-    """cuDNN has heads up to 256 on Hopper and up to 128 on Blackwell, and dropout in steps of 1/16."""
+    """Return whether cuDNN takes the call: heads up to 256 on Hopper, 128 on Blackwell; dropout in steps of 1/16."""
     widest = 256 if c.capability[0] == 9 else 128
     return c.half and c.aligned(8) and max(c.head_dim, c.value_dim) <= widest and c.dropout * 16 % 1 == 0
 
 
 def _takes_flash(c: SdpaCall) -> bool:
-    """FlashAttention needs Ampere, keys and values of one width up to 256, and no mask.
+    """Return whether FlashAttention takes the call: Ampere or newer, one head width up to 256, no mask.
 
     Cards with little shared memory (compute capability 8.6 to 8.9 and 12) have no backward for heads of 193 to 224
     elements, nor for wider ones with dropout.
@@ -121,7 +121,7 @@ def _takes_flash(c: SdpaCall) -> bool:
 
 
 def _takes_efficient(c: SdpaCall) -> bool:
-    """The memory-efficient kernel takes no grouped heads; below Ampere no bf16."""
+    """Return whether the memory-efficient kernel takes the call: no grouped heads, and no bf16 below Ampere."""
     modern = c.capability >= (8, 0)
     return not c.grouped and (modern or c.dtype != "bf16") and c.aligned(8 if c.half else 4 if modern else 1)
 

@@ -1,5 +1,6 @@
-"""What `use_liger_kernel` replaces in each model type, beside its loss: liger-kernel 0.8.5,
-transformers/monkey_patch.py.
+"""Layers that `use_liger_kernel` replaces in each model type, beside the loss.
+
+Source: transformers/monkey_patch.py of liger-kernel 0.8.5.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ class Liger:
     """The layers of one model type that run as one Triton kernel each; equal ones give equal styles."""
 
     norm: Literal["", "in_place", "copies"] = "in_place"  # whether the gradient is written over the incoming one
-    # norms of queries and keys: by_head norms run on [B, N, S, H], which is copied first; own: Liger does not look for
-    # them in a model that exists already
+    # norms of queries and keys: by_head norms run on [B, N, S, H], which is copied first; own: Liger does not replace
+    # them in an existing model
     head_norm: Literal["by_token", "by_head", "own"] = "by_token"
     activation: bool = True  # act(gate) * up, whose gradients are written over gate and up, or a squared ReLU
     rope: bool = True  # queries and keys are turned in place
@@ -28,9 +29,8 @@ _OWN_HEADS = Liger(norm="copies", head_norm="own")
 _LATENT = Liger(rope=False)
 _QWEN_NEXT = Liger(norm="copies", rope=False)
 
-# Others `use_liger_kernel` leaves as they are, with a line in the log; granite gets a kernel for the loss that still
-# wants all logits. llama4's norm after the rotation and its rotation by complex numbers are taken as transformers
-# writes them
+# `use_liger_kernel` leaves other models unchanged, with a line in the log; granite's kernel for the loss still needs
+# all logits. llama4's norm after the rotation and its complex rotation are modelled as in transformers
 LIGER: dict[str, Liger] = {
     "deepseek_v2": _LATENT, "deepseek_v3": _LATENT,
     "exaone4": _GEMMA3,

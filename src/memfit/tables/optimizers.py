@@ -1,7 +1,6 @@
-"""The optimizer table: exact bytes of states and of the step, and what chooses the optimizer in every framework.
+"""The optimizer table: exact bytes of states and of the step, and the settings that choose it in each framework.
 
-A new optimizer is one row. Measured rows were recorded on PyTorch 2.13 and bitsandbytes 0.49; derived ones
-say so in `note`.
+A new optimizer is one row. Rows were measured on PyTorch 2.13 and bitsandbytes 0.49 unless `note` says "derived".
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ OPTIM_KEYS = {"axolotl": "optimizer"}  # framework -> its key of `hf_name`, wher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """One row: states per parameter and temporaries of the step."""
+    """One row: states per parameter, temporaries of the step, and names in frameworks."""
 
     key: str  # what --optimizer takes
     title: str
@@ -39,12 +38,11 @@ class Optimizer:
     flops: float = 0.0  # extra step work relative to AdamW, for the time model
     hf_name: str = ""  # transformers' `optim`, which axolotl and LLaMA-Factory take as well; "": no such switch
     aliases: tuple[str, ...] = ()  # other names that files give it
-    settings: Settings = field(
-        default_factory=dict, hash=False
-    )  # framework -> what chooses it where `hf_name` alone does not
-    loop: str = ""  # its class, for a training loop of one's own; "": trace's loop does not make it
+    # framework -> the settings that choose it, where `hf_name` alone does not
+    settings: Settings = field(default_factory=dict, hash=False)
+    loop: str = ""  # its class in a hand-written training loop; "": the loop of memfit trace does not support it
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of that class
-    matrices_only: bool = False  # that class takes no vectors
+    matrices_only: bool = False  # that class does not accept vectors
     instead: str = "--optimizer adamw"  # the hint where a framework has no switch for it
     package: str = "torch"
     note: str = ""
@@ -55,7 +53,7 @@ class Optimizer:
         return self.settings.get(framework, plain)
 
     def state_tensors(self, weight: Weight, itemsize: int) -> tuple[int, ...]:
-        """Bytes of each state tensor on the card for one trained weight of `itemsize` bytes per element."""
+        """Return the bytes of each state tensor on the card for a trained weight of `itemsize` bytes per element."""
         n = weight.numel
         counter = (self.step_counter,) if self.step_counter else ()
         if self.factored:
@@ -73,7 +71,7 @@ class Optimizer:
         return (*payload, *scales) * self.moments + counter
 
     def state_bytes(self, weight: Weight, itemsize: int) -> int:
-        """Bytes of all states of one trained weight on the card."""
+        """Return the bytes of all states of one trained weight on the card."""
         return sum(self.state_tensors(weight, itemsize))
 
     def in_32bit(self) -> Optimizer:
@@ -81,7 +79,7 @@ class Optimizer:
         return replace(self, width=4, block=0)
 
     def step_temporaries(self, weights: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        """Temporaries of step(), group by group in order, for (elements, itemsize) of every trained weight.
+        """Return the temporaries of step() in groups, in order, for (elements, itemsize) of every trained weight.
 
         foreach works on all weights in one group. A loop makes one group per weight; the last temporary of a weight
         lives until the next weight has made its own (a local variable is rebound, not deleted).
@@ -96,7 +94,7 @@ class Optimizer:
         return tuple(groups)
 
     def step_bytes(self, weights: Sequence[tuple[int, int]]) -> int:
-        """What step() needs above states and gradients at its worst instant."""
+        """Return the bytes that step() needs beyond states and gradients at its worst instant."""
         worst = before = 0
         for group in self.step_temporaries(weights):
             worst = max(worst, sum(group) + before)
@@ -233,7 +231,7 @@ def optimizer_named(name: str) -> Optimizer | None:
     return _BY_NAME.get(name.replace("_", "-"))
 
 
-# reversed: of two rows with one name the first has it
+# reversed, so that the first of two rows with the same name wins
 _BY_NAME = {
     name.replace("_", "-"): row for row in reversed(_ROWS) for name in (row.key, *row.aliases, row.hf_name) if name
 }

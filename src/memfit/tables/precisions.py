@@ -1,9 +1,9 @@
 """The table of precisions: precision, backend and method -> the dtypes a run stores, computes and accumulates in.
 
-A precision names what the user wants; the backend decides what it means. DeepSpeed has no fp32 weights under autocast:
-it keeps 16-bit weights and gradients and shards an fp32 master copy of what is trained, and casts adapters with the
-rest. A frozen base in fp16 is loaded as such, while fp16 training of all weights needs them in fp32. fp16's loss scaler
-and accelerate's FSDP2 train fp32 copies of adapters.
+The user chooses a precision; its meaning depends on the backend. DeepSpeed has no fp32 weights under autocast: it keeps
+16-bit weights and gradients, shards an fp32 master copy of what is trained, and casts adapters to 16 bits as well. A
+frozen base in fp16 is loaded in fp16, while fp16 training of all weights needs them in fp32. With fp16's loss scaler
+and with accelerate's FSDP2 adapters are trained in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BYTES: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a run does with its numbers. Gradients of trained base weights are as wide as the weights."""
+    """The dtypes of a run. Gradients of trained base weights are as wide as the weights."""
 
     stored: Dtype  # base weights that are not quantised
     computed: Dtype  # matrix products
@@ -57,7 +57,7 @@ PRECISIONS: dict[tuple[str, str, str], Meaning] = {
 
 
 def backend(recipe: Recipe) -> Backend:
-    """FSDP2 for sharded parameters, DeepSpeed for the rest of ZeRO, for offload and for a master copy."""
+    """Return the backend: FSDP2 for sharded parameters, DeepSpeed for other ZeRO stages, offload and master copies."""
     if recipe.zero:
         return "deepspeed"
     if recipe.shard == "parameters":
@@ -66,5 +66,5 @@ def backend(recipe: Recipe) -> Backend:
 
 
 def meaning(recipe: Recipe, by: Backend | None = None) -> Meaning:
-    """Return what a recipe's precision means, under its own backend or the one named."""
+    """Return the meaning of a recipe's precision under its own backend, or under `by`."""
     return PRECISIONS[recipe.precision, by or backend(recipe), recipe.method]

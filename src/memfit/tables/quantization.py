@@ -27,15 +27,15 @@ class Quantization:
 
     @property
     def double(self) -> bool:
-        """The scales are quantised too (`bnb_4bit_use_double_quant`)."""
+        """Return whether the scales are quantised too (`bnb_4bit_use_double_quant`)."""
         return bool(self.second_block)
 
     def payload(self, numel: int) -> int:
-        """Return the bytes of the packed elements alone, the number articles quote."""
+        """Return the bytes of the packed elements alone."""
         return -(-numel * self.bits // 8)
 
     def scales(self, numel: int, rows: int) -> int:
-        """Return the bytes of what decodes the payload: block scales, tables, row scales."""
+        """Return the bytes that decoding the payload needs: block scales, tables, row scales."""
         total = self.per_tensor + self.per_row * rows
         if self.block:
             blocks = -(-numel // self.block)
@@ -69,7 +69,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
     )
 }  # fmt: skip
 
-# formats of downloaded checkpoints, which no flag chooses. Source: auto-gptq 0.5.1, group 128
+# formats of downloaded checkpoints; no flag chooses them. Source: auto-gptq 0.5.1, group 128
 CHECKPOINTS: dict[str, Quantization] = {
     row.key: row
     for row in (
@@ -80,7 +80,7 @@ CHECKPOINTS: dict[str, Quantization] = {
 
 
 def four_bit(kind: str, double: bool) -> Quantization | None:
-    """Return the row of a 4-bit type by its name in bitsandbytes, with quantised scales where there is such a row."""
+    """Return the row of a bitsandbytes 4-bit type; with `double` the one with quantised scales, if there is one."""
     rows = [row for row in QUANTIZATIONS.values() if row.kind == kind]
     return next((row for row in rows if row.double == double), rows[0] if rows else None)
 

@@ -1,4 +1,4 @@
-"""The trainer table: name + version range -> what that training loop keeps alive and which defaults it sets.
+"""The trainer table: name and version -> what a training loop keeps alive and the defaults it sets.
 
 Every field is a fact about the framework's code; the source is named in the row's comment.
 """
@@ -14,7 +14,7 @@ from memfit.nouns.job import Checkpointing, Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What a training loop does to memory."""
+    """The properties of a training loop that change memory."""
 
     name: str
     since: tuple[int, ...] = (0,)  # first version of the framework this row describes
@@ -32,7 +32,7 @@ class Trainer:
     zeroes_gradients: bool = False  # zero_grad(set_to_none=False), torch's default before 2.0: they stay allocated
     optimizer_in_backward: bool = False  # torchtune's optimizer_in_bwd: each gradient is used and freed as it appears
     keeps_loss: bool = False  # the loop's `loss` keeps the graph of a step alive until the next forward is over
-    code: str = "transformers"  # row of closed_form.style.CODES: whose model code runs
+    code: str = "transformers"  # the model code that runs: a row of closed_form.style.CODES
     decayed_first: bool = False  # weights with decay are one group of the optimizer, norms and biases the next
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
@@ -48,7 +48,7 @@ class Trainer:
 
     @property
     def one_loss(self) -> bool:
-        """Whether the trainer computes the loss in one way, whatever --loss asks for."""
+        """Return whether the trainer computes the loss in the same way for every value of --loss."""
         return len({code for _, code in self.heads}) == 1
 
 
@@ -60,13 +60,12 @@ TRAINERS: tuple[Trainer, ...] = (
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
     Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
     liger_layers=True),
-    # axolotl's subclass of it, with Liger's or Apple's fused loss and without Liger's layers, which have switches of
-    # their own
+    # axolotl's subclass of it, with Liger's or Apple's fused loss; Liger's layers have switches of their own there
     Trainer(name="axolotl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
-    # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. What it wraps for selective checkpointing
-    # is a method of the model that transformers 5.23 does not call on one with adapters
+    # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. For selective checkpointing TRL wraps a
+    # method of the model that transformers 5.23 does not call on models with adapters
     Trainer(name="trl", since=(1, 7), autocast=True, decayed_first=True, default_loss="chunked", embeddings_32bit=True,
             qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
             selective_adapters=False),
@@ -76,17 +75,12 @@ TRAINERS: tuple[Trainer, ...] = (
             selective_adapters=False),
 )  # fmt: skip
 
-CURRENT = {
-    "trl": (1, 16),
-    "transformers": (5, 23),
-    "axolotl": (0, 19),
-    "torch": (2, 13),
-}
+CURRENT = {"trl": (1, 16), "transformers": (5, 23), "axolotl": (0, 19), "torch": (2, 13)}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 
 def trainer(spec: str) -> Trainer:
-    """Return the row of 'trl', 'trl==1.3' or 'transformers'. Without a version it is the current one's."""
+    """Return the row of 'trl', 'trl==1.3' or 'transformers'; without a version, of the current one."""
     found = _SPEC.match(spec.strip().lower())
     if found is None:
         raise BadInput(f"'{spec[:80]}' is not a trainer", hint="write it as trl, trl==1.3 or transformers")
@@ -97,25 +91,27 @@ def trainer(spec: str) -> Trainer:
     fitting = [t for t in rows if t.since <= version]
     if not fitting:
         raise BadInput(
-            f"{spec} is older than anything memfit knows", hint=f"the oldest row is {rows[0].name}>={rows[0].since}"
+            f"{spec} is older than every version in memfit's table",
+            hint=f"the oldest row is {rows[0].name}>={rows[0].since}",
         )
     return fitting[-1]
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing:
-    """Return the checkpointing that runs: selective is plain where the trainer's cannot handle adapters."""
+    """Return the checkpointing that runs: selective becomes full where the trainer's does not work with adapters."""
     plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
     return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
 
 
 def script_of(spec: str) -> str:
-    """Return which of memfit's two training scripts runs a recipe of this trainer (an export target)."""
+    """Return the export target, trl or transformers, whose script runs a recipe of this trainer."""
     return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
 
 
 def taken_as(spec: str) -> str:
-    """Return the version whose facts stand in for the one in `spec` where that is newer than all known, or of an older
-    major version; "" where it has facts of its own.
+    """Return the version whose row stands in for the one in `spec`; "" if that has a row of its own.
+
+    A version stands in for newer ones, and for those of an older major version.
     """
     name, _, version = spec.partition("==")
     if not version or trainer(spec) is not trainer(name):

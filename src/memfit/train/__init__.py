@@ -1,1 +1,1 @@
-"""Runs: a plan is trained for real, and a run survives running out of memory. Heavy libraries are imported late."""
+"""Train a plan, and recover when memory runs out. Heavy libraries are imported late."""

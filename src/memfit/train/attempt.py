@@ -1,4 +1,4 @@
-"""One attempt: load the exported train.py and run its trainer until it is done, is stopped, or runs out of memory."""
+"""Run one attempt: load the exported train.py and train until it is done, stopped, or out of memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from memfit.errors import BadInput
 from memfit.frameworks.process_layout import backend
@@ -34,9 +35,9 @@ from memfit.units import parse_size
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
 WARNED = 600  # characters of a library's warning that are shown
-LOGGED = 0.02  # share of all steps between two logged losses: fifty of them, or one per step of a short run
+LOGGED = 0.02  # share of all steps between two logged losses; short runs log every step
 BETWEEN_STEPS = ("forward and backward", "eval")  # stages that change neither weights nor states
-STATES = ("optimizer.pt", "optimizer.bin")  # files of a checkpoint with optimizer states only; the second is FSDP's
+STATES = ("optimizer.pt", "optimizer.bin")  # a checkpoint's files of optimizer states; the second is FSDP's
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes))")
 _HELD = re.compile(r"Of the allocated memory ([\d.]+ ?(?:[KMGT]i)?(?:B|bytes)) is allocated")
@@ -46,9 +47,9 @@ def attempt(
     run: Run, tell: Tell, keep: Callable[[RunCallback], None] = lambda callback: None,
     before: Callable[[CountingMeter, int], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train from the last whole checkpoint on. Out of memory is an Outcome; other errors of the trainer are raised.
+    """Train from the last whole checkpoint on. Running out of memory is an Outcome; other errors are raised.
 
-    `keep` receives the RunCallback, by which the attempt can be stopped. `before` is called before every allocation.
+    `keep` receives the RunCallback, which can stop the attempt. `before` is called before every allocation on a CPU.
     """
     settings, started = run.settings, time.monotonic()
     with metered(settings.cpu, settings.memory_limit, before) as meter, _as_on_cards(run), TrlWarnings(tell):
@@ -72,7 +73,7 @@ def attempt(
 
 
 class TrlWarnings(logging.Handler):
-    """Reports each of TRL's warnings once: they are about the data and about what is learned."""
+    """Reports each of TRL's warnings once, as they concern the data and what is learned from it."""
 
     def __init__(self, tell: Tell) -> None:
         super().__init__(logging.WARNING)
@@ -98,7 +99,7 @@ def _attempt(run: Run, settings: Settings, callback: RunCallback, meter: MemoryM
         trainer = load(run, settings)
         callback.reading = False
         if run.last_good() is None and not run.falls:
-            _report_cut(trainer, run, tell=callback.tell)
+            _report_cut(trainer, run, callback.tell)
         callback.attach(trainer)
         return _trained(run, trainer, callback)
     except Stopped:
@@ -110,14 +111,14 @@ def _attempt(run: Run, settings: Settings, callback: RunCallback, meter: MemoryM
         shortage = _shortage(error, callback, meter, trainer, run)
         forget(error)
         if trainer is not None:
-            _save_what_is_good(run, trainer, callback)
+            _save_last_step(run, trainer, callback)
         return _result("oom", callback, trainer, run, shortage=shortage)
 
 
 def _report_cut(trainer: Any, run: Run, tell: Tell) -> None:
-    """Report how many samples are cut or left out: the plan may have only estimated their tokens.
+    """Report how many samples are cut or left out, which the plan may have only estimated.
 
-    TRL leaves out a sample with nothing of its completion within the sequence length. Raises BadInput if none is left.
+    TRL leaves out samples whose completion begins beyond the sequence length. Raises BadInput if none is left.
     """
     recipe, rows = run.plan.recipe, trainer.train_dataset
     if recipe.padding == "packing":  # its rows hold several samples
@@ -126,7 +127,7 @@ def _report_cut(trainer: Any, run: Run, tell: Tell) -> None:
     if left and not len(rows):
         raise BadInput(
             f"no sample has any of its completion within {recipe.sequence_length:,} tokens",
-            hint="a longer --sequence-length; where the data bring labels or masks, some that are learned",
+            hint="take a longer --sequence-length; labels or masks in the data must leave some tokens to learn",
         )
     if not trainer.is_world_process_zero():
         return
@@ -142,25 +143,25 @@ def _report_cut(trainer: Any, run: Run, tell: Tell) -> None:
 
 
 def _as_on_cards(run: Run) -> contextlib.AbstractContextManager[None]:
-    """Return what the recipe's backend needs to run on a CPU as it does on GPUs."""
+    """Return a context in which the recipe's backend runs on a CPU as it does on GPUs."""
     return _fsdp_on_cpu() if run.settings.cpu and backend(run.plan.recipe) == "fsdp" else contextlib.nullcontext()
 
 
 def load(run: Run, settings: Settings) -> Any:
-    """Return the trainer that train.py builds; only its output folder and its device are set."""
+    """Return the trainer that train.py builds, with its output folder, device, logging and evaluation batch set."""
     script: Any = _module(run.path / "train.py")
     words = ["--output", str(run.output), *(["--cpu"] if settings.cpu else [])]
     read = script.load
     rows: list[int] = []
 
-    def noted(data: str) -> Any:
+    def counted_load(data: str) -> Any:
         found = read(data)
         rows.append(len(found))
         return found
 
-    script.load = noted
+    script.load = counted_load
     trainer = script.build(script.arguments(words))
-    trainer.rows_read = rows[0]  # rows of the training data, which is read first: TRL may leave some out
+    trainer.rows_read = rows[0]  # rows of the training data, which is read first, before TRL leaves some out
     trainer.args.disable_tqdm = True
     trainer.args.logging_steps = LOGGED
     trainer.args.per_device_eval_batch_size = eval_batch(run.plan.recipe, settings)
@@ -169,7 +170,7 @@ def load(run: Run, settings: Settings) -> Any:
 
 
 def _module(path: Path) -> ModuleType:
-    """Import train.py under its own name in sys.modules, which libraries that pickle its functions need."""
+    """Import train.py under a name in sys.modules, as libraries that pickle its functions require."""
     name = f"memfit_run_{abs(hash(str(path)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -180,11 +181,13 @@ def _module(path: Path) -> ModuleType:
 
 
 def _trained(run: Run, trainer: Any, callback: RunCallback) -> Outcome:
-    """Train, evaluate at the end, save."""
-    with trainer.args.main_process_first(local=False):  # one process clears away, the others look afterwards
+    """Train, evaluate at the end, and save."""
+    with trainer.args.main_process_first(local=False):  # one process removes broken checkpoints before the others look
         last = _resumable(run, callback)
     callback.resumed = last
-    with counted(trainer, callback.ledger), _quiet_progress(trainer):
+    for printing in (PrinterCallback, ProgressCallback):  # they would print to stdout
+        trainer.remove_callback(printing)
+    with counted(trainer, callback.ledger):
         if last:
             callback.enter("resume")
         with contextlib.suppress(Ended):
@@ -200,7 +203,7 @@ def _trained(run: Run, trainer: Any, callback: RunCallback) -> Outcome:
 
 
 def _evaluated(trainer: Any) -> bool:
-    """Return whether the present weights were evaluated, in this attempt or an earlier one."""
+    """Return whether the present weights were evaluated in this attempt or an earlier one."""
     return any("eval_loss" in log and log["step"] == trainer.state.global_step for log in trainer.state.log_history)
 
 
@@ -210,7 +213,7 @@ def _logged(trainer: Any, name: str) -> list[float]:
 
 
 def _resumable(run: Run, callback: RunCallback) -> Checkpoint | None:
-    """Return the last whole checkpoint. Broken ones are removed; states of another optimizer are renamed."""
+    """Remove broken checkpoints and return the last whole one, after renaming states of another optimizer in it."""
     run.drop_broken()
     last = run.last_good()
     if last and last.optimizer != callback.optimizer_name:
@@ -218,16 +221,6 @@ def _resumable(run: Run, callback: RunCallback) -> Checkpoint | None:
             if states.exists():
                 states.replace(states.with_stem(f"{states.stem}.{last.optimizer}"))
     return last
-
-
-@contextlib.contextmanager
-def _quiet_progress(trainer: Any) -> Any:
-    """Keep the libraries' progress bars and printed dictionaries off stdout."""
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
-    for kind in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(kind)
-    yield
 
 
 def exhausted(error: BaseException | None) -> bool:
@@ -242,7 +235,7 @@ def exhausted(error: BaseException | None) -> bool:
 
 
 def forget(error: BaseException | None) -> None:
-    """Release what the frames of an error hold, above all activations."""
+    """Free the tensors, mostly activations, that the frames of an error keep alive."""
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
@@ -253,7 +246,7 @@ def forget(error: BaseException | None) -> None:
 
 def _shortage(error: Exception, callback: RunCallback, meter: MemoryMeter, trainer: Any, run: Run) -> Shortage:
     text = str(error)
-    held = _size(_HELD, text) or meter.held  # some of it was freed since
+    held = _size(_HELD, text) or meter.held  # the meter is second choice, as some memory was freed since
     frames = traceback.extract_tb(error.__traceback__)
     innermost = next(
         (f for f in reversed(frames) if "/torch/" not in f.filename and "/memfit/" not in f.filename), None
@@ -272,22 +265,22 @@ def _size(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _snapshot(run: Run) -> str:
-    """Write the CUDA allocator's snapshot and return its path; "" without CUDA."""
+    """Write the CUDA allocator's snapshot and return its path, "" without CUDA or if that fails."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return ""
     folder = run.path / "falls"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{len(run.falls) + 1}.pickle"
-    with contextlib.suppress(Exception):  # recording a failure must not cause another
+    with contextlib.suppress(Exception):  # the original error matters more
         torch.cuda.memory._dump_snapshot(str(path))
         return str(path)
     return ""
 
 
-def _save_what_is_good(run: Run, trainer: Any, callback: RunCallback) -> None:
-    """Save weights and states of the last whole step, where the failure did not change them and one process holds all.
+def _save_last_step(run: Run, trainer: Any, callback: RunCallback) -> None:
+    """Save weights and states of the last whole step, if the failure did not change them and one process holds all.
 
-    DeepSpeed takes its step within backward, so whether it had begun is not known.
+    DeepSpeed takes its step within backward, so it is unknown whether the step had begun.
     """
     step, last = trainer.state.global_step, run.last_good()
     callback.ledger.drop()
@@ -301,7 +294,7 @@ def _save_what_is_good(run: Run, trainer: Any, callback: RunCallback) -> None:
     try:
         trainer._save_checkpoint(trainer.model, None)
         callback.complete(run.output / f"checkpoint-{step}", step)
-    except Exception as error:  # the older checkpoint stands
+    except Exception as error:  # the older checkpoint remains
         if not exhausted(error) and not isinstance(error, OSError):
             raise
         forget(error)
@@ -320,7 +313,7 @@ def _result(status: Any, callback: RunCallback, trainer: Any, run: Run, **more: 
 
 
 def rank_file(path: Path) -> Path:
-    """Return samples.jsonl for the first process, samples.1.jsonl and so on for the others."""
+    """Return the file of this process: samples.jsonl for rank 0, samples.1.jsonl for rank 1, and so on."""
     rank = os.environ.get("RANK", "0")
     return path if rank == "0" else path.with_suffix(f".{rank}{path.suffix}")
 
@@ -333,23 +326,23 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# ---- what the libraries do otherwise
+# ---- corrections of library behaviour
 
 
 @contextlib.contextmanager
 def _fsdp_on_cpu() -> Iterator[None]:
-    """Make accelerate use FSDP on a CPU too during the block.
+    """Make accelerate use FSDP on a CPU during the block.
 
-    AcceleratorState (accelerate 1.15, state.py) turns to FSDP only for eight distributed types, and MULTI_CPU is not
-    one of them. The type alone is changed, after the process group over gloo was made: wrapping, sharding, gathering,
+    AcceleratorState (accelerate 1.15, state.py) switches to FSDP only for eight distributed types, and MULTI_CPU is not
+    one of them. Only the type is changed, after the process group over gloo exists: wrapping, sharding, gathering,
     saving and loading check for the type FSDP and use the device as it is.
     """
     from accelerate.state import DistributedType, PartialState
 
-    made = PartialState.__init__
+    original = PartialState.__init__
 
     def init(state: Any, *args: Any, **named: Any) -> None:
-        made(state, *args, **named)
+        original(state, *args, **named)
         if state.distributed_type is DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU
 
@@ -357,19 +350,17 @@ def _fsdp_on_cpu() -> Iterator[None]:
     try:
         yield
     finally:
-        PartialState.__init__ = made
+        PartialState.__init__ = original
 
 
 def mend_loading(trainer: Any) -> None:
     """Make `trainer` resume with all the weights that it saved, or raise with the names of those missing.
 
-    transformers 5.23 reads a full checkpoint by the model's names, but `save_pretrained` writes experts under others:
-    experts and routers would stay those of the base (its issue 48805). PEFT reads 16-bit adapters as float32.
+    transformers 5.23 reads a full checkpoint by the model's names, but `save_pretrained` writes experts under other
+    names: experts and routers would keep the base's weights (its issue 48805). PEFT reads 16-bit adapters as float32.
     """
-    trainer._load_from_checkpoint = _mended(trainer, trainer._load_from_checkpoint)
+    load = trainer._load_from_checkpoint
 
-
-def _mended(trainer: Any, load: Callable[..., None]) -> Callable[..., None]:
     def loaded(checkpoint: str, model: Any = None) -> None:
         target = trainer.model if model is None else model
         formats = {name: weight.dtype for name, weight in target.named_parameters()}
@@ -383,11 +374,11 @@ def _mended(trainer: Any, load: Callable[..., None]) -> Callable[..., None]:
             if weight.dtype != formats.get(name, weight.dtype):
                 weight.data = weight.data.to(formats[name])
 
-    return loaded
+    trainer._load_from_checkpoint = loaded
 
 
 def _saved(checkpoint: Path) -> set[str]:
-    """Return the names of a full model's weights, in one file or several; none where there are only adapters."""
+    """Return the names of a full model's weights in all its files; empty for a checkpoint of adapters."""
     from safetensors import safe_open
 
     names = set[str]()
@@ -398,7 +389,7 @@ def _saved(checkpoint: Path) -> set[str]:
 
 
 def _read_as_saved(model: Any, checkpoint: str) -> None:
-    """Load by from_pretrained, which undoes what save_pretrained does. Raises BadInput if weights are still missing."""
+    """Load through from_pretrained, which reverses save_pretrained. Raises BadInput if weights are still missing."""
     saved, loading = type(model).from_pretrained(checkpoint, dtype="auto", device_map=None, output_loading_info=True)
     result = model.load_state_dict(saved.state_dict(), strict=False)
     missing = sorted({*loading["missing_keys"], *result.missing_keys, *result.unexpected_keys})

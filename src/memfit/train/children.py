@@ -1,4 +1,4 @@
-"""Attempts as child processes: one on its own, or one per GPU under torchrun with the environment accelerate reads."""
+"""Run an attempt in child processes: a single one, or one per GPU under torchrun with accelerate's environment."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from memfit.nouns.job import Recipe
 from memfit.train.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
 from memfit.train.outcome import EVENT, WARNING, Event, Outcome
 
-# by default OpenMP's threads spin between operators: on shared cores small models then train eight times as long.
-# DeepSpeed uses a GPU where it finds one
+# By default OpenMP's threads spin between operators, which makes small models eight times slower on shared cores.
+# DeepSpeed would use a GPU if it found one.
 ON_CPU = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
 KILLED = " (signal 9: the host may have run out of memory)"
 _SIGKILL = re.compile(rb"exitcode\s*: -9\b")
@@ -33,11 +33,11 @@ _SIGKILL = re.compile(rb"exitcode\s*: -9\b")
 def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     """Run one attempt in a process of its own; its other output goes to log.txt.
 
-    Ctrl-C and SIGTERM are passed on once, and the step is finished and saved. A second Ctrl-C ends the attempt at once
-    and is raised as KeyboardInterrupt.
+    Ctrl-C and SIGTERM are passed on once; the child then finishes and saves its step. A second Ctrl-C ends the attempt
+    at once and is raised as KeyboardInterrupt.
     """
     recipe, kind, before = run.plan.recipe, run.plan.job.architecture.model_type, None
-    with contextlib.suppress(BadInput):  # an outcome that cannot be read counts as none
+    with contextlib.suppress(BadInput):  # an unreadable outcome is ignored
         before = run.outcome
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
@@ -47,7 +47,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
             env={
                 **(ON_CPU if run.settings.cpu else {}), **os.environ, **quiet(), **environment(recipe, kind, run.path),
             },
-            start_new_session=True, close_fds=False,  # it holds the run's lock, too
+            start_new_session=True, close_fds=False,  # the child inherits the run's lock
         )  # fmt: skip
         assert child.stdout is not None
         with _stopping(child, tell) as signals:
@@ -56,13 +56,12 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     if outcome.status == "failed" and _one_was_killed(run.path / LOG_FILE, began):
         outcome = replace(outcome, error=f"one of the training processes was killed{KILLED}, and the others lost it")
     outcome = with_earlier(outcome, before)
-    return (
-        replace(outcome, status="stopped") if signals and outcome.status == "oom" else outcome
-    )  # a stopped run makes no other attempt
+    # a stopped run makes no further attempt
+    return replace(outcome, status="stopped") if signals and outcome.status == "oom" else outcome
 
 
 def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
-    """Return the outcome with the peaks of the earlier attempts that it continues: those under the same recipe."""
+    """Return the outcome with the peaks of the earlier attempts under the same recipe."""
     if before is None or before.status == "oom":
         return outcome
     peaks = {name: max(size, before.peaks.get(name, 0)) for name, size in (before.peaks | outcome.peaks).items()}
@@ -80,13 +79,13 @@ def command(run: Run, recipe: Recipe) -> list[str]:
 
 
 def quiet() -> dict[str, str]:
-    """Return the variables that keep libraries from printing messages of their own."""
+    """Return environment variables that keep libraries from printing."""
     return {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
 def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> Iterator[list[int]]:
-    """Pass this process's signals on to the child during the block; yield those that came."""
+    """Pass this process's signals on to the child during the block; yield the list of received ones."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -94,7 +93,7 @@ def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> It
             raise KeyboardInterrupt
         if not signals:
             child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(RuntimeError):  # the signal interrupted another print
+            with contextlib.suppress(RuntimeError):  # raised if the signal interrupted another print
                 tell({"event": "stopping", "signal": number})
         signals.append(number)
 
@@ -110,7 +109,7 @@ def _stopping(child: subprocess.Popen[str], tell: Callable[[Event], None]) -> It
 
 
 def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Callable[[Event], None]) -> None:
-    """Pass events on until the child ends; an exception here kills the child and its processes."""
+    """Report the child's events until it ends; an exception here kills the child and its processes."""
     try:
         warned = set[str]()
         for line in lines:
@@ -118,7 +117,7 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
                 tell(json.loads(line.removeprefix(EVENT)))
                 continue
             log.write(line)
-            if line.startswith(WARNING) and line not in warned:  # every process prints it
+            if line.startswith(WARNING) and line not in warned:  # every process prints the same warnings
                 warned.add(line)
                 tell({"event": "warning", "text": line.removeprefix(WARNING).strip()})
         child.wait()
@@ -130,7 +129,7 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
 
 
 def _one_was_killed(log: Path, began: int) -> bool:
-    """Return whether torchrun logged that a process was killed; the others only report a closed connection."""
+    """Return whether torchrun logged that a process was killed; other processes only report a lost connection."""
     with log.open("rb") as file:
         file.seek(began)
         return _SIGKILL.search(file.read()) is not None

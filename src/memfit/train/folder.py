@@ -1,4 +1,4 @@
-"""A run's folder: its files, its lock, which checkpoints are whole, and writing that never leaves half a file."""
+"""A run's folder: its files, its lock, its whole checkpoints, and writing that never leaves half a file."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ T = TypeVar("T")
 COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
-ASIDE, MARK = ".before", ".whole"  # the earlier run until the new one is made; a mark that all of it was moved
-GONE = ".gone"  # what is being removed
+ASIDE, MARK = ".before", ".whole"  # holds the earlier run until the new one exists; marks that all of it was moved
+GONE = ".gone"  # the earlier run while it is removed
 LOCK = ".lock"
 WRITTEN = (
     "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml",
@@ -46,7 +46,7 @@ WRITTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: its steps and samples, the optimizer of its states, whether it is still to be evaluated."""
+    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended."""
 
     path: Path
     step: int
@@ -78,14 +78,14 @@ class Run:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return how the last attempt ended; None while there is none."""
+        """Return the outcome of the last attempt, None before its end."""
         path = self.path / OUTCOME_FILE
         return _read(path, Outcome) if path.exists() else None
 
     def finished(self) -> Outcome | None:
         """Return the outcome of a run that is done and whose saved model is still there."""
         found = None
-        with suppress(BadInput):  # an outcome that cannot be read says nothing
+        with suppress(BadInput):  # an unreadable outcome counts as none
             found = self.outcome
         if found is None or found.status != "done" or not found.saved:
             return None
@@ -98,14 +98,14 @@ class Run:
         return plan_of(file, card_of(self.settings))
 
     def watched(self) -> Watched | None:
-        """Return what was watched under the present plan, all attempts together; None where nothing was."""
+        """Return the watch of all attempts under the present plan together, None if there is none."""
         path = self.path / MEMORY_FILE
         runs = [r for r in watch_file.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
         return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
 
     def keep(self, settings: Settings, falls: Iterable[Fall], recipe: str | None = None) -> None:
-        """Write run.json, with the digest of recipe.toml unless another is given."""
+        """Write run.json, with the digest of recipe.toml or the given one."""
         settings = replace(settings, recipe=self.recipe() if recipe is None else recipe)
         write_json(self.path / RUN_FILE, {"settings": asdict(settings), "falls": [asdict(f) for f in falls]})
 
@@ -118,7 +118,7 @@ class Run:
         write_json(self.path / OUTCOME_FILE, asdict(outcome))
 
     def write_plan(self, plan: Plan) -> None:
-        """Write what `memfit export` writes: train.py, recipe.toml, requirements.txt and the launcher's files."""
+        """Write the files of `memfit export`: train.py, recipe.toml, requirements.txt and the launcher's."""
         write_files(export(plan, target_of(plan)), self.path, force=True)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -135,7 +135,7 @@ class Run:
         return max(self.checkpoints(), key=lambda c: c.step, default=None)
 
     def drop_broken(self) -> list[Path]:
-        """Remove checkpoints that were never finished; return their paths."""
+        """Remove unfinished checkpoints and return their paths."""
         broken = [p for p in self.output.glob("checkpoint-*") if not (p / COMPLETE).exists()]
         for path in broken:
             shutil.rmtree(path)
@@ -144,10 +144,10 @@ class Run:
 
 @contextmanager
 def held(folder: Path, keeps: tuple[str, ...] = ()) -> Iterator[None]:
-    """Make the folder and lock it during the block. Raises Refused where another run holds it.
+    """Create the folder and lock it during the block. Raises Refused if another run holds the lock.
 
-    Child processes started with `close_fds=False` inherit the lock: a training process that outlives its supervisor
-    keeps others out until it ends. The lock's file stays only beside one of `keeps`.
+    Child processes started with `close_fds=False` inherit the lock, so that a training process that outlives its
+    supervisor keeps it. At the end the lock's file is removed unless the folder has a file named in `keeps`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,13 +180,13 @@ def held(folder: Path, keeps: tuple[str, ...] = ()) -> Iterator[None]:
 
 @contextmanager
 def fresh(folder: Path, force: bool) -> Iterator[None]:
-    """Make room for a new run, which the block creates. With `force` an earlier run is moved aside, back if that fails.
+    """Make room for a new run, which the block creates. `force` moves an earlier run aside, and back on failure.
 
-    Raises Refused where there is a run and `force` is not set, and where the folder holds other things.
+    Raises Refused if the folder holds a run and `force` is not set, or holds other files.
     """
     _recover(folder)
-    there = [p for p in folder.iterdir() if p.name != LOCK] if folder.is_dir() else []
-    if there or (folder.exists() and not folder.is_dir()):
+    existing = [p for p in folder.iterdir() if p.name != LOCK] if folder.is_dir() else []
+    if existing or (folder.exists() and not folder.is_dir()):
         if not (folder / RUN_FILE).is_file():
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
         if not force:
@@ -216,7 +216,7 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
 
 
 def opened(folder: Path) -> Run:
-    """Return the run in a folder. Raises BadInput where there is none."""
+    """Return the run in a folder. Raises BadInput if there is none."""
     _recover(folder)
     if not (folder / RUN_FILE).is_file():
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
@@ -226,7 +226,7 @@ def opened(folder: Path) -> Run:
 
 
 def _mend(run: Run) -> None:
-    """Move what older runs kept in run.json to [training] of recipe.toml, from which train.py is written."""
+    """Move training options that older versions kept in run.json to [training] of recipe.toml."""
     stored = _read(run.path / RUN_FILE, dict[str, Any], "settings")
     old = {f.name: stored[f.name] or f.default for f in fields(Training) if f.name in stored}
     if old:
@@ -236,7 +236,7 @@ def _mend(run: Run) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Restore the earlier run where a process was killed in `fresh`, unless a new one was made. Interruptible."""
+    """Restore the earlier run if a process was killed in `fresh` before the new run existed. Interruptible."""
     shutil.rmtree(folder / GONE, ignore_errors=True)
     aside = folder / ASIDE
     if not aside.exists():
@@ -252,12 +252,12 @@ def _recover(folder: Path) -> None:
 
 
 def _drop(aside: Path) -> None:
-    """Remove the earlier run under another name, so that a removal cut short does not leave half a run."""
+    """Rename the earlier run, then remove it, so that an interrupted removal does not leave half a run."""
     shutil.rmtree(aside.replace(aside.with_name(GONE)))
 
 
 def _holds_a_model(folder: str) -> bool:
-    """Return whether a folder holds weights as save_model writes them: a model, whole or in parts, or adapters."""
+    """Return whether a folder holds weights of save_model: a model in one or several files, or adapters."""
     return any(next(Path(folder).glob(f"*model*.{kind}"), None) for kind in ("safetensors", "bin"))
 
 
@@ -288,13 +288,13 @@ def saved_so_far(run: Run, outcome: Outcome) -> Outcome:
 
 
 def card_of(settings: Settings) -> Gpu:
-    """Return the card that is planned for: a row of the table, or one with that memory."""
+    """Return the card of the plan: a row of the table, or a custom one with its memory."""
     row = find_gpu(settings.gpu) if settings.gpu else None
     return row if row and row.total_bytes == settings.gpu_memory else custom_gpu(settings.gpu_memory, row)
 
 
 def target_of(plan: Plan) -> str:
-    """Return the export target that is run: the trainer the plan was made for."""
+    """Return the export target whose script runs the plan's trainer."""
     return script_of(plan.recipe.trainer)
 
 
@@ -311,7 +311,7 @@ def evidence(run: Run, shortage: Shortage) -> Path:
 def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
     """Record that memory ran out, keep the attempt's files aside, and write those of the next."""
     evidence(run, fall.shortage)
-    run.keep(run.settings, run.falls, recipe="")  # if killed in between, either recipe is accepted as the run's own
+    run.keep(run.settings, run.falls, recipe="")  # if killed here, a resumed run accepts either recipe
     run.write_plan(plan)
     run.keep(settings, (*run.falls, fall))
 
@@ -330,7 +330,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text, on the disk before it replaces the file."""
+    """Write text to a temporary file on the disk, then replace the file with it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

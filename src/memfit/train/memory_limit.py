@@ -1,8 +1,8 @@
-"""A limit on memory: on a GPU by PyTorch's memory fraction, on a CPU by counting the bytes of live tensors.
+"""Limit memory: on a GPU by PyTorch's memory fraction, on a CPU by counting the bytes of live tensors.
 
-On the CPU every operator's new storages are counted when made and subtracted when freed, and the operator whose result
-would exceed the limit raises torch.OutOfMemoryError with the text of PyTorch's allocator. Data and losses are real.
-Tensors made outside the dispatcher (mapped files) are not counted until an operator first reads them.
+On the CPU the new storages of every operator are counted until they are freed. The operator whose result would exceed
+the limit raises torch.OutOfMemoryError with the text of PyTorch's allocator. Data and losses are real. Tensors created
+outside the dispatcher (mapped files) are not counted until an operator first reads them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MemoryMeter:
 
     @property
     def held(self) -> int:
-        """Return the bytes of tensors now; 0 where they are not counted."""
+        """Return the bytes of live tensors; 0 if they are not counted."""
         return 0
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """PyTorch's own limit and statistics of the present device; the watch has its peaks."""
+    """PyTorch's own limit and statistics of the current device; the watch records its peaks."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CudaMemoryMeter(MemoryMeter):
 
 
 class Counted(TorchDispatchMode):
-    """Counts the storages that operators make on the CPU. `limit` may change while it counts."""
+    """Passes the storages that operators read and make on the CPU to a meter."""
 
     def __init__(self, meter: CountingMeter) -> None:
         super().__init__()
@@ -108,11 +108,11 @@ class CountingMeter(MemoryMeter):
             self.peaks[self.stage] = self.live
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes wrap these, which are counted by themselves
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes only wrap tensors of these
 
 
 def oom_message(requested: int, limit: int, held: int) -> str:
-    """Return the text of PyTorch's allocator for an allocation that failed."""
+    """Return the message of PyTorch's allocator for a failed allocation."""
     return (
         f"CUDA out of memory. Tried to allocate {human(requested)}. GPU 0 has a total capacity of {human(limit)} "
         f"of which {human(max(limit - held, 0))} is free. "
@@ -122,7 +122,7 @@ def oom_message(requested: int, limit: int, held: int) -> str:
 
 @contextlib.contextmanager
 def metered(cpu: bool, limit: int, before: Callable[[CountingMeter, int], None] | None = None) -> Iterator[MemoryMeter]:
-    """Measure the block's memory, and keep it under `limit` bytes (0: what the device has)."""
+    """Measure the memory of the block, and limit it to `limit` bytes (0: no limit)."""
     if not cpu:
         yield CudaMemoryMeter(limit)
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -16,11 +16,11 @@ MERGED = "merged"  # of the run's folder
 
 
 def merged(run: Run) -> Path:
-    """Write the merged model into `merged/` of the run's folder and return it. Raises BadInput where that fails."""
+    """Write the merged model into `merged/` of the run's folder and return that folder. Raises BadInput on failure."""
     target, half = run.path / MERGED, run.path / ".merged"
     before = run.path / ".merged-before"
-    for left in (half, before):  # of an interrupted merge
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (half, before):  # of an interrupted merge
+        shutil.rmtree(leftover, ignore_errors=True)
     done = subprocess.run(
         [sys.executable, "-m", "memfit.train.merge", run.plan.job.architecture.name, str(run.output), str(half)],
         capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -40,13 +40,12 @@ def merged(run: Run) -> Path:
 
 
 def main(base: str, adapters: str, target: str) -> None:
-    """Load the base as it is stored, unquantised, merge the adapters, save it with the tokenizer."""
+    """Load the unquantised base in its stored dtype, merge the adapters, and save it with the tokenizer."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", device_map=None)
-    whole = PeftModel.from_pretrained(model, adapters).merge_and_unload(safe_merge=True)
-    whole.save_pretrained(target)
+    PeftModel.from_pretrained(model, adapters).merge_and_unload(safe_merge=True).save_pretrained(target)
     AutoTokenizer.from_pretrained(adapters).save_pretrained(target)
 
 

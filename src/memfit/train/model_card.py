@@ -1,4 +1,4 @@
-"""The model card of a finished run: the recipe, what was measured, and the times that memory ran out."""
+"""The model card of a finished run: recipe, measurements, and the times that memory ran out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_card(run: Run, outcome: Outcome) -> Path:
 
 
 def has_card(run: Run) -> bool:
-    """Return whether README.md beside the model is a card of memfit's, not one that a library wrote."""
+    """Return whether memfit, not a library, wrote README.md beside the model."""
     path = run.output / "README.md"
     return path.is_file() and TAGS in path.read_text(encoding="utf-8", errors="replace").splitlines()
 
@@ -61,7 +61,7 @@ def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _training(plan: Plan) -> list[tuple[str, str]]:
-    """Return the job's settings beside the recipe."""
+    """Return the job's training options."""
     training = plan.job.training
     steps, evaluated = training.max_steps > 0, training.eval_data
     return [
@@ -72,7 +72,7 @@ def _training(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _memory(run: Run, outcome: Outcome) -> list[str]:
-    """Return predicted and measured peaks by phase on a GPU; elsewhere what can be measured."""
+    """Return predicted and measured peaks by phase on a GPU, and resident memory on a CPU."""
     planned = f"Planned: {summary(run.plan)}."
     watched = run.watched()
     if watched is None:

@@ -1,4 +1,4 @@
-"""What the next attempt changes where memory ran out, by the stage that failed: a new way is a function in WAYS."""
+"""Choose the changes for the next attempt by the stage in which memory ran out; a new way is a function in WAYS."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Way = Callable[[Run, Shortage], NextAttempt | None]  # None: this way has nothin
 
 
 def lower(run: Run, shortage: Shortage) -> NextAttempt | None:
-    """Return the next attempt by the first way of the failed stage that has one; None where nothing is left."""
+    """Return the next attempt by the first way of the failed stage that still has one, else None."""
     return next(filter(None, (way(run, shortage) for way in WAYS[shortage.stage])), None)
 
 
 def smaller_evaluation(run: Run, shortage: Shortage) -> NextAttempt | None:
-    """Evaluate fewer samples at a time, at most half as many; training does not change."""
+    """Evaluate at most half as many samples at a time; training does not change."""
     plan, settings = run.plan, run.settings
     now = eval_batch(plan.recipe, settings)
     fits = now >> (1 + _in_vain(run, shortage))
@@ -42,13 +42,13 @@ def smaller_evaluation(run: Run, shortage: Shortage) -> NextAttempt | None:
 
 
 def lean_save(run: Run, shortage: Shortage) -> NextAttempt | None:
-    """Free gradients and cached blocks before anything is written: another recipe would not help while saving."""
+    """Free gradients and cached blocks before saving, where another recipe would not help."""
     plan, settings = run.plan, run.settings
     return None if settings.lean_save else NextAttempt(plan, replace(settings, lean_save=True))
 
 
 def smaller_recipe(run: Run, shortage: Shortage) -> NextAttempt | None:
-    """Take a plan that needs less: first one that keeps the optimizer's states, then one that starts them again."""
+    """Switch to a plan that needs less: first one that keeps the optimizer's states, then one that resets them."""
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
     runs = _can_run(plan, cpu)
     for fixed in _tiers(plan.recipe, trained, cpu):
@@ -71,17 +71,17 @@ WAYS: dict[Stage, tuple[Way, ...]] = {
 
 
 def eval_batch(recipe: Recipe, settings: Settings) -> int:
-    """Return the samples at a time in evaluation: a micro-batch, or fewer once memory ran out there."""
+    """Return the batch size of evaluation: a micro-batch, or less once memory ran out there."""
     return min(settings.eval_batch or recipe.micro_batch, recipe.micro_batch)
 
 
 def _in_vain(run: Run, shortage: Shortage) -> int:
-    """Count earlier failures at the same step: each shows what its own allocation lacked, not what later ones need."""
+    """Count earlier failures at the same step, as each shows only the bytes that its own allocation lacked."""
     return sum(1 for fall in run.falls if fall.shortage.step == shortage.step)
 
 
 def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
-    """Return a test of recipes: their packages are installed, and on a CPU they need no card.
+    """Return a test that a recipe's packages are installed and that on a CPU it needs no card.
 
     Pinned memory, offloading and Liger's kernels need one.
     """
@@ -98,8 +98,8 @@ def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
 def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
     """Return sets of recipe fields to keep, the most careful choice first.
 
-    Sharding, offloading and precision decide the format of a checkpoint: they change only before there is one.
-    DeepSpeed keeps states and weights in one file, so after its first checkpoint the optimizer cannot change either.
+    Sharding, offloading and precision decide the format of a checkpoint and change only before the first one. DeepSpeed
+    keeps states and weights in one file, so after its first checkpoint the optimizer cannot change either.
     """
     tiers: list[tuple[str, ...]] = [("optimizer", *STORED)]
     restarts = not trained or backend(recipe) != "deepspeed"
@@ -109,7 +109,7 @@ def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:
 
 
 def changes(run: Run, below: NextAttempt) -> tuple[str, ...]:
-    """Return ("micro-batch 8 -> 4", ...): what the next attempt changes."""
+    """Return the changes of the next attempt: ("micro-batch 8 -> 4", ...)."""
     before, after = run.plan.recipe, below.plan.recipe
     found = [
         f"{name.replace('_', '-')} {getattr(before, name)} -> {getattr(after, name)}"

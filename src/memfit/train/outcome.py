@@ -21,8 +21,8 @@ class Settings:
     gpu: str = ""  # the card's short name; "" for one that is not in the table
     gpu_memory: int = 0  # bytes it has
     cpu: bool = False  # train on the CPU; the card is only what is planned for
-    memory_limit: int = 0  # bytes: less than the device has, to try what happens; 0: all of it
-    falls: int = FALLS  # how often memory may run out before the run stops
+    memory_limit: int = 0  # bytes of the device that may be used; 0: all
+    falls: int = FALLS  # how often the run may change its recipe after running out of memory
     rehearse: bool = True  # try the worst batch before the first step
     merge: bool = False  # write the adapters merged into their base as well
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
@@ -41,8 +41,8 @@ class Shortage:
     trace: str = ""  # the end of its traceback
     asked: int = 0  # bytes of the allocation that failed
     held: int = 0  # bytes of tensors at that moment
-    began: int = 0  # bytes of tensors as the stage began
-    limit: int = 0  # bytes there were
+    began: int = 0  # bytes of tensors at the beginning of the stage
+    limit: int = 0  # bytes that were available
     frame: str = ""  # file:line of the innermost frame outside the libraries' core
     snapshot: str = ""  # the memory snapshot beside it
 
@@ -54,10 +54,10 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one attempt ended, and what it measured. Sizes are bytes."""
+    """The end of one attempt and its measurements. Sizes are bytes."""
 
     status: Status
-    step: int = 0  # optimizer steps complete in the weights that are saved
+    step: int = 0  # optimizer steps in the saved weights
     steps: int = 0  # of the whole run
     samples: int = 0  # samples trained in these steps
     loss: float | None = None  # of training, as last logged
@@ -75,15 +75,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """One time that memory ran out, and what was changed for the next attempt."""
+    """One time that memory ran out, and the changes for the next attempt."""
 
     shortage: Shortage
     cause: tuple[str, str]  # two lines: what failed, and what held the memory
     changed: tuple[str, ...]  # "micro-batch 8 -> 4"
     resumed_at: int  # the last good step
-    moments_lost: bool = False  # the optimizer changed: its states start again
+    moments_lost: bool = False  # the optimizer changed, so its states were reset
 
 
 Event = dict[str, Any]
 EVENT = "memfit-event "  # starts the lines of a worker's output that hold an Event as JSON
-WARNING = "warning: "  # starts the lines of train.py that the user must see
+WARNING = "warning: "  # starts lines of train.py's output that are shown to the user

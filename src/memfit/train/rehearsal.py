@@ -1,4 +1,4 @@
-"""The worst batch before the first step: what a run needs at its peak is tried, and everything restored."""
+"""Rehearse the run's peak before the first step: train on the longest samples, then restore everything."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STEPS_INSIDE_BACKWARD = ("lomo", "adalomo")  # their step() does nothing, and th
 def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callable[[], None] | None = None) -> int:
     """Run forward and backward on the longest samples and, with `step`, an optimizer step that changes no weight.
 
-    `then` is called where an evaluation would come: with optimizer states, without gradients. Returns the tokens of the
-    longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are as before.
+    `then` is called where an evaluation would run: with optimizer states, without gradients. Returns the tokens of the
+    longest sample. Weights, gradients, optimizer, random numbers and the trainer's counters are restored.
 
-    The step has zero gradients and a learning rate of zero: every rule of optimizers.py then leaves the weights bit for
-    bit. Its states are dropped, so `step` is only for an optimizer that has none yet.
+    The step has zero gradients and a learning rate of zero, with which every optimizer of optimizers.py leaves the
+    weights unchanged bit for bit. Its states are dropped, so `step` is only for an optimizer that has none yet.
     """
     rows = worst_rows(trainer)
     with untouched(trainer, model):
@@ -31,16 +31,15 @@ def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callabl
         items = trainer._get_num_items_in_batch([batch], trainer.args.device)
 
         def passes() -> None:
-            for _ in range(
-                min(trainer.args.gradient_accumulation_steps, 2)
-            ):  # the second finds the gradients of the first
+            # the second pass runs beside the gradients of the first
+            for _ in range(min(trainer.args.gradient_accumulation_steps, 2)):
                 trainer.training_step(model, dict(batch), items)
 
         passes()
         if step and trainer.args.optim not in STEPS_INSIDE_BACKWARD:
             with empty_step(getattr(optimizer, "optimizer", optimizer)):
                 model.zero_grad(set_to_none=True)
-                passes()  # from the second step on, the states are there beside the activations
+                passes()  # as from the second step on, with states beside the activations
                 _between_steps(model, then)
         else:
             _between_steps(model, then)
@@ -54,7 +53,7 @@ def _between_steps(model: Any, then: Callable[[], None] | None) -> None:
 
 
 def rehearse_evaluation(trainer: Any, model: Any) -> None:
-    """Evaluate the worst batch. The caller keeps random numbers and counters."""
+    """Evaluate the worst batch. The caller restores random numbers and counters."""
     batch = trainer.data_collator(worst_rows(trainer, evaluation=True))
     batch.pop(KEY, None)
     model.eval()
@@ -62,19 +61,19 @@ def rehearse_evaluation(trainer: Any, model: Any) -> None:
 
 
 def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
-    """Return the longest samples, as many as a micro-batch has."""
+    """Return a micro-batch of the longest samples."""
     data, size = trainer.train_dataset, trainer.args.train_batch_size
     if evaluation:
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
     data = trainer._remove_unused_columns(data, "evaluation" if evaluation else "training")
     lengths = [len(tokens) for tokens in data["input_ids"]]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
-    return [data[i] for i in (order * size)[:size]]  # fewer samples than a batch are repeated
+    return [data[i] for i in (order * size)[:size]]  # repeats samples if there are fewer than a batch
 
 
 @contextlib.contextmanager
 def empty_step(optimizer: Any) -> Iterator[None]:
-    """Take a step that changes no weight; after the block the optimizer has no states again."""
+    """Take a step that changes no weight, and clear the optimizer's states after the block."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -1,4 +1,4 @@
-"""The Trainer callback of a run: stages, counted samples, whole checkpoints, stopping on request; and the watch."""
+"""The Trainer callback of a run: stages, sample counts, whole checkpoints, stops on request; and the watch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Tell = Callable[[Event], None]
 
 
 class Ended(Exception):
-    """Raised where nothing is left to train: the checkpoint holds the last step, or a stop came before the first."""
+    """Raised if nothing is left to train: the checkpoint is at the last step, or a stop came before the first."""
 
 
 class Stopped(BaseException):
-    """Raised by a stop while model and data are read. A BaseException, so that no library handles it."""
+    """Raised by a stop while model and data are loaded. It is a BaseException, so that no library handles it."""
 
 
 class EvaluationCut(Exception):
@@ -37,7 +37,7 @@ class EvaluationCut(Exception):
 
 
 class RunCallback(TrainerCallback):
-    """Accompanies one attempt. `stop` may be set at any time: the step under way is finished and saved."""
+    """The callback of one attempt. `stop` may be set at any time: the current step is then finished and saved."""
 
     def __init__(
         self, meter: MemoryMeter, ledger: SampleLedger, tell: Tell, optimizer: str, settings: Settings
@@ -50,9 +50,9 @@ class RunCallback(TrainerCallback):
         self.stage: Stage = "load"
         self.held = 0  # bytes of tensors at the beginning of the stage
         self.stop = False
-        self.reading = False  # nothing is trained yet and no other process waits: a stop may end the attempt at once
+        self.reading = False  # model and data are loading in a single process: a stop may end the attempt at once
         self.numbers: Any = None  # states of the random generators after the last whole step and its evaluation
-        self.due = False  # an evaluation of the present weights was begun and has not ended
+        self.due = False  # an evaluation of the present weights has begun and not ended
 
     def enter(self, stage: Stage) -> None:
         """Begin a stage."""
@@ -61,7 +61,7 @@ class RunCallback(TrainerCallback):
         self.meter.enter(stage)
 
     def attach(self, trainer: Any) -> None:
-        """Add the callbacks, the watch first, and wrap evaluating and saving, which no callback announces."""
+        """Add the callbacks, the watch first, and wrap evaluation and saving, whose begin triggers no callback."""
         self.trainer = trainer
         if self.watcher:
             trainer.add_callback(self.watcher)
@@ -83,7 +83,7 @@ class RunCallback(TrainerCallback):
         return within
 
     def _evaluating(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an evaluation: one that does not end stays due, and is repeated from the checkpoint of its step."""
+        """Wrap an evaluation: one that does not end stays due and is repeated when the run resumes."""
 
         def evaluating(*args: Any, **named: Any) -> Any:
             self.due = True
@@ -98,12 +98,12 @@ class RunCallback(TrainerCallback):
         return evaluating
 
     def rewind_randomness(self) -> None:
-        """Restore the random numbers that a failed step drew, as it is taken again."""
-        # an evaluation's random numbers belong to the step before it
+        """Restore the random generators to their state before a failed step, which will be repeated."""
+        # numbers that an evaluation drew belong to the step before it
         if self.stage == "forward and backward" and self.numbers is not None:
             restore(self.numbers)
 
-    # ---- what the Trainer calls
+    # ---- called by the Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step >= state.max_steps:
@@ -111,18 +111,18 @@ class RunCallback(TrainerCallback):
             raise Ended
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             load_scheduler(self.resumed.path, self.trainer)
-        # DeepSpeed's backward takes the step, which a rehearsal could not undo
+        # under DeepSpeed backward() takes the step, which a rehearsal could not undo
         if self.rehearsed and not self.trainer.is_deepspeed_enabled:
             self._rehearse(named["model"], named["optimizer"])
         self.ledger.begin(state.global_step)
         if self.resumed and self.resumed.evaluate:
             self.trainer.evaluate()
-        if self._asked_to_stop():
+        if self._stop_requested():
             raise Ended
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
 
     def _rehearse(self, model: Any, optimizer: Any) -> None:
-        """Rehearse; the watch counts it as a step: it has the optimizer's states and the longest samples."""
+        """Rehearse. The watch counts it as a step, as it has the optimizer's states and the longest samples."""
         self.enter("rehearsal")
         watch = self.watcher.watch if self.watcher else None
         if watch:
@@ -136,7 +136,8 @@ class RunCallback(TrainerCallback):
             self.enter("rehearsal")
 
         then = evaluation if self.trainer.eval_dataset is not None else None
-        longest = rehearse(self.trainer, model, optimizer, step=not has_states(optimizer), then=then)
+        has_states = bool(getattr(optimizer, "optimizer", optimizer).state)  # of a loaded checkpoint
+        longest = rehearse(self.trainer, model, optimizer, step=not has_states, then=then)
         if watch:
             watch.train()
         self.tell({"event": "rehearsed", "tokens": longest})
@@ -151,12 +152,12 @@ class RunCallback(TrainerCallback):
         self.enter("forward and backward")
         self.numbers = randomness()
         self.ledger.step(state.global_step)
-        if self._asked_to_stop():
+        if self._stop_requested():
             control.should_save = control.should_training_stop = True
         self.tell({"event": "step", "step": state.global_step, "steps": state.max_steps})
 
-    def _asked_to_stop(self) -> bool:
-        """Return whether any process was asked to stop: all stop after the same step."""
+    def _stop_requested(self) -> bool:
+        """Return whether any process received a stop, so that all stop after the same step."""
         if self.trainer.args.world_size == 1:
             return self.stop
         import torch
@@ -165,8 +166,8 @@ class RunCallback(TrainerCallback):
         return bool(self.trainer.accelerator.gather(stops).any())
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Leave an evaluation at a stop: it may take longer than the user will wait."""
-        if self._asked_to_stop():
+        """Leave an evaluation at a stop, because it may take long."""
+        if self._stop_requested():
             control.should_save = control.should_training_stop = True
             raise EvaluationCut
 
@@ -178,11 +179,11 @@ class RunCallback(TrainerCallback):
         self.complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
 
     def complete(self, folder: Path, step: int) -> None:
-        """Mark a checkpoint whole, once every process has written its part."""
+        """Mark a checkpoint as whole, once every process has written its part."""
         import torch
 
-        one = torch.tensor([self.ledger.total], device=self.trainer.args.device)
-        samples = int(self.trainer.accelerator.gather(one).sum())
+        total = torch.tensor([self.ledger.total], device=self.trainer.args.device)
+        samples = int(self.trainer.accelerator.gather(total).sum())
         if not self.trainer.args.should_save:
             return
         marks = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
@@ -205,13 +206,8 @@ def free_memory(model: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def has_states(optimizer: Any) -> bool:
-    """Return whether the optimizer has states, from an earlier step or a loaded checkpoint."""
-    return bool(getattr(optimizer, "optimizer", optimizer).state)
-
-
 def load_scheduler(checkpoint: Path, trainer: Any) -> None:
-    """Continue the learning rate where it was, though the new optimizer's states start again."""
+    """Continue the learning rate schedule with a new optimizer, whose states start empty."""
     import torch
 
     trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
@@ -223,7 +219,7 @@ def load_scheduler(checkpoint: Path, trainer: Any) -> None:
 
 
 class EventScreen:
-    """A screen of the watch in another process: statuses, alarms and leaks become events."""
+    """A screen of the watch that sends statuses, alarms and leaks to the supervisor as events."""
 
     def __init__(self, tell: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.tell, self.clock, self._shown = tell, clock, -REFRESH
@@ -254,7 +250,7 @@ def watcher(run: Run, tell: Callable[[Event], None]) -> MemfitCallback:
 
 
 def closed(callback: MemfitCallback | None) -> dict[Phase, Levels]:
-    """End the watch, which an error leaves open, and return its peaks by phase, on a card only."""
+    """Close the watch, which an error leaves open, and return its peaks by phase; {} without a card."""
     if callback is None or callback.watch is None:
         return {}
     callback.watch.close()

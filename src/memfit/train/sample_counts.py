@@ -1,10 +1,10 @@
-"""Counts the samples of every optimizer step and sums their digests, which shows samples skipped or trained twice."""
+"""Count the samples of every optimizer step and sum their digests, to detect skipped or repeated samples."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Marked:
 
 
 class Marks(tuple[int, ...]):
-    """Digests of a batch's samples. Neither a tensor nor a list of tensors, so nothing moves or pads them."""
+    """Digests of a batch's samples, in a type that no library moves to a device or pads."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class SampleLedger:
         self._count = self._sum = 0
 
     def begin(self, step: int) -> None:
-        """Continue after `step`: later lines are removed, as their steps are trained again."""
+        """Continue after `step`; later lines are removed, because their steps are trained again."""
         kept = [line for line in self.lines() if line["step"] <= step]
         self.total = sum(line["samples"] for line in kept)
         self._count = self._sum = 0
@@ -69,7 +69,7 @@ class SampleLedger:
         self._count = self._sum = 0
 
     def step(self, step: int) -> None:
-        """Write the line of a step, with everything counted since the last one."""
+        """Write the line of a step with the counts since the last one."""
         line = {"step": step, "samples": self._count, "digest": f"{self._sum:016x}"}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -77,21 +77,17 @@ class SampleLedger:
         self.drop()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what was written, without a last line that was cut off."""
-        return list(_parsed(self.path)) if self.path.exists() else []
-
-
-def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
+        """Return the written lines, without a last one that was cut off."""
+        found: list[dict[str, Any]] = []
+        with suppress(ValueError):
+            for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+                found.append(json.loads(line))
+        return found
 
 
 @contextmanager
 def counted(trainer: Any, ledger: SampleLedger) -> Iterator[None]:
-    """Count the trainer's batches in the ledger as they are trained, during the block."""
+    """Count the trainer's training batches in the ledger during the block."""
     collate, train = trainer.data_collator, trainer.training_step
 
     def training_step(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

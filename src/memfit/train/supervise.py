@@ -1,4 +1,4 @@
-"""The run as a whole: attempt, and where memory ran out change the recipe and resume, until done or nothing is left."""
+"""Run attempts, changing the recipe where memory ran out, until the run is done or nothing is left to change."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from memfit.train.outcome import Event, Fall, Outcome, Shortage, Stage
 from memfit.units import KIB, MIB, human
 
 Start = Callable[[Run, Callable[[Event], None]], Outcome]
-# causes that a stage excludes: the rehearsal is the first step, and its batch is the longest on purpose; train.py keeps
-# no logits of an evaluation, whatever the Trainer's own lines are called
+# causes that a stage excludes: a rehearsal comes before the steps, and its batch is the longest on purpose; train.py
+# keeps no logits in evaluation, whatever function of the Trainer the traceback shows
 NOT_IN: dict[Stage, tuple[Cause, ...]] = {"rehearsal": ("long-sample", "leak"), "eval": ("eval-logits",)}
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
-LARGE = 64 * MIB  # bytes; of larger files only samples are read, as weights may have hundreds of gigabytes
+LARGE = 64 * MIB  # bytes; larger files are only sampled, as weights may have hundreds of gigabytes
 SAMPLES, SAMPLE = 64, 64 * KIB  # number of samples, spread evenly, and bytes of each
 
 
 def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
-    """Attempt until the run is done, is stopped, or ran out of memory as often as allowed; return the last outcome.
+    """Run attempts until the run is done, is stopped, or may not change again; return the last outcome.
 
-    Raises BadInput, and changes no file, where the data or the model have changed since the run began.
+    Raises BadInput before any change if the data or the model have changed since the run began.
     """
     while True:
         if run.last_good():
             check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
-        else:  # nothing is trained yet: the run begins with the files as they are
+        else:  # nothing is trained yet, so the present files count
             run.keep(replace(run.settings, inputs=digests(run.plan)), run.falls)
         outcome = start(run, tell)
         run.write_outcome(outcome)
@@ -54,7 +54,7 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
 
 
 def _stop(run: Run, outcome: Outcome, shortage: Shortage, tell: Callable[[Event], None], why: str) -> Outcome:
-    """Return the outcome of a run that stops for lack of memory, after its cause is reported and its evidence kept."""
+    """Report the cause, keep the evidence, and return the outcome of a run that stops for lack of memory."""
     stopped = replace(outcome, error=why)
     run.write_outcome(stopped)
     kept = evidence(run, shortage)
@@ -63,7 +63,7 @@ def _stop(run: Run, outcome: Outcome, shortage: Shortage, tell: Callable[[Event]
 
 
 def fall_of(run: Run, shortage: Shortage, below: NextAttempt) -> Fall:
-    """Return what happened and what the next attempt changes."""
+    """Return the record of a shortage and of the changes for the next attempt."""
     before, after, last = run.plan.recipe, below.plan.recipe, run.last_good()
     return Fall(
         shortage=shortage, cause=cause(shortage), changed=changes(run, below), resumed_at=last.step if last else 0,
@@ -75,10 +75,7 @@ def fall_of(run: Run, shortage: Shortage, below: NextAttempt) -> Fall:
 
 
 def cause(shortage: Shortage) -> tuple[str, str]:
-    """Return two lines about a failed allocation: the request and where it failed, and what filled the memory.
-
-    `memfit explain` on the snapshot beside it says more.
-    """
+    """Return two lines on a failed allocation: the request with its place, and what filled the memory."""
     after = f"after {shortage.step} step{'s' * (shortage.step != 1)}"
     what = f"{human(shortage.asked)} more" if shortage.asked else "memory"
     first = f"{what} asked for in {shortage.stage}, {after}{f', at {shortage.frame}' if shortage.frame else ''}"
@@ -93,18 +90,18 @@ def _levels(shortage: Shortage) -> str:
 
 
 def _found(shortage: Shortage) -> str:
-    """Return the cause that the traceback shows, "" where it shows none that is at least likely."""
+    """Return the cause in the traceback if it is at least likely, else ""."""
     never = NOT_IN.get(shortage.stage, ())
     found = [f for f in explain(read_text(shortage.trace or shortage.text)) if f.cause not in never]
     known = found and found[0].cause != "not-known" and found[0].confidence != "possible"
     return CAUSES[found[0].cause] if known else ""
 
 
-# ---- what a run reads
+# ---- the inputs of a run
 
 
 def digests(plan: Plan) -> dict[str, str]:
-    """Return path -> digest of the files and folders that training reads on this machine; the Hub's have none."""
+    """Return path -> digest of the local files and folders that training reads; the Hub's are left out."""
     job = plan.job
     read = {name: _digest_of_file for name in (job.dataset, job.training.eval_data) if name and Path(name).is_file()}
     model = job.architecture.name
@@ -114,9 +111,9 @@ def digests(plan: Plan) -> dict[str, str]:
 
 
 def check_unchanged(plan: Plan, began: dict[str, str], tell: Callable[[str], None]) -> None:
-    """Raise BadInput where data or model differ from those the run `began` with: it would skip or repeat samples.
+    """Raise BadInput if data or model differ from the digests in `began`: the run would skip or repeat samples.
 
-    Changed evaluation data are only reported by `tell`: they make losses that cannot be compared.
+    Changed evaluation data are only reported through `tell`.
     """
     job = plan.job
     for name, before in began.items():
@@ -144,7 +141,7 @@ def _digest_of_file(path: Path) -> str:
 
 
 def _digest_of_model(folder: Path) -> str:
-    """Return a digest of configuration, tokenizer and weights, by name; other files in the folder do not count."""
+    """Return a digest of a model's configuration, tokenizer and weights; other files in the folder do not count."""
     found = blake2b(digest_size=16)
     for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()}):
         size = path.stat().st_size

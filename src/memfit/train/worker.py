@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from memfit.train.run_callback import RunCallback
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# the first is PyTorch's file writer, whose message names no cause
+# parts of error messages; the first is from PyTorch's file writer, which gives no cause
 FULL = ("inline_container.cc", "No space left on device", "File too large", "Disk quota exceeded")
 FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def main(folder: str) -> int:
-    """Run one attempt and leave its outcome in the folder; the exit code says how it ended."""
+    """Run one attempt, write its outcome into the folder, and return its exit code."""
     from memfit.train.attempt import attempt
 
     first = os.environ.get("RANK", "0") == "0"
@@ -39,7 +39,7 @@ def main(folder: str) -> int:
             return
         try:
             print(EVENT + json.dumps(event), flush=True)
-        except BrokenPipeError:  # the supervisor is gone: finish the step and save, as at a signal
+        except BrokenPipeError:  # the supervisor has ended: finish the step and save, as at a signal
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             for callback in callbacks:
                 callback.stop = True
@@ -55,7 +55,7 @@ def main(folder: str) -> int:
         import traceback
 
         traceback.print_exc()
-    # where one process runs out of memory or fails, the others, the first among them, fail as they lose it
+    # if one process runs out of memory or fails, the others (rank 0 too) fail because they lose it
     if outcome.status == "oom" or (run.outcome is None and (first or outcome.status == "failed")):
         run.write_outcome(outcome)
     tell({"event": "outcome", **asdict(outcome)})
@@ -63,7 +63,7 @@ def main(folder: str) -> int:
 
 
 def _end_with_torchrun() -> None:
-    """Make this process end with torchrun, which holds the run's lock: the lock is not inherited."""
+    """Make this process end with torchrun, which holds the run's lock; workers do not inherit it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         import ctypes
 
@@ -80,11 +80,10 @@ def _error_line(error: BaseException) -> str:
 
 
 def stop_on_signal(callback: RunCallback) -> None:
-    """Make SIGINT and SIGTERM finish and save the step, however often they come; SIGKILL ends at once.
+    """Make SIGINT and SIGTERM finish and save the step, however often they come.
 
-    While model and data are read a signal ends the attempt.
+    While model and data are loaded, a signal ends the attempt.
     """
-
     from memfit.train.run_callback import Stopped
 
     def stop(number: int, frame: FrameType | None) -> None:

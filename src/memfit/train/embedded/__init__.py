@@ -1,4 +1,4 @@
-"""The default run, which downloads nothing: a small model with random weights, a tokenizer of bytes, and prose."""
+"""The default run, which downloads nothing: a small model with random weights, a byte tokenizer, and prose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ SEED = 0
 
 def config() -> dict[str, Any]:
     """Return the model's config.json: a Llama with under a million parameters and 260 tokens."""
-    found: dict[str, Any] = json.loads((HERE / "config.json").read_text())
-    return found
+    return dict(json.loads((HERE / "config.json").read_text()))
 
 
 def write(folder: Path, changes: dict[str, Any] | None = None) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""`python -m memfit.train.embedded FOLDER` writes the model and its data, apart because PyTorch imports slowly."""
+"""`python -m memfit.train.embedded FOLDER` writes the model and its data; it runs apart because it imports PyTorch."""
 
 from __future__ import annotations
 

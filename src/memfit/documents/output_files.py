@@ -1,4 +1,4 @@
-"""Write the files a command was asked for: all checked first, each replaced atomically, none overwritten unasked."""
+"""Write a command's output files: all are checked first, and each is replaced atomically."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from memfit.cli import terminal
 from memfit.errors import BadInput, Refused
-
-if TYPE_CHECKING:
-    from memfit.nouns.architecture import Architecture
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Recipe
 
 
 def write_files(files: Mapping[Path, bytes], force: bool) -> None:
@@ -23,23 +16,13 @@ def write_files(files: Mapping[Path, bytes], force: bool) -> None:
     for path, content in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, content)
+            replace_file(path, content)
         except OSError as error:
             raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="name another file") from None
 
 
-def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
-    """Write the tape of a recipe's run as computed by formula."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.run.timeline import recorded
-    from memfit.documents.tape_file import dumps
-
-    write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
-    terminal.note(f"wrote {path} (see: memfit replay {path})")
-
-
 def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse paths that exist, so that no answer is computed in vain."""
+    """Refuse folders, and files that exist unless `force`; commands call it before they compute anything."""
     paths = list(paths)
     for path in paths:
         if path.is_dir():
@@ -49,12 +32,13 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
         raise Refused(f"{', '.join(taken)} exists already", hint="add --force to overwrite, or name another file")
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, then replace the file at `path` with it."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        Path(temporary).chmod(0o644)  # mkstemp makes it readable by the owner alone
+        Path(temporary).chmod(0o644)  # mkstemp makes it private
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From flags and files to the Job, the Recipe to start from, and notes on what was assumed."""
+"""Read flags and files into the Job, the Recipe to start from, and notes on what was assumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from memfit.units import human, parse_size, share_of_samples
 
 if TYPE_CHECKING:
     from memfit.data import Dataset
-    from memfit.data.lengths import Lengths
     from memfit.frameworks.reading import Adopted
 
 
@@ -34,8 +33,8 @@ LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 
 
 @dataclass(slots=True)
-class Asked:
-    """The meaning of a command line. `wanted`: recipe fields the user typed; `notes`: what was assumed."""
+class Request:
+    """A parsed command line. `wanted`: recipe fields the user typed; `notes`: what was assumed."""
 
     architecture: Architecture
     gpu: Gpu
@@ -48,12 +47,16 @@ class Asked:
     notes: list[str] = field(default_factory=list)
 
 
-def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
-    """Read flags and files. Raises BadInput; nothing is estimated yet."""
+def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
+    """Read flags and files without estimating anything. Raises BadInput."""
     if model and Path(model).suffix in SETTINGS:
         before = "" if "from_" in flags else "memfit estimate "
         raise BadInput(f"{model} is a settings file, not a model", hint=f"{before}--from {model}")
-    adopted = _adopted(flags.get("from_"))
+    adopted = None
+    if flags.get("from_"):
+        from memfit.frameworks.reading import adopt
+
+        adopted = adopt(Path(flags["from_"]))
     name = model or (adopted.model if adopted else None)
     if not name:
         raise BadInput("no model given", hint=EXAMPLE)
@@ -83,17 +86,9 @@ def asked(model: str | None, flags: Mapping[str, Any]) -> Asked:
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
     if reserve >= gpu.usable_bytes():
         raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
-    found = Asked(architecture, gpu, recipe, values, reserve, adopted, gpu_words=words, notes=notes)
-    _notes(found)
-    return found
-
-
-def _adopted(path: str | None) -> Adopted | None:
-    if not path:
-        return None
-    from memfit.frameworks.reading import adopt
-
-    return adopt(Path(path))
+    request = Request(architecture, gpu, recipe, values, reserve, adopted, gpu_words=words, notes=notes)
+    _notes(request)
+    return request
 
 
 def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int | None, tuple[str, ...], list[str]]:
@@ -125,7 +120,7 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
 
 
 def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
-    """Drop a file's ZeRO stage on a single GPU, where it shards nothing and is only set to allow offloading."""
+    """Return a file's recipe without its ZeRO stage on a single GPU, where the stage only allows offloading."""
     single = recipe.num_gpus == 1 and (recipe.offload != "none" or "num_gpus" in stated)
     if recipe.shard == "none" or "shard" in values or not single:
         return recipe
@@ -133,11 +128,11 @@ def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], not
     return recipe.but(shard="none")
 
 
-def _adapted(found: Asked, recipe: Recipe, given: set[str]) -> Recipe:
-    """Keep adapters off routers that PEFT cannot adapt, unless the user named the modules."""
-    if found.architecture.model_type not in combinations.ROUTERS or "lora_targets" in given:
+def _adapted(request: Request, recipe: Recipe, given: set[str]) -> Recipe:
+    """Return the recipe without adapters on routers that PEFT cannot adapt, unless the user named the modules."""
+    if request.architecture.model_type not in combinations.ROUTERS or "lora_targets" in given:
         return recipe
-    found.notes.append("--lora-targets attention: PEFT's adapter on the router of this model fails")
+    request.notes.append("--lora-targets attention: PEFT's adapter on the router of this model fails")
     return recipe.but(lora_targets=("attention",))
 
 
@@ -168,26 +163,26 @@ def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
             raise UnknownName("LoRA module", name, known, hint=f"this model has {', '.join(sorted(known))}")
 
 
-def _notes(found: Asked) -> None:
-    """Note what was assumed, and which flags have no effect."""
-    if (adopted := found.adopted) is not None:
-        found.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
+def _notes(request: Request) -> None:
+    """Add notes on what was assumed and on flags that have no effect."""
+    if (adopted := request.adopted) is not None:
+        request.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
         if adopted.unknown:
-            found.notes.append(f"{adopted.format}: unknown keys that may change memory: {', '.join(adopted.unknown)}")
-    if found.wanted.get("method") == "full":
-        _note_adapters(found)
-    loop, loss = trainer(found.recipe.trainer), found.wanted.get("loss")
+            request.notes.append(f"{adopted.format}: unknown keys that may change memory: {', '.join(adopted.unknown)}")
+    if request.wanted.get("method") == "full":
+        _note_adapters(request)
+    loop, loss = trainer(request.recipe.trainer), request.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:
-        found.notes.append(
-            f"--loss {loss} has no effect: {found.recipe.trainer} always computes a {loop.default_loss} loss"
+        request.notes.append(
+            f"--loss {loss} has no effect: {request.recipe.trainer} always computes a {loop.default_loss} loss"
         )
 
 
-def _note_adapters(found: Asked) -> None:
-    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in found.wanted]
+def _note_adapters(request: Request) -> None:
+    useless = [f"--{n.replace('_', '-')}" for n in LORA_ONLY if n in request.wanted]
     if useless:
         verb = "have" if len(useless) > 1 else "has"
-        found.notes.append(
+        request.notes.append(
             f"{', '.join(useless)} {verb} no effect: full fine-tuning has no adapters (--method lora does)"
         )
 
@@ -195,116 +190,116 @@ def _note_adapters(found: Asked) -> None:
 # ---- estimate ------------------------------------------------------------------------------------------------------
 
 
-def plan_of(found: Asked) -> list[str]:
-    """Return the command that looks for a recipe of the same model that fits on the same cards."""
-    count = found.recipe.num_gpus
+def plan_of(request: Request) -> list[str]:
+    """Return the `memfit plan` command for the same model and cards."""
+    count = request.recipe.num_gpus
     several = ["--num-gpus", str(count)] if count > 1 else []
-    return ["memfit", "plan", found.architecture.name, *found.gpu_words, *several]
+    return ["memfit", "plan", request.architecture.name, *request.gpu_words, *several]
 
 
-def exact_recipe(found: Asked, method: str | None) -> Recipe:
-    """Return the recipe as it would run, with what the trainer and QLoRA decide themselves filled in and noted."""
+def exact_recipe(request: Request, method: str | None) -> Recipe:
+    """Return the recipe as it would run: defaults of the trainer, QLoRA and the model are filled in and noted."""
     if method == "auto":
         raise BadInput("--method auto is for memfit plan", hint="choose one of full, lora, qlora")
-    recipe, given = found.recipe, {*found.wanted, *(found.adopted.stated if found.adopted else ())}
-    if recipe.method == "full" and "method" not in found.wanted:
-        _note_adapters(found)
+    recipe, given = request.recipe, {*request.wanted, *(request.adopted.stated if request.adopted else ())}
+    if recipe.method == "full" and "method" not in request.wanted:
+        _note_adapters(request)
     if recipe.method != "full":
-        recipe = _adapted(found, recipe, given)
-    if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in found.wanted:
+        recipe = _adapted(request, recipe, given)
+    if recipe.method == "qlora" and recipe.quantization == "none" and "quantization" not in request.wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
-        found.notes.append(f"--quantization {QLORA_BASE}: the default for QLoRA")
+        request.notes.append(f"--quantization {QLORA_BASE}: the default for QLoRA")
     default = trainer(recipe.trainer).default_loss
     if "loss" not in given and recipe.loss != default:
         recipe = recipe.but(loss=default)
-        found.notes.append(f"--loss {default}: the default of trainer {recipe.trainer}")
-    if "attention" not in given and not all(x.attention.sdpa for x in found.architecture.kinds):
+        request.notes.append(f"--loss {default}: the default of trainer {recipe.trainer}")
+    if "attention" not in given and not all(x.attention.sdpa for x in request.architecture.kinds):
         recipe = recipe.but(attention="eager")
-        found.notes.append("--attention eager: transformers has no other kernel for this model")
+        request.notes.append("--attention eager: transformers has no other kernel for this model")
     return recipe
 
 
 # ---- plan ----------------------------------------------------------------------------------------------------------
 
 
-def job_of(found: Asked, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
+def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """Return the job and the recipe to start from.
 
     The method and length of a `--from` file are part of the job; the planner may change the rest.
     """
-    adopted, wanted = found.adopted, found.wanted
+    adopted, wanted = request.adopted, request.wanted
     stated = set(adopted.stated) if adopted else set()
-    # keys that a file leaves out have its framework's defaults, which exact_recipe fills in
-    recipe = exact_recipe(found, None) if adopted else found.recipe
+    # a file's missing keys have the defaults of its framework, which exact_recipe fills in
+    recipe = exact_recipe(request, None) if adopted else request.recipe
     method: Any = flags.get("method") or (recipe.method if "method" in stated else "auto")
     if method == "auto" and wanted.get("quantization", "none") != "none":
-        method = "qlora"  # nothing else has a quantised base
+        method = "qlora"  # the only method with a quantised base
     if method == "qlora" and recipe.quantization == "none" and "quantization" not in wanted:
         recipe = recipe.but(quantization=QLORA_BASE)
     if method != "full" and not adopted:  # a file's recipe was made exact above
-        recipe = _adapted(found, recipe, {*wanted})
-    if found.dataset is not None and "sequence_length" not in {*wanted, *stated}:
-        recipe = recipe.but(sequence_length=_length_for(found))
+        recipe = _adapted(request, recipe, {*wanted})
+    if request.dataset is not None and "sequence_length" not in {*wanted, *stated}:
+        recipe = recipe.but(sequence_length=_length_for(request))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
         wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.num_gpus)}
-    lengths = found.dataset.lengths if found.dataset else None
+    lengths = request.dataset.lengths if request.dataset else None
+    truncated = None
+    if lengths:
+        from memfit.data.lengths import truncation
+
+        truncated = truncation(lengths, recipe.sequence_length).truncated
+    data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
     job = Job(
-        architecture=found.architecture, gpu=found.gpu, num_gpus=recipe.num_gpus,
+        architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
         sequence_length=recipe.sequence_length, effective_batch=batch,
         method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
-        stated=tuple(sorted(stated - set(wanted))), reserve=found.reserve,
+        stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         longest_sample=lengths.longest if lengths else None,
-        truncated=_truncated(lengths, recipe.sequence_length) if lengths else None,
-        dataset=str(Path(found.dataset.path).resolve()) if found.dataset else (adopted.data if adopted else None) or "",
+        truncated=truncated,
+        dataset=data,
         training=adopted.training if adopted else AS_USUAL,
     )  # fmt: skip
     return job, recipe
 
 
-def _truncated(lengths: Lengths, length: int) -> float:
-    from memfit.data.lengths import truncation
-
-    return truncation(lengths, length).truncated
-
-
-def _length_for(found: Asked) -> int:
+def _length_for(request: Request) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
     from memfit.data.lengths import choose_sequence_length, truncation
 
-    assert found.dataset is not None
-    cut, positions = choose_sequence_length(found.dataset.lengths), found.architecture.max_positions
-    by = ", by the estimate of its tokens" if found.dataset.estimate else ""
+    assert request.dataset is not None
+    cut, positions = choose_sequence_length(request.dataset.lengths), request.architecture.max_positions
+    by = ", by the estimated token counts" if request.dataset.estimate else ""
     why = " from the data"
     if 0 < positions < cut.length:
-        cut, why = truncation(found.dataset.lengths, positions), ", the number of positions the model has"
-    found.notes.append(
+        cut, why = truncation(request.dataset.lengths, positions), ", the number of positions the model has"
+    request.notes.append(
         f"--sequence-length {cut.length}{why}: {share_of_samples(cut.truncated)} of the samples are cut{by}"
     )
     return cut.length
 
 
-def longest_batch(found: Asked, recipe: Recipe) -> Recipe:
-    """Return the recipe at the length of the longest batch of its data; unchanged without data."""
-    if found.dataset is None:
+def longest_batch(request: Request, recipe: Recipe) -> Recipe:
+    """Return the recipe with the sequence length of the longest batch in its data; unchanged without data."""
+    if request.dataset is None:
         return recipe
-    if "sequence_length" not in {*found.wanted, *(found.adopted.stated if found.adopted else ())}:
-        recipe = recipe.but(sequence_length=_length_for(found))
+    if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
+        recipe = recipe.but(sequence_length=_length_for(request))
     if recipe.padding == "packing":
         return recipe
-    return recipe.but(sequence_length=min(recipe.sequence_length, found.dataset.lengths.longest))
+    return recipe.but(sequence_length=min(recipe.sequence_length, request.dataset.lengths.longest))
 
 
-def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
+def with_data(request: Request, flags: Mapping[str, Any]) -> Request:
     """Read the training file (`--data`, or the one the `--from` file names, if it exists)."""
     path = flags.get("data")
     if not path:
         if flags.get("tokenizer"):
             raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
-        return found
+        return request
     from memfit.data import read_dataset
 
-    own = None if flags.get("tokenizer") else _own_tokenizer(found.architecture.name)
+    own = None if flags.get("tokenizer") else _own_tokenizer(request.architecture.name)
     with terminal.progress() as tell:
 
         def read(tokenizer: str | Path | None) -> Dataset:
@@ -317,20 +312,20 @@ def with_data(found: Asked, flags: Mapping[str, Any]) -> Asked:
         except MemfitError:
             if own is None:
                 raise
-            dataset = read(None)  # the model's own tokenizer was not asked for, so an estimate replaces it
-    found.notes += dataset.notes
+            dataset = read(None)  # the user did not request the model's own tokenizer, so an estimate replaces it
+    request.notes += dataset.notes
     if dataset.estimate:
-        found.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
+        request.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
     if dataset.empty:
-        found.notes.append(f"{path}: {dataset.empty} of its samples are empty, and training leaves them out")
+        request.notes.append(f"{path}: {dataset.empty} of its samples are empty; training skips them")
     if dataset.broken:
         records = f"{dataset.broken} record{'s' if dataset.broken > 1 else ''}"
-        found.notes.append(f"{path}: {records} could not be used (see: memfit data {path})")
-    return replace(found, dataset=dataset)
+        request.notes.append(f"{path}: {records} could not be used (see: memfit data {path})")
+    return replace(request, dataset=dataset)
 
 
 def _own_tokenizer(model: str) -> Path | None:
-    """Return the folder of a local model that holds the tokenizer.json training will read; None if there is none."""
+    """Return the folder of a local model whose tokenizer.json training will read; None if there is none."""
     return Path(model) if (Path(model) / "tokenizer.json").is_file() else None
 
 
@@ -340,7 +335,7 @@ SHARES = {"micro_batch", "accumulation", "num_gpus"}  # their product is the eff
 
 
 def file_batch(recipe: Recipe, adopted: Adopted, wanted: set[str], notes: list[str]) -> Recipe:
-    """Return a `--from` file's recipe with its framework's batch: a total and two factors give the third."""
+    """Return a `--from` file's recipe with its batch filled in: a total and two of its factors give the third."""
     given = (set(adopted.stated) | wanted) & SHARES
     total = adopted.effective_batch
     if adopted.format == "recipe" or wanted & (SHARES - {"num_gpus"}):
@@ -349,7 +344,7 @@ def file_batch(recipe: Recipe, adopted: Adopted, wanted: set[str], notes: list[s
         return _solved(recipe, total, given, notes, adopted.format)
     if not given & {"micro_batch", "accumulation"}:
         accumulation = max(DEFAULT_BATCH // recipe.num_gpus, 1)
-        notes.append(f"{adopted.format}: it names no batch size, so micro-batch 1 x {accumulation} is assumed")
+        notes.append(f"{adopted.format}: no batch size is given, so micro-batch 1 x {accumulation} is assumed")
         return recipe.but(accumulation=accumulation)
     return recipe
 
@@ -373,31 +368,31 @@ def _solved(recipe: Recipe, total: int, given: set[str], notes: list[str], where
 
 
 def effective_batch(
-    recipe: Recipe, adopted: Adopted | None, wanted: Mapping[str, Any], asked_for: int | None
+    recipe: Recipe, adopted: Adopted | None, wanted: Mapping[str, Any], total: int | None
 ) -> tuple[int, Recipe]:
     """Return the sequences per step over all GPUs, and the recipe to start from.
 
-    They are what was asked for, else the product of the flags' or the file's factors, else 16.
+    The number is `total` (--effective-batch), else the product of the factors from flags or file, else 16.
     """
-    if asked_for is not None and not 1 <= asked_for <= LARGEST_BATCH:
-        raise BadInput(f"--effective-batch must be from 1 to {LARGEST_BATCH}, not {asked_for}", hint="16 is usual")
+    if total is not None and not 1 <= total <= LARGEST_BATCH:
+        raise BadInput(f"--effective-batch must be from 1 to {LARGEST_BATCH}, not {total}", hint="16 is usual")
     if "micro_batch" in wanted and "accumulation" in wanted:
-        if asked_for not in (None, recipe.effective_batch):
+        if total not in (None, recipe.effective_batch):
             raise BadInput(
-                f"--micro-batch x --accumulation x GPUs is {recipe.effective_batch}, not --effective-batch {asked_for}",
+                f"--micro-batch x --accumulation x GPUs is {recipe.effective_batch}, not --effective-batch {total}",
                 hint="leave one of them out",
             )
         return recipe.effective_batch, recipe
     least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
-    if asked_for is not None and asked_for % least:
+    if total is not None and total % least:
         hint = f"for example {least * 2}"
-        raise BadInput(f"--effective-batch {asked_for} is not a multiple of {least} sequences", hint=hint)
+        raise BadInput(f"--effective-batch {total} is not a multiple of {least} sequences", hint=hint)
     if adopted is None:
-        return asked_for or max(DEFAULT_BATCH, least), recipe
-    if asked_for is None:
+        return total or max(DEFAULT_BATCH, least), recipe
+    if total is None:
         kept = adopted.effective_batch if adopted.format == "recipe" and not SHARES & set(wanted) else None
         return kept or recipe.effective_batch, recipe
-    return asked_for, _resized(recipe, asked_for // recipe.num_gpus, wanted)
+    return total, _resized(recipe, total // recipe.num_gpus, wanted)
 
 
 def _resized(recipe: Recipe, per_gpu: int, wanted: Mapping[str, Any]) -> Recipe:
