@@ -18,7 +18,6 @@ from typing import Any
 from memfit._package import FOLDER
 from memfit.explain.frames import library
 
-OURS = str(FOLDER)  # memfit's own files: they hold what they look at
 FRAME_COPY = 3  # references to a frame's copy of its variables: the frame's, ours, and the counting call's
 WIDEST = 2000  # items of one container that are inspected
 ITEM = "[...]"  # an item whose key is no short text
@@ -76,7 +75,7 @@ def key_text(key: Any) -> str:
 @lru_cache(maxsize=4096)
 def own(file: str) -> bool:
     """Return whether a file is the user's or a notebook cell: not a library's, not memfit's, not generated code."""
-    return file.startswith("<ipython") or not (file.startswith((OURS, "<")) or library(file))
+    return file.startswith("<ipython") or not (file.startswith((FOLDER, "<")) or library(file))
 
 
 def file_of(kind: type) -> str:
@@ -134,7 +133,7 @@ class Roots:
             self._frame(frame)
 
     def _without_memfit(self) -> Iterator[FrameType]:
-        return (frame for frame in self._frames() if not frame.f_code.co_filename.startswith(OURS))
+        return (frame for frame in self._frames() if not frame.f_code.co_filename.startswith(FOLDER))
 
     def _frame(self, frame: FrameType) -> None:
         code = frame.f_code

@@ -155,7 +155,7 @@ class Stacks:
             code = frame.f_code
             if node and code.co_name == _ENGINE:  # on a real card another thread runs the backward
                 break
-            if not code.co_filename.startswith(str(FOLDER)):
+            if not code.co_filename.startswith(FOLDER):
                 found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))
             frame = frame.f_back
         return found

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -188,7 +189,7 @@ def _metrics(module: ModuleType) -> AbstractContextManager[None]:
 @contextmanager
 def _unseen(module: ModuleType) -> Iterator[None]:
     """Make Dynamo skip the virtual card's Python files, except the jobs and HOOKS."""
-    own = FOLDER / "virtual"
+    own = Path(FOLDER, "virtual")
     files = [str(p) for p in own.rglob("*.py") if p.name not in HOOKS and own / "jobs" not in p.parents]
     module.SKIP_DIRS.extend(files)
     module._recompile_re()

@@ -253,7 +253,7 @@ def _printed(error: BaseException | None) -> str:
     if error is None:
         return ""
     paths = ((Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__))
-    frames = [f for path, f in paths if path.is_file() and FOLDER not in path.parents]
+    frames = [f for path, f in paths if path.is_file() and not path.is_relative_to(FOLDER)]
     message = "".join(traceback.format_exception_only(error))
     return f"Traceback (most recent call last):\n{''.join(traceback.format_list(frames))}{message}".rstrip()
 
