@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memfit.documents import codec, tape_file
-from memfit.documents import watch_log as watch_file
+from memfit.documents import codec, tape_file, watch_log
 from memfit.footprints.compare import compare
 from memfit.footprints.footprint_of_watch import REST, footprint_of
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
@@ -170,10 +169,10 @@ def files(tmp_path: Path) -> dict[str, Path]:
     size = Levels(9 * GIB, 9 * GIB, 9 * GIB, 10 * GIB)
     load = Levels(4 * GIB, 4 * GIB, 4 * GIB, 5 * GIB)
     lines = [
-        watch_file.line(Header("train.py", "cuda", total=24 * GIB)),
-        watch_file.line(Sample(0.0, 0, "load", load, load)),
-        watch_file.line(Sample(1.0, 1, "step", load, size)),
-        watch_file.shares_line((("parameters", 4 * GIB),)),
+        watch_log.line(Header("train.py", "cuda", total=24 * GIB)),
+        watch_log.line(Sample(0.0, 0, "load", load, load)),
+        watch_log.line(Sample(1.0, 1, "step", load, size)),
+        watch_log.shares_line((("parameters", 4 * GIB),)),
     ]
     found["watched"] = tmp_path / "run.jsonl"
     found["watched"].write_bytes(b"".join(lines))
@@ -253,7 +252,7 @@ def test_a_mistake_is_one_line_and_a_hint(ran: Ran, message: str) -> None:
 def test_no_file_whatever_is_a_bug(content: bytes) -> None:
     from tempfile import TemporaryDirectory
 
-    from memfit.documents import footprint_file as footprints
+    from memfit.documents import footprint_file
     from memfit.errors import MemfitError
 
     with TemporaryDirectory() as folder:
@@ -261,7 +260,7 @@ def test_no_file_whatever_is_a_bug(content: bytes) -> None:
             path = Path(folder) / name
             path.write_bytes(content)
             with pytest.raises(MemfitError):
-                footprints.read(path)
+                footprint_file.read(path)
 
 
 def host_run(meter: MeterName, tensors: int, resident: int) -> Footprint:

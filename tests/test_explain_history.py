@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit import cli
-from memfit.documents import watch_log as watch_file
+from memfit.documents import watch_log
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.roles import Allocations
 from memfit.explain import Evidence, Root, explain, read_watch
@@ -155,7 +155,7 @@ def test_only_pytorchs_own_meter_knows_what_is_reserved() -> None:
 
 def test_the_command_reads_the_log_of_a_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = watched()
-    (tmp_path / "watch.jsonl").write_bytes(b"".join(map(watch_file.line, (run.header, *run.samples))))
+    (tmp_path / "watch.jsonl").write_bytes(b"".join(map(watch_log.line, (run.header, *run.samples))))
     assert cli.main(["explain", str(tmp_path / "watch.jsonl")]) == 4  # of which nothing is told apart
     assert "not recorded 60.0 MiB (100%)" in capsys.readouterr().out
 

@@ -26,10 +26,8 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
 from memfit.documents.recipe_file import loads
 from memfit.errors import BadInput, Refused, UnknownName, Unsupported
-from memfit.frameworks import llamafactory
+from memfit.frameworks import llamafactory, process_layout, targets
 from memfit.frameworks import names as names
-from memfit.frameworks import process_layout as launch
-from memfit.frameworks import targets as export
 from memfit.frameworks import text as export_text
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.frameworks.reading import adopt
@@ -47,7 +45,7 @@ def written(key: str) -> tuple[tuple[Recipe, dict[str, str]], ...]:
     found = []
     for recipe in dict.fromkeys((*SINGLES, *GRID)):
         try:
-            found.append((recipe, export.export(make_plan(recipe), key)))
+            found.append((recipe, targets.export(make_plan(recipe), key)))
         except Unsupported as error:
             assert error.hint, error.message
     return tuple(found)
@@ -56,7 +54,7 @@ def written(key: str) -> tuple[tuple[Recipe, dict[str, str]], ...]:
 # ---- what each target can say
 
 
-@pytest.mark.parametrize("key", export.TARGETS)
+@pytest.mark.parametrize("key", targets.TARGETS)
 def test_every_recipe_is_written_or_refused_with_a_hint(key: str) -> None:
     assert len(written(key)) > 40
     for recipe, files in written(key):
@@ -86,7 +84,7 @@ def test_scripts_train_as_they_were_told(key: str, monkeypatch: pytest.MonkeyPat
         (Training(), (2e-5, 1, -1, 500, None)),
         (Training(eval_data='it"s {MODEL}.jsonl'), (2e-5, 1, -1, 500, 'it"s {MODEL}.jsonl')),
     ):
-        files = export.export(with_training(told), key)
+        files = targets.export(with_training(told), key)
         assert loads(files["recipe.toml"]).training == told
         tree = ast.parse(files["train.py"])
         kept = [n for n in tree.body if isinstance(n, ast.Assign) or getattr(n, "name", "") == "arguments"]
@@ -98,17 +96,18 @@ def test_scripts_train_as_they_were_told(key: str, monkeypatch: pytest.MonkeyPat
 
 def test_other_frameworks_take_rate_epochs_and_steps() -> None:
     axolotl, factory = (
-        yaml.safe_load(export.export(with_training(TRAINED), key)[f"{key}.yaml"]) for key in ("axolotl", "llamafactory")
+        yaml.safe_load(targets.export(with_training(TRAINED), key)[f"{key}.yaml"])
+        for key in ("axolotl", "llamafactory")
     )
     assert (axolotl["learning_rate"], axolotl["num_epochs"], axolotl["max_steps"]) == (3e-4, 2.5, 7)
     assert (factory["learning_rate"], factory["num_train_epochs"], factory["max_steps"]) == (3e-4, 2.5, 7)
-    assert "max_steps" not in export.export(with_training(Training()), "axolotl")["axolotl.yaml"]
+    assert "max_steps" not in targets.export(with_training(Training()), "axolotl")["axolotl.yaml"]
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in CHOICES.items() for v in values])
 def test_trl_writes_every_choice(field: str, value: str) -> None:
     recipe = changed(field, value)
-    assert "train.py" in export.export(make_plan(recipe), "trl")
+    assert "train.py" in targets.export(make_plan(recipe), "trl")
 
 
 REFUSED = [
@@ -141,15 +140,15 @@ REFUSED = [
 @pytest.mark.parametrize(("key", "recipe", "hint"), REFUSED)
 def test_what_a_target_cannot_express_is_refused(key: str, recipe: Recipe, hint: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        export.export(make_plan(recipe), key)
+        targets.export(make_plan(recipe), key)
     assert hint in caught.value.hint
 
 
 def test_an_unknown_target_is_refused() -> None:
     with pytest.raises(UnknownName, match="axolotle") as caught:
-        export.target("axolotle")
+        targets.target("axolotle")
     assert "axolotl" in caught.value.hint
-    assert export.target("LLaMA-Factory").key == "llamafactory"
+    assert targets.target("LLaMA-Factory").key == "llamafactory"
 
 
 def calls(script: str) -> dict[str, dict[str, Any]]:
@@ -175,7 +174,7 @@ def calls(script: str) -> dict[str, dict[str, Any]]:
 
 
 def trl_calls(**recipe: Any) -> dict[str, dict[str, Any]]:
-    return calls(export.export(make_plan(Recipe(**recipe)), "trl")["train.py"])
+    return calls(targets.export(make_plan(Recipe(**recipe)), "trl")["train.py"])
 
 
 PRECISIONS = [
@@ -240,16 +239,16 @@ BACKENDS = [
 
 @pytest.mark.parametrize(("recipe", "kind", "distributed"), BACKENDS)
 def test_the_launcher_files_match_the_backend(recipe: Recipe, kind: str, distributed: str | None) -> None:
-    files = export.export(make_plan(recipe), "trl")
-    assert launch.backend(recipe) == kind
-    assert (launch.ACCELERATE_FILE in files) == (distributed is not None)
-    assert (launch.DEEPSPEED_FILE in files) == (kind == "deepspeed")
+    files = targets.export(make_plan(recipe), "trl")
+    assert process_layout.backend(recipe) == kind
+    assert (process_layout.ACCELERATE_FILE in files) == (distributed is not None)
+    assert (process_layout.DEEPSPEED_FILE in files) == (kind == "deepspeed")
     start = "accelerate launch --config_file accelerate.yaml train.py" if distributed else "python train.py"
     assert f"    {start} --data data.jsonl\n" in files["train.py"]
     named = make_plan(recipe, dataset="/data/named.jsonl")
-    assert f"    {start}\n" in export.export(named, "trl")["train.py"]  # the file knows its data
+    assert f"    {start}\n" in targets.export(named, "trl")["train.py"]  # the file knows its data
     if distributed:
-        config = yaml.safe_load(files[launch.ACCELERATE_FILE])
+        config = yaml.safe_load(files[process_layout.ACCELERATE_FILE])
         assert (config["distributed_type"], config["num_processes"]) == (distributed, recipe.num_gpus)
 
 
@@ -265,7 +264,7 @@ ZERO = [
 @pytest.mark.parametrize(("changes", "expected"), ZERO)
 def test_deepspeed_stage_and_offload(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     recipe = Recipe(precision="bf16-master", micro_batch=2, accumulation=3, **changes)
-    config = json.loads(export.export(make_plan(recipe), "deepspeed")[launch.DEEPSPEED_FILE])
+    config = json.loads(targets.export(make_plan(recipe), "deepspeed")[process_layout.DEEPSPEED_FILE])
     assert expected.items() <= config["zero_optimization"].items()
     assert config["train_batch_size"] == "auto"  # the Trainer fills it in
     assert config["bf16"] == {"enabled": True}
@@ -273,7 +272,7 @@ def test_deepspeed_stage_and_offload(changes: dict[str, Any], expected: dict[str
 
 def test_pure_bf16_under_deepspeed_has_no_master_copy() -> None:
     config = json.loads(
-        export.export(make_plan(Recipe(shard="gradients", num_gpus=2)), "deepspeed")[launch.DEEPSPEED_FILE]
+        targets.export(make_plan(Recipe(shard="gradients", num_gpus=2)), "deepspeed")[process_layout.DEEPSPEED_FILE]
     )
     assert config["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
@@ -291,7 +290,7 @@ NEEDS = [
 
 @pytest.mark.parametrize(("recipe", "needed", "not_needed"), NEEDS)
 def test_requirements_name_what_the_script_needs(recipe: Recipe, needed: set[str], not_needed: set[str]) -> None:
-    text = export.export(make_plan(recipe), "trl")["requirements.txt"]
+    text = targets.export(make_plan(recipe), "trl")["requirements.txt"]
     packages = {re.split(r"[><=~]", line)[0] for line in text.splitlines()}
     assert needed <= packages and not packages & not_needed
 
@@ -307,7 +306,7 @@ def test_each_choice_is_commented_with_what_it_saves_in_this_run() -> None:
     )  # fmt: skip
     plan = make_plan(recipe)
     plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, architecture=model))
-    script = export.export(plan, "trl")["train.py"]
+    script = targets.export(plan, "trl")["train.py"]
 
     def peak(r: Recipe) -> int:
         return closed_form(Account(model, r, plan.job.gpu)).requested
@@ -327,14 +326,14 @@ def test_each_choice_is_commented_with_what_it_saves_in_this_run() -> None:
 
 @pytest.mark.parametrize("key", ["trl", "transformers", "axolotl", "accelerate", "deepspeed"])
 def test_a_choice_that_saves_nothing_says_nothing(key: str) -> None:
-    files = export.export(make_plan(Recipe(sequence_length=16, precision="fp32")), key)
+    files = targets.export(make_plan(Recipe(sequence_length=16, precision="fp32")), key)
     assert not any("saves" in text for text in files.values())
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
     over = dataclasses.replace(make_plan(Recipe()), judgement=Judgement("misfit", 23 * GIB, 60 * GIB, 0, -37 * GIB))
     for key in ("trl", "axolotl"):
-        assert "does NOT fit" in next(iter(export.export(over, key).values()))
+        assert "does NOT fit" in next(iter(targets.export(over, key).values()))
 
 
 # ---- names other people's code must know
@@ -390,7 +389,7 @@ def test_accelerate_file_uses_keys_the_launcher_has() -> None:
     top = {f.name for f in dataclasses.fields(ClusterConfig)}
     flags = {action.dest for action in launch_command_parser()._actions}
     for _, files in written("accelerate"):
-        config = yaml.safe_load(files[launch.ACCELERATE_FILE])
+        config = yaml.safe_load(files[process_layout.ACCELERATE_FILE])
         assert set(config) <= top
         assert set(config.get("fsdp_config", {})) | set(config.get("deepspeed_config", {})) <= flags
         ClusterConfig(**{"use_cpu": False, "debug": False, "mixed_precision": "no", **config})
@@ -410,7 +409,7 @@ def test_yaml_and_json_use_keys_the_frameworks_have() -> None:
     for _, files in written("llamafactory"):
         assert set(yaml.safe_load(files["llamafactory.yaml"])) <= known["llamafactory"] | trainer
     for _, files in written("deepspeed"):
-        config = json.loads(files[launch.DEEPSPEED_FILE])
+        config = json.loads(files[process_layout.DEEPSPEED_FILE])
         zero = config["zero_optimization"]
         assert set(config) <= known["deepspeed"]
         assert set(zero) <= known["deepspeed.zero_optimization"]
@@ -465,10 +464,10 @@ def test_the_layout_is_told_or_refused(tmp_path: Path, key: str, name: str, expe
     plan = make_plan(Recipe(), dataset=str(tmp_path / name))
     if expected is None:
         with pytest.raises(Unsupported) as caught:
-            export.export(plan, key)
+            targets.export(plan, key)
         assert caught.value.hint.endswith("--target trl")
         return
-    files = export.export(plan, key)
+    files = targets.export(plan, key)
     if key == "axolotl":
         (found,) = yaml.safe_load(files["axolotl.yaml"])["datasets"]
         assert found["path"] == str(tmp_path / name)
@@ -490,19 +489,19 @@ def test_files_name_the_model_and_the_data_from_anywhere(tmp_path: Path, monkeyp
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(DATA["text.jsonl"])
     for model in ("model", "model/config.json"):
-        files = export.export(make_plan(Recipe(), model=model, dataset="rows.jsonl"), "trl")
+        files = targets.export(make_plan(Recipe(), model=model, dataset="rows.jsonl"), "trl")
         assert f'MODEL = "{tmp_path / "model"}"' in files["train.py"]
         assert f'DATA = "{tmp_path / "rows.jsonl"}"' in files["train.py"]
         assert loads(files["recipe.toml"]).data == str(tmp_path / "rows.jsonl")
-    files = export.export(make_plan(Recipe(), model="org/hub", dataset="org/set"), "trl")
+    files = targets.export(make_plan(Recipe(), model="org/hub", dataset="org/set"), "trl")
     assert 'MODEL = "org/hub"' in files["train.py"] and 'DATA = "org/set"' in files["train.py"]
 
 
 def test_a_dataset_on_the_hub_has_no_file_type() -> None:
     plan = make_plan(Recipe(), dataset="org/set")
-    (entry,) = yaml.safe_load(export.export(plan, "axolotl")["axolotl.yaml"])["datasets"]
+    (entry,) = yaml.safe_load(targets.export(plan, "axolotl")["axolotl.yaml"])["datasets"]
     assert entry["path"] == "org/set" and "ds_type" not in entry
-    assert json.loads(export.export(plan, "llamafactory")["dataset_info.json"])["train"]["hf_hub_url"] == "org/set"
+    assert json.loads(targets.export(plan, "llamafactory")["dataset_info.json"])["train"]["hf_hub_url"] == "org/set"
 
 
 @pytest.mark.parametrize(("model", "data", "warned"), [
@@ -513,7 +512,7 @@ def test_chats_on_a_base_model_are_warned_of(tmp_path: Path, model: str, data: s
     if data:
         (tmp_path / data).write_text(DATA[data])
     plan = make_plan(Recipe(), model=model, dataset=str(tmp_path / data) if data else "")
-    assert any("base model" in line for line in export.notes(plan)) == warned
+    assert any("base model" in line for line in targets.notes(plan)) == warned
 
 
 @pytest.mark.parametrize("path", ["", "nowhere.jsonl", "nul\0", "x" * 5000])
@@ -533,7 +532,7 @@ TEMPLATES = [
 @pytest.mark.parametrize(("model", "expected"), TEMPLATES)
 def test_llamafactory_gets_the_template_a_model_was_trained_with(model: str, expected: str | None) -> None:
     assert llamafactory.template(model) == expected
-    config = yaml.safe_load(export.export(make_plan(Recipe(), model=model), "llamafactory")["llamafactory.yaml"])
+    config = yaml.safe_load(targets.export(make_plan(Recipe(), model=model), "llamafactory")["llamafactory.yaml"])
     assert config.get("template") == expected
 
 
@@ -542,7 +541,7 @@ def test_llamafactory_gets_the_template_a_model_was_trained_with(model: str, exp
 
 def no_file(name: str) -> bool:
     """Names of what exists ('~', '.') are written as absolute paths instead."""
-    return export.absolute(name) is None
+    return targets.absolute(name) is None
 
 
 @pytest.mark.parametrize("text", ["\n", "\n\n", " a\nb", "a\n\n", "a\nb", "a\nb\n", "a\n\nb", "\n#", "a: b\n", "\r\n"])
@@ -556,7 +555,7 @@ def test_text_of_several_lines_reads_back(text: str) -> None:
 @example("\n", "0", "")
 def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
     recipe = Recipe(alloc_conf=alloc_conf, method="lora", lora_targets=(model,))
-    files = export.export(make_plan(recipe, model=model, dataset=dataset), "trl")
+    files = targets.export(make_plan(recipe, model=model, dataset=dataset), "trl")
     tree = ast.parse(files["train.py"])
     constants = {
         n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
@@ -565,7 +564,7 @@ def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
     assert ast.literal_eval(constants["DATA"]) == (dataset or "data.jsonl")
     called = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
     assert called <= KNOWN_CALLS
-    config = yaml.safe_load(export.export(make_plan(recipe, model=model, dataset=dataset), "axolotl")["axolotl.yaml"])
+    config = yaml.safe_load(targets.export(make_plan(recipe, model=model, dataset=dataset), "axolotl")["axolotl.yaml"])
     assert config["base_model"] == model
 
 
@@ -586,13 +585,13 @@ KNOWN_CALLS = {
 
 def test_write_refuses_to_overwrite_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    paths = export.write({"train.py": "a\n", "sub/x.yaml": "b\n"}, folder)
+    paths = targets.write({"train.py": "a\n", "sub/x.yaml": "b\n"}, folder)
     assert [p.read_text() for p in paths] == ["a\n", "b\n"]
     with pytest.raises(Refused, match=r"train\.py") as caught:
-        export.write({"new.txt": "n", "train.py": "other"}, folder)
+        targets.write({"new.txt": "n", "train.py": "other"}, folder)
     assert "--force" in caught.value.hint
     assert not (folder / "new.txt").exists() and (folder / "train.py").read_text() == "a\n"
-    export.write({"train.py": "other"}, folder, force=True)
+    targets.write({"train.py": "other"}, folder, force=True)
     assert sorted(p.name for p in folder.iterdir()) == ["sub", "train.py"]
     assert (folder / "train.py").read_text() == "other"
 
@@ -604,26 +603,26 @@ def test_write_does_not_follow_links(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.py").symlink_to(outside)
     with pytest.raises(Refused):
-        export.write({"train.py": "a"}, folder)
-    export.write({"train.py": "a"}, folder, force=True)
+        targets.write({"train.py": "a"}, folder)
+    targets.write({"train.py": "a"}, folder, force=True)
     assert outside.read_text() == "precious"
     (folder / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(Refused):
-        export.write({"gone": "a"}, folder)
+        targets.write({"gone": "a"}, folder)
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ""])
 def test_write_stays_inside_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="outside"):
-        export.write({name: "a"}, tmp_path / "run")
+        targets.write({name: "a"}, tmp_path / "run")
 
 
 def test_write_says_why_it_cannot(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot write"):
-        export.write({"x": "a"}, tmp_path / "file" / "run")
+        targets.write({"x": "a"}, tmp_path / "file" / "run")
     with pytest.raises(BadInput, match="not valid text"):
-        export.write({"x": "\udc80"}, tmp_path)
+        targets.write({"x": "\udc80"}, tmp_path)
     assert not (tmp_path / "x").exists()
 
 
@@ -787,7 +786,7 @@ def test_train_py_trains_and_resumes(tiny: Path, tmp_path: Path, key: str, recip
         pytest.importorskip("bitsandbytes")
     recipe = recipe.but(micro_batch=2, accumulation=2, sequence_length=64)
     plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / data))
-    export.write(export.export(plan, key), tmp_path)
+    targets.write(targets.export(plan, key), tmp_path)
     printed = run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path)
     check_run(tmp_path / "output", printed, recipe.method)
     assert printed.count("output holds no checkpoint: training starts at the beginning") == 1
@@ -848,7 +847,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
     work = []
     for key, recipe, name in HANDED:
         place = tmp_path / f"{key}-{recipe.method}-{recipe.precision}"
-        export.write(export.export(make_plan(recipe, model=str(tiny / "model")), key), place, force=True)
+        targets.write(targets.export(make_plan(recipe, model=str(tiny / "model")), key), place, force=True)
         work.append((str(place / "train.py"), str(tiny / name)))
     printed, answer = run([sys.executable, "-c", _HANDED, json.dumps(work)], tmp_path).split("HANDED ", 1)
     keys = [(key, recipe.precision, name) for key, recipe, name in HANDED]
@@ -886,7 +885,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
 
 def test_train_py_as_a_user_types_it(tiny: Path, tmp_path: Path) -> None:
     recipe = Recipe(precision="bf16-mixed", checkpointing="full", sequence_length=64)
-    export.write(export.export(make_plan(recipe, model="replaced by --model"), "trl"), tmp_path)
+    targets.write(targets.export(make_plan(recipe, model="replaced by --model"), "trl"), tmp_path)
     command = [sys.executable, "train.py", "--cpu", "--model", str(tiny / "model"), "--data", str(tiny / "text.jsonl")]
     command += ["--output", "elsewhere", "--max-steps"]
     first = run([*command, "2"], tmp_path)

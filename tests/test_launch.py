@@ -25,8 +25,7 @@ from memfit.clusters.skypilot import ACCELERATORS
 from memfit.clusters.spec import IMPORTED, PROCESS, spec_of
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
-from memfit.frameworks import process_layout as launch
-from memfit.frameworks import targets as export
+from memfit.frameworks import process_layout, targets
 from memfit.frameworks.accelerate import environment
 from memfit.frameworks.process_layout import ACCELERATE_FILE
 from memfit.frameworks.recipe_toml import plan_of
@@ -167,7 +166,7 @@ def test_the_environment_is_that_of_accelerate(shard: Any, kind: str, tmp_path: 
     recipe = Recipe(method="lora", precision="bf16-mixed", num_gpus=2, shard=shard)
     plan = make_plan(recipe)
     job = replace(plan.job, architecture=replace(plan.job.architecture, model_type=kind))
-    export.write(export.export(replace(plan, job=job)), tmp_path)
+    targets.write(targets.export(replace(plan, job=job)), tmp_path)
     config = load_config_from_file(str(tmp_path / ACCELERATE_FILE))
     words = ["--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "bf16"]
     if config.fsdp_config:
@@ -175,7 +174,7 @@ def test_the_environment_is_that_of_accelerate(shard: Any, kind: str, tmp_path: 
     theirs = prepare_multi_gpu_env(launch_command_parser().parse_args([*words, "train.py"]))
     ours = environment(recipe, kind, tmp_path)
     assert ours and {name: theirs.get(name) for name in ours} == ours
-    assert ("FSDP_TRANSFORMER_CLS_TO_WRAP" in ours) == (kind in launch.BLOCKS)
+    assert ("FSDP_TRANSFORMER_CLS_TO_WRAP" in ours) == (kind in process_layout.BLOCKS)
 
 
 def test_deepspeed_finds_its_file(tmp_path: Path) -> None:
@@ -296,7 +295,7 @@ AGAIN = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_that_is_started_again_goes_on_where_it_was(key: str, backend: str, tmp_path: Path) -> None:
     plan = planned(BACKENDS[backend])
-    files = export.export(plan) | TARGETS[key].write(spec_of(plan))
+    files = targets.export(plan) | TARGETS[key].write(spec_of(plan))
     first, again = (trained(key, files, tmp_path, **told) for told in AGAIN[key])
     assert first.output == again.output and True in again.resume and first.epochs == 3
     other = trained(key, files, tmp_path, **{name: value.replace("7", "8") for name, value in AGAIN[key][0].items()})
@@ -312,7 +311,7 @@ def test_a_job_that_is_started_again_goes_on_where_it_was(key: str, backend: str
 
 
 def test_a_restarted_job_goes_on_from_its_own_checkpoint_else_from_the_one_it_was_given(tmp_path: Path) -> None:
-    script = export.export(planned())["train.py"]
+    script = targets.export(planned())["train.py"]
     body = [n for n in ast.parse(script).body if getattr(n, "name", "") in ("checkpoint_of", "last_checkpoint")]
     names: dict[str, Any] = {"argparse": argparse, "Path": Path}
     exec(
@@ -344,7 +343,7 @@ def trained(key: str, files: dict[str, str], tmp_path: Path, **more: str) -> arg
 def test_a_restarted_pod_goes_on_where_its_job_was() -> None:
     """Kubernetes puts $(NAME) of the container's environment into its args; JobSet labels every pod of a job alike."""
     plan = planned()
-    files = export.export(plan) | TARGETS["kubernetes"].write(spec_of(plan))
+    files = targets.export(plan) | TARGETS["kubernetes"].write(spec_of(plan))
     trainer = yaml.safe_load(files["trainjob.yaml"])["spec"]["trainer"]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in trainer["env"] if "fieldRef" in str(e)}
     assert fields == {"JOBSET_UID": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}
@@ -391,10 +390,10 @@ def test_train_py_is_told_where_the_job_has_its_inputs(
     training = Training(eval_data=names["eval-data"])
     file = RecipeFile(model=names["model"], recipe=recipe, gpu="h100", data=names["data"], training=training)
     plan = plan_of(file, cards.find_gpu("h100"))
-    assert launch.backend(recipe) == backend
+    assert process_layout.backend(recipe) == backend
     spec = spec_of(plan, 1 if backend == "plain" else 2)
     assert spec.inputs == mine
-    files = export.export(plan) | TARGETS[key].write(spec)
+    files = targets.export(plan) | TARGETS[key].write(spec)
     given = parsed(files["train.py"], told(key, files, spec.environment, tmp_path))
     reads = {"model": given.model, "data": given.data, "eval-data": given.eval_data}
     assert given.epochs == 3
@@ -456,8 +455,8 @@ def test_output_has_room_for_every_checkpoint_that_is_kept() -> None:
     assert spec_of(planned(plain)).output_bytes == pytest.approx(parameters * (3 * (2 + 4) + 2), rel=0.001)
     master = spec_of(planned(BACKENDS["deepspeed"]))  # 16-bit weights twice, fp32 master and states
     assert master.output_bytes == pytest.approx(parameters * (3 * (4 + 12) + 2), rel=0.001)
-    for key in export.SCRIPTS:
-        assert "save_total_limit=2," in export.SCRIPTS[key](planned(plain))["train.py"]
+    for key in targets.SCRIPTS:
+        assert "save_total_limit=2," in targets.SCRIPTS[key](planned(plain))["train.py"]
     lora = spec_of(planned(plain.but(method="lora")))
     assert lora.output_bytes < parameters and lora.output_gib >= 1
     disk = yaml.safe_load(TARGETS["skypilot"].write(master)["sky.yaml"])["resources"]["disk_size"]

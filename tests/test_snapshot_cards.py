@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from memfit.allocator.replay import as_recorded, made_with, room_of
-from memfit.documents import footprint_file as footprints
-from memfit.documents import watch_log as watch_file
+from memfit.documents import footprint_file, watch_log
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot.writing import snapshot
@@ -123,7 +122,7 @@ def test_an_instant_is_no_peak(ran: Ran, saved: Any, tmp_path: Path) -> None:
     code, out, _ = ran("explain", path)
     assert code == 4 and WRITTEN in out and "no history was recorded" in out and "220 MiB" in out
     with pytest.raises(BadInput, match="a single instant"):
-        footprints.read(path)
+        footprint_file.read(path)
     ran("explain", path, "--html", tmp_path / "page.html")
     drawn = re.findall(r'<polygon class="\w+" points="([^"]+)"', (tmp_path / "page.html").read_text())
     assert drawn and all({point.split(",")[0] for point in points.split()} >= {"0.0", "1200.0"} for points in drawn)
@@ -140,7 +139,7 @@ def test_the_peak_reserved_is_that_of_the_recorded_segments(path: Path) -> None:
     for step in steps:
         reserved += step
         most = max(most, reserved)
-    assert footprints.read(path).peak.levels.reserved == most
+    assert footprint_file.read(path).peak.levels.reserved == most
 
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
@@ -217,7 +216,7 @@ def test_a_card_there_is_not_is_a_mistake_whatever_the_files_are(ran: Ran, tmp_p
 )
 def test_a_tape_that_cannot_be_replayed_is_a_mistake(tape: Tape, said: str) -> None:
     with pytest.raises(BadInput, match=said) as error:
-        footprints.of_tape(tape)
+        footprint_file.of_tape(tape)
     assert error.value.hint
 
 
@@ -228,7 +227,7 @@ def outside(tmp_path: Path, device: int) -> Path:
     levels = Levels(0, 0, 0, device)
     path = tmp_path / "seen.jsonl"
     nouns = (Header("run.py", "nvml", "NVIDIA L4", 24 * GIB), Sample(1.0, 1, "step", levels, levels))
-    path.write_bytes(b"".join(map(watch_file.line, nouns)))
+    path.write_bytes(b"".join(map(watch_log.line, nouns)))
     return path
 
 
@@ -237,16 +236,16 @@ def test_what_the_driver_sees_has_the_context_in_it(ran: Ran, tmp_path: Path, sa
 
     context = catalogue.find_gpu("l4").context_bytes
     path = saved(cards((0, FULL, None)))
-    reserved = footprints.read(path).peak.levels.reserved
+    reserved = footprint_file.read(path).peak.levels.reserved
     seen = outside(tmp_path, reserved + context)
     code, _, err = ran("compare", path, seen)
     assert code == 2 and "names no card" in err and "--gpu CARD" in err
     assert ran("compare", path, seen, "--gpu", "l4")[0] == 0
-    said = footprints.of(path, catalogue.find_gpu("l4"))
+    said = footprint_file.of(path, catalogue.find_gpu("l4"))
     assert said is not None and said.peak.levels.device == reserved + context
-    named = footprints.of_tape(Tape((Mark("step", "forward"), *FULL.events), "traced", {"gpu": "L4"}))
+    named = footprint_file.of_tape(Tape((Mark("step", "forward"), *FULL.events), "traced", {"gpu": "L4"}))
     assert named.peak.levels.device == named.peak.levels.reserved + context
-    own = footprints.of(named, catalogue.find_gpu("h100"))
+    own = footprint_file.of(named, catalogue.find_gpu("h100"))
     assert own is not None and own.peak.levels.device == named.peak.levels.device
 
 

@@ -237,7 +237,7 @@ def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
 
 def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], tmp_path: Path) -> None:
     """As a GPU leaves it: the log of a watch on a card, of the present rung alone."""
-    from memfit.documents import watch_log as watch_file
+    from memfit.documents import watch_log
     from memfit.nouns.footprint import Levels
     from memfit.nouns.sample import Header, Sample
     from memfit.train.folder import MEMORY_FILE
@@ -256,7 +256,7 @@ def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], t
         new,
         Sample(1.0, 2, "step", now, peak),
     ]
-    (tmp_path / MEMORY_FILE).write_bytes(b"".join(map(watch_file.line, nouns)))
+    (tmp_path / MEMORY_FILE).write_bytes(b"".join(map(watch_log.line, nouns)))
     text, step = card(run, whole[1]), next(p for p in run.plan.footprint.phases if p.phase == "step")
     assert f"| step | {human(step.levels.reserved)} | 5.00 MiB | 3.00 MiB |" in text
     assert "| load |" in text and "| save |" not in text

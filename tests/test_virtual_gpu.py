@@ -452,7 +452,7 @@ def test_a_card_closes_when_the_thread_of_its_last_backward_has_let_go(mode: str
 
 HELD = """
 import contextlib, threading, torch, memfit
-from memfit.virtual.device import device_guard as engine
+from memfit.virtual.device import device_guard
 
 smallest, asked, threads = engine._backward, [], []
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import memfit
-from memfit.documents import watch_log as watch_file
+from memfit.documents import watch_log
 from memfit.errors import BadInput
 from memfit.explain import read_watch
 from memfit.live.watch import leak_search, loop
@@ -245,14 +245,14 @@ def test_the_error_that_a_run_ends_in_is_its_last_alarm(card: Card, tmp_path: Pa
     watch = memfit.watch(model_of(), log=tmp_path / "x.jsonl", quiet=True)
     with pytest.raises(torch.OutOfMemoryError), watch:
         torch.empty(card.gpu.total_bytes, dtype=torch.uint8, device="cuda")
-    alarm = watch_file.loads((tmp_path / "x.jsonl").read_bytes()).alarms[-1]
+    alarm = watch_log.loads((tmp_path / "x.jsonl").read_bytes()).alarms[-1]
     asked = pytest.approx(card.gpu.total_bytes, abs=GIB // 100)  # as it is printed
     assert (alarm.kind, alarm.bytes) == ("failed", asked) and "OutOfMemoryError" in alarm.text
-    found = read_watch(watch_file.loads((tmp_path / "x.jsonl").read_bytes()))
+    found = read_watch(watch_log.loads((tmp_path / "x.jsonl").read_bytes()))
     assert found.memory is not None and found.memory.asked == asked
     with pytest.raises(ValueError), memfit.watch(model_of(), log=tmp_path / "y.jsonl", quiet=True):
         raise ValueError("no tensor")
-    (alarm,) = watch_file.loads((tmp_path / "y.jsonl").read_bytes()).alarms
+    (alarm,) = watch_log.loads((tmp_path / "y.jsonl").read_bytes()).alarms
     assert (alarm.kind, alarm.bytes, alarm.text) == ("failed", 0, "the run ended in ValueError: no tensor")
 
 
@@ -272,9 +272,9 @@ def test_an_unknown_phase_is_refused(card: Card) -> None:
 def test_the_log_holds_the_run(card: Card, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "run.jsonl"
     watch = trained(watched(model_of().cuda(), log=path, name="mine.py"), 3)
-    assert watch_file.loads(path.read_bytes()) == watch.recorder.watched()
+    assert watch_log.loads(path.read_bytes()) == watch.recorder.watched()
     trained(watched(model_of().cuda(), log=path), 1)  # nothing is overwritten
-    runs = list(watch_file.runs_of(path.read_bytes()))
+    runs = list(watch_log.runs_of(path.read_bytes()))
     assert [run.header.name == "mine.py" for run in runs] == [True, False]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.documents import watch_log as watch_file
+from memfit.documents import watch_log
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Leak, LeakHolder, Sample, Watched
@@ -46,32 +46,32 @@ watched = st.builds(
 
 
 def written(run: Watched) -> bytes:
-    lines = [watch_file.line(noun) for noun in (run.header, *run.samples, *run.alarms, *run.leaks)]
-    return b"".join([*lines, watch_file.shares_line(run.shares)])
+    lines = [watch_log.line(noun) for noun in (run.header, *run.samples, *run.alarms, *run.leaks)]
+    return b"".join([*lines, watch_log.shares_line(run.shares)])
 
 
 @given(watched)
 def test_a_run_comes_back_as_it_was(run: Watched) -> None:
     content = written(run)
-    assert watch_file.known(content)
-    assert watch_file.loads(content) == run
+    assert watch_log.known(content)
+    assert watch_log.loads(content) == run
 
 
 @given(watched, watched)
 def test_the_last_of_several_runs_counts(first: Watched, second: Watched) -> None:
-    assert watch_file.loads(written(first) + written(second)) == second
+    assert watch_log.loads(written(first) + written(second)) == second
 
 
-HEAD = watch_file.line(Header("train.py", "cuda"))
-SAMPLE = watch_file.line(Sample(1.0, 1, "step", Levels(1, 2, 3, 4), Levels(1, 2, 3, 4)))
+HEAD = watch_log.line(Header("train.py", "cuda"))
+SAMPLE = watch_log.line(Sample(1.0, 1, "step", Levels(1, 2, 3, 4), Levels(1, 2, 3, 4)))
 
 
 def test_what_was_not_counted_is_absent() -> None:
     now = Levels(0, 0, 0, 4)
-    text = watch_file.line(Sample(1.0, 1, "step", now, now, counted=False))
+    text = watch_log.line(Sample(1.0, 1, "step", now, now, counted=False))
     assert b'"now":{"device":4},"peak":{"device":4},"counted":false' in text
     assert b"counted" not in SAMPLE  # as before there was such a key
-    assert watch_file.loads(HEAD + SAMPLE).samples[0].counted
+    assert watch_log.loads(HEAD + SAMPLE).samples[0].counted
 
 
 def test_every_noun_is_one_line() -> None:
@@ -80,11 +80,11 @@ def test_every_noun_is_one_line() -> None:
 
 @pytest.mark.parametrize("cut", [1, 20, len(SAMPLE) - 2])
 def test_a_line_cut_short_by_a_crash_is_left_out(cut: int) -> None:
-    assert len(watch_file.loads(HEAD + SAMPLE + SAMPLE[:cut]).samples) == 1
+    assert len(watch_log.loads(HEAD + SAMPLE + SAMPLE[:cut]).samples) == 1
 
 
 def test_kinds_of_later_versions_are_left_out() -> None:
-    assert len(watch_file.loads(HEAD + b'{"type":"weather"}\n' + SAMPLE).samples) == 1
+    assert len(watch_log.loads(HEAD + b'{"type":"weather"}\n' + SAMPLE).samples) == 1
 
 
 BAD = {
@@ -99,19 +99,19 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_no_log_is_refused(message: str) -> None:
     with pytest.raises(BadInput, match=message) as caught:
-        watch_file.loads(BAD[message])
+        watch_log.loads(BAD[message])
     assert caught.value.hint
 
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"memfit\.watch/1"):
-        watch_file.loads(HEAD.replace(b"watch/1", b"watch/2"))
+        watch_log.loads(HEAD.replace(b"watch/1", b"watch/2"))
 
 
 @given(st.binary(max_size=300))
 def test_no_bytes_whatever_are_a_bug(content: bytes) -> None:
     for text in (content, HEAD + content):
         try:
-            watch_file.loads(text)
+            watch_log.loads(text)
         except BadInput as error:
             assert error.hint

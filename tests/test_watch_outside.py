@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from memfit.documents import codec
-from memfit.documents import watch_log as watch_file
+from memfit.documents import codec, watch_log
 from memfit.errors import BadInput
 from memfit.live.outside.command import run
 from memfit.live.outside.processes import NvmlMeter, RssMeter, family
@@ -78,7 +77,7 @@ def test_resident_memory_of_the_whole_family(ran: Ran, tmp_path: Path) -> None:
     assert got == found.exit_code == 0
     assert 120 * MIB < found.peak.device < 400 * MIB
     assert found.header.meter == "rss"
-    seen = watch_file.loads((tmp_path / "x.jsonl").read_bytes())
+    seen = watch_log.loads((tmp_path / "x.jsonl").read_bytes())
     assert max(s.now.device for s in seen.samples) == found.peak.device
 
 
@@ -109,7 +108,7 @@ def test_a_command_that_is_watched_runs_whoever_reads(tmp_path: Path, words: tup
     watch = subprocess.run([*command, *python(code)], stderr=writer, stdout=writer, check=False)
     os.close(writer)
     assert watch.returncode == 5 and done.exists()
-    assert watch_file.loads((tmp_path / "x.jsonl").read_bytes()).samples
+    assert watch_log.loads((tmp_path / "x.jsonl").read_bytes()).samples
 
 
 # counts what reaches it: a second one, passed on, would come at once
@@ -184,7 +183,7 @@ def test_a_log_is_continued_and_an_empty_file_begun(tmp_path: Path) -> None:
     file.touch()
     for _ in range(2):
         Recorder(Header("x", "rss"), file, (), Quiet()).close()
-    assert len(list(watch_file.runs_of(file.read_bytes()))) == 2
+    assert len(list(watch_log.runs_of(file.read_bytes()))) == 2
 
 
 @pytest.mark.parametrize("content", ["hello\n\n", "", '{"type":"sample"}\n'])
@@ -293,7 +292,7 @@ def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pyte
         r"at 3 of \d+ looks the whole card, others included",
     }[listed]
     assert re.search(said, err)
-    samples = watch_file.loads(log.read_bytes()).samples
+    samples = watch_log.loads(log.read_bytes()).samples
     assert [s.whole_card for s in samples] == [listed == "never" or at < 3 for at in range(len(samples))]
     assert all((s.now.device == 7 * GIB) == s.whole_card for s in samples)
     assert b'"whole_card":false' not in log.read_bytes()
@@ -344,7 +343,7 @@ def test_a_card_that_is_lost_takes_nothing_of_the_command(
     got, out, err = ran("watch", *words, "--every", "0.02", "--log", log, "--", *python(code))
     assert got == 5 and done.exists()
     said = "nothing is measured from here on: NVMLError: GPU is lost"
-    assert [alarm.text for alarm in watch_file.loads(log.read_bytes()).alarms] == [said]
+    assert [alarm.text for alarm in watch_log.loads(log.read_bytes()).alarms] == [said]
     if words:
         assert [alarm.text for alarm in codec.loads(out).alarms] == [said] and codec.loads(out).exit_code == 5
     else:
@@ -389,7 +388,7 @@ def test_a_card_filled_from_outside_raises_an_alarm(ran: Ran, tmp_path: Path, mo
     expected = tmp_path / "first.jsonl"
     levels = Levels(1, 1, 19 * GIB, 20 * GIB)
     sample = Sample(1.0, 2, "step", levels, levels)
-    expected.write_bytes(watch_file.line(Header("x", "cuda")) + watch_file.line(sample))
+    expected.write_bytes(watch_log.line(Header("x", "cuda")) + watch_log.line(sample))
     log = ("--log", tmp_path / "x.jsonl")
     code, out, err = ran("watch", "--every", "0.1", "--predicted", expected, *log, "--", *python("pass"))
     assert (code, out) == (0, "")

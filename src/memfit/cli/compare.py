@@ -31,7 +31,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     Exit code: 0 when the second needs as much as the first, within its band; 3 when more; 4 when less.
     """
     from memfit.catalogue import cards
-    from memfit.documents import footprint_file as footprints
+    from memfit.documents import footprint_file
     from memfit.footprints.compare import compare
 
     if len(files) != 2:
@@ -42,7 +42,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     if flags["device"] is not None and not any(of_card):
         raise BadInput("only a snapshot has several devices", hint="leave --device out")
     left, right = (
-        footprints.read(Path(file), flags["gpu"] or "", flags["device"] if takes_device else None)
+        footprint_file.read(Path(file), flags["gpu"] or "", flags["device"] if takes_device else None)
         for file, takes_device in zip(files, of_card, strict=True)
     )
     _check_cards(files, left, right)
@@ -64,7 +64,7 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
     Resident memory cannot be compared with memory of a card, nor a run measured with its CUDA context with one whose
     card is unknown.
     """
-    from memfit.documents import footprint_file as footprints
+    from memfit.documents import footprint_file
     from memfit.footprints.footprint_of_watch import cardless
 
     without = [cardless(side) for side in (left, right)]
@@ -74,7 +74,7 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
             f"{file} was measured on no card, the other file is about one", hint="watch the run where the card is"
         )
     for file, side, other in zip(files, (left, right), (right, left), strict=True):
-        if footprints.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
+        if footprint_file.NO_CONTEXT in side.unknowns and not other.peak.levels.reserved:
             raise BadInput(
                 f"{file} names no card, and the other file was measured from outside, with the CUDA context in it",
                 hint="--gpu CARD gives the size of the context to add",

@@ -125,19 +125,19 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """Return the evidence of each failure in order; the last one ended the run."""
-    from memfit.documents import watch_log as watch_file
+    from memfit.documents import watch_log
     from memfit.explain import read_text, read_watch
     from memfit.explain.text.failures import split
 
-    if watch_file.known(content):
-        return [read_watch(watch_file.loads(content))]
+    if watch_log.known(content):
+        return [read_watch(watch_log.loads(content))]
     return [read_text(text, memory) for text in split(content.decode("utf-8", "replace"))]
 
 
 def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
     """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
     from memfit.cli.logs import LogText, read_log
-    from memfit.documents import watch_log as watch_file
+    from memfit.documents import watch_log
 
     path = Path(what)
     try:
@@ -151,7 +151,7 @@ def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
 
                 return LogText(b""), read(path, device)
             # a watch log is read whole, since its first line describes the rest
-            log = LogText(head + file.read()) if watch_file.known(head) else read_log(file, head)
+            log = LogText(head + file.read()) if watch_log.known(head) else read_log(file, head)
     except OSError as error:
         raise BadInput(f"cannot read {what}: {error.strerror or error}", hint="memfit explain train.log") from None
     if not log.content.strip():
@@ -178,7 +178,7 @@ def _packed_log(path: Path) -> LogText | None:
 
 def _check_content(content: bytes, what: str) -> None:
     """Raise BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
-    from memfit.documents import watch_log as watch_file
+    from memfit.documents import watch_log
     from memfit.explain import messages
 
     if content.startswith((*BINARY, TAPE)):
@@ -190,7 +190,7 @@ def _check_content(content: bytes, what: str) -> None:
         raise BadInput(f"{what} is a document {found[1].decode()}, no log", hint=INSTEAD.get(kind, INSTEAD[""]))
     if content.startswith(b"schema = ") and b"[recipe]" in content:
         raise BadInput(f"{what} is a recipe, no log", hint=f"memfit estimate --from {what} --why")
-    if not watch_file.known(content) and _is_json(content) and not messages(content.decode("utf-8", "replace")):
+    if not watch_log.known(content) and _is_json(content) and not messages(content.decode("utf-8", "replace")):
         tape = Path(what).with_suffix(".tape.json.gz")
         hint = f"memfit explain {tape}" if tape.is_file() else "give the log with the error in it, a snapshot or a tape"
         raise BadInput(f"{what} is JSON without an out-of-memory in it", hint=hint)

@@ -55,7 +55,7 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
-    from memfit.documents import footprint_file as footprints
+    from memfit.documents import footprint_file
     from memfit.live.outside.command import program_of
     from memfit.live.outside.command import run as run_child
     from memfit.live.outside.processes import outside_meter
@@ -76,7 +76,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
             f"there is no folder {log.parent} for the log", hint=shlex.join(["mkdir", "-p", str(log.parent)])
         )
     meter, note = outside_meter(measure)
-    predicted = footprints.of(flags["predicted"], _card(flags["predicted"], meter))
+    predicted = footprint_file.of(flags["predicted"], _card(flags["predicted"], meter))
     if note:
         terminal.note(note)
     header = _header(command, meter, predicted)
@@ -149,11 +149,10 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 
 def _read(path: Path) -> Watched:
     """Return the last run in a log."""
-    from memfit.documents import recipe_file
-    from memfit.documents import watch_log as watch_file
+    from memfit.documents import recipe_file, watch_log
 
     try:
-        return watch_file.loads(path.read_bytes())
+        return watch_log.loads(path.read_bytes())
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
     except BadInput as error:

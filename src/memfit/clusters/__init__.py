@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from memfit.clusters import kubernetes, skypilot
-from memfit.clusters import shell_scripts as shell
+from memfit.clusters import kubernetes, shell_scripts, skypilot
 from memfit.clusters.spec import Spec
 from memfit.errors import BadInput, UnknownName
 from memfit.frameworks.process_layout import launch_of
@@ -35,10 +34,10 @@ class ClusterTarget:
 TARGETS: dict[str, ClusterTarget] = {
     row.key: row
     for row in (
-        ClusterTarget("torchrun", shell.LAUNCH, shell.launch_script,
-                      ("bash", shell.LAUNCH), shell.launch_notes),
-        ClusterTarget("slurm", shell.SBATCH, shell.sbatch_script,
-                      ("sbatch", shell.SBATCH), shell.sbatch_notes, "hours"),
+        ClusterTarget("torchrun", shell_scripts.LAUNCH, shell_scripts.launch_script,
+                      ("bash", shell_scripts.LAUNCH), shell_scripts.launch_notes),
+        ClusterTarget("slurm", shell_scripts.SBATCH, shell_scripts.sbatch_script,
+                      ("sbatch", shell_scripts.SBATCH), shell_scripts.sbatch_notes, "hours"),
         ClusterTarget("skypilot", skypilot.FILE, skypilot.write,
                       ("sky", "launch", "-y", skypilot.FILE), skypilot.notes),
         ClusterTarget("kubernetes", kubernetes.FILE, kubernetes.write,

@@ -10,7 +10,7 @@ from pathlib import Path
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.static import Static
 from memfit.errors import BadInput
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import process_layout
 from memfit.frameworks.accelerate import environment
 from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
@@ -90,7 +90,7 @@ class Spec:
     @property
     def deepspeed(self) -> bool:
         """Return whether DeepSpeed runs the job; it compiles operators on the node."""
-        return launch.backend(self.plan.recipe) == "deepspeed"
+        return process_layout.backend(self.plan.recipe) == "deepspeed"
 
     @property
     def head(self) -> str:
@@ -180,7 +180,7 @@ def output_bytes(plan: Plan) -> int:
     """Return the most bytes that train.py has on disk: checkpoints of weights and all states, and the model."""
     whole = _unsharded(plan)
     weights = whole.base if plan.recipe.method == "full" else whole.adapter
-    copies = 2 if launch.backend(plan.recipe) == "deepspeed" else 1  # DeepSpeed's own beside the trainer's
+    copies = 2 if process_layout.backend(plan.recipe) == "deepspeed" else 1  # DeepSpeed's own beside the trainer's
     return KEPT * (copies * weights + whole.states + whole.master) + weights
 
 
@@ -198,14 +198,14 @@ def _suffix(path: str) -> str:
 
 def _read(recipe: Recipe, whole: Static, processes: int) -> int:
     """Return the host bytes of loading; FSDP2 loads unquantised weights once (cpu_ram_efficient_loading)."""
-    once = launch.backend(recipe) == "fsdp" and recipe.quantization == "none"
+    once = process_layout.backend(recipe) == "fsdp" and recipe.quantization == "none"
     return (1 if once else processes) * (whole.base + whole.adapter)
 
 
 def _gathered(recipe: Recipe, whole: Static) -> int:
     """Return the bytes that rank 0 gathers to save: the weights, and under FSDP2 all states (FULL_STATE_DICT)."""
     weights = whole.base if recipe.method == "full" else whole.adapter
-    return max(weights, whole.states + whole.master) if launch.backend(recipe) == "fsdp" else weights
+    return max(weights, whole.states + whole.master) if process_layout.backend(recipe) == "fsdp" else weights
 
 
 # ---- the container image

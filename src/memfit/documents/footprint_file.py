@@ -10,8 +10,7 @@ from pathlib import Path
 from memfit.allocator.replay import as_recorded
 from memfit.catalogue import cards
 from memfit.closed_form.run.estimate import estimate
-from memfit.documents import codec, recipe_file, snapshot
-from memfit.documents import watch_log as watch_file
+from memfit.documents import codec, recipe_file, snapshot, watch_log
 from memfit.errors import BadInput, MemfitError
 from memfit.footprints.footprint_of_trace import footprint_of as traced_footprint
 from memfit.footprints.footprint_of_watch import footprint_of
@@ -42,7 +41,7 @@ def read(path: Path, gpu: str = "", device: int | None = None) -> Footprint:
     if size > MOST:
         raise BadInput(f"{path} has more than {MOST >> 20} MiB", hint=f"give {WANTED}")
     try:
-        if watch_file.known(head):
+        if watch_log.known(head):
             return _watched(path.read_bytes())
         if head.lstrip().startswith(b"{") and b'"memfit.' in head:
             return _document(path)
@@ -105,7 +104,7 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
 
 
 def _watched(content: bytes) -> Footprint:
-    found = footprint_of(watch_file.loads(content))
+    found = footprint_of(watch_log.loads(content))
     if not found.phases:
         raise BadInput("the watch recorded nothing", hint="let the run take a step")
     return found

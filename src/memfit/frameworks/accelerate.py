@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
-import memfit.frameworks.process_layout as launch
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word, words
 from memfit.frameworks.names import inductor
 from memfit.frameworks.text import yaml_text
@@ -136,18 +136,18 @@ def _read_deepspeed(keys: Keys, path: Path) -> Sharding:
 # ---- writing
 
 
-def files(plan: Plan, how: launch.Launch) -> dict[str, str]:
+def files(plan: Plan, how: process_layout.Launch) -> dict[str, str]:
     """Return accelerate.yaml if it starts the script, and ds_config.json if the backend is DeepSpeed."""
     recipe, found = plan.recipe, {}
     if how.by_accelerate:
         settings = config(recipe, how.backend, plan.job.architecture.model_type)
-        found[launch.ACCELERATE_FILE] = yaml_text(settings, head=[f"# {how.command}"])
+        found[process_layout.ACCELERATE_FILE] = yaml_text(settings, head=[f"# {how.command}"])
     if how.backend == "deepspeed":
-        found[launch.DEEPSPEED_FILE] = deepspeed.text(recipe)
+        found[process_layout.DEEPSPEED_FILE] = deepspeed.text(recipe)
     return found
 
 
-def config(recipe: Recipe, kind: launch.Backend, model_type: str) -> dict[str, Any]:
+def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dict[str, Any]:
     """Return accelerate's ClusterConfig as a dictionary."""
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -156,9 +156,9 @@ def config(recipe: Recipe, kind: launch.Backend, model_type: str) -> dict[str, A
         PROCESSES: recipe.num_gpus,
     }
     if kind == "deepspeed":  # its own file sets the precision; accelerate refuses to set it again
-        stage3 = launch.zero_stage(recipe) == 3
-        return settings | {DEEPSPEED: {ZERO_FILE: launch.DEEPSPEED_FILE, "zero3_init_flag": stage3}}
-    settings[MIXED] = launch.numbers(recipe, kind).mixed
+        stage3 = process_layout.zero_stage(recipe) == 3
+        return settings | {DEEPSPEED: {ZERO_FILE: process_layout.DEEPSPEED_FILE, "zero3_init_flag": stage3}}
+    settings[MIXED] = process_layout.numbers(recipe, kind).mixed
     if kind == "fsdp":
         block = {**wrapped(model_type), "version": 2, **fsdp(recipe)}
         settings[FSDP] = {f"fsdp_{name}": value for name, value in block.items()}
@@ -181,7 +181,11 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
 
 def wrapped(model_type: str) -> dict[str, str]:
     """Return the setting of the blocks that FSDP2 wraps, for models whose own list accelerate cannot use."""
-    return {"transformer_layer_cls_to_wrap": launch.BLOCKS[model_type]} if model_type in launch.BLOCKS else {}
+    return (
+        {"transformer_layer_cls_to_wrap": process_layout.BLOCKS[model_type]}
+        if model_type in process_layout.BLOCKS
+        else {}
+    )
 
 
 # ---- the environment
@@ -190,7 +194,7 @@ def wrapped(model_type: str) -> dict[str, str]:
 def environment(recipe: Recipe, model_type: str, folder: Path | None = None) -> dict[str, str]:
     """Return the variables for `torchrun train.py` that `accelerate launch --config_file accelerate.yaml` would set."""
     found = dict.fromkeys(ALLOCATOR, recipe.alloc_conf) if recipe.alloc_conf else {}
-    kind = launch.backend(recipe)
+    kind = process_layout.backend(recipe)
     if kind == "plain":
         return found
     settings = config(recipe, kind, model_type)

@@ -8,8 +8,8 @@ from typing import Any
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
-import memfit.frameworks.process_layout as launch
 from memfit.errors import Unsupported
+from memfit.frameworks import process_layout
 from memfit.frameworks.dataset_layout import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, words
 from memfit.frameworks.script import learning_rate, whole
@@ -193,15 +193,15 @@ def command(plan: Plan) -> str:
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
     names.check_method(plan.recipe)
-    kind = launch.backend(plan.recipe)
-    launch.check(plan.recipe, kind)
+    kind = process_layout.backend(plan.recipe)
+    process_layout.check(plan.recipe, kind)
     if plan.recipe.optimizer == "muon" and kind == "deepspeed":
         raise Unsupported(
             "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
         )
     head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
-    return files | ({launch.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def config(plan: Plan) -> dict[str, Any]:
         **KEYS.write(r, "padding"),
         "pad_to_sequence_len": r.padding == "packing",
         **KEYS.write(r, "micro_batch", "accumulation"),
-        **launch.reduction(r),
+        **process_layout.reduction(r),
         "num_epochs": whole(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
@@ -286,7 +286,7 @@ def _quantization(key: str) -> dict[str, Any]:
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Return the precision keys; axolotl loads weights in the compute dtype, so `bf16: true` gives bf16 weights."""
-    kind = launch.backend(recipe)
+    kind = process_layout.backend(recipe)
     trains_all = recipe.method == "full"
     if recipe.precision == "fp32":
         return {"bf16": False, "fp16": False}
@@ -313,9 +313,9 @@ def _checkpointing(r: Recipe) -> dict[str, Any]:
 
 
 def _sharding(recipe: Recipe, model_type: str) -> dict[str, Any]:
-    kind = launch.backend(recipe)
+    kind = process_layout.backend(recipe)
     if kind == "deepspeed":
-        return {DEEPSPEED: launch.DEEPSPEED_FILE}
+        return {DEEPSPEED: process_layout.DEEPSPEED_FILE}
     if kind != "fsdp":
         return {}
     block = accelerate.fsdp(recipe) | accelerate.wrapped(model_type)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import memfit.frameworks.process_layout as launch
 from memfit.closed_form.parallel.zero import BUCKET
 from memfit.errors import BadInput
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, parse, words
 from memfit.nouns.job import Recipe
 from memfit.tables.precisions import meaning
 
 NAME = "deepspeed"
-STAGES = tuple(launch.STAGES)  # the recipe's `shard` by ZeRO stage
+STAGES = tuple(process_layout.STAGES)  # the recipe's `shard` by ZeRO stage
 MICRO_BATCH, ACCUMULATION, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 KEYS = KeyTable(Key("micro_batch", MICRO_BATCH, 1), Key("accumulation", ACCUMULATION, 1))
 OFFLOAD = {"optimizer": "offload_optimizer", "parameters": "offload_param"}  # `offload` -> a block of zero_optimization
@@ -139,7 +139,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _zero(recipe: Recipe) -> dict[str, Any]:
-    stage = launch.zero_stage(recipe)
+    stage = process_layout.zero_stage(recipe)
     settings: dict[str, Any] = {"stage": stage}
     if stage:
         settings |= {"reduce_bucket_size": BUCKET, "contiguous_gradients": True, "overlap_comm": True}

@@ -9,8 +9,8 @@ from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
-import memfit.frameworks.process_layout as launch
 from memfit.errors import Unsupported
+from memfit.frameworks import process_layout
 from memfit.frameworks.dataset_layout import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
 from memfit.frameworks.script import learning_rate
@@ -175,14 +175,14 @@ def export(plan: Plan) -> dict[str, str]:
     head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
     files["dataset_info.json"] = _dataset_info(layout)
-    return files | ({launch.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
 
 
 def check(recipe: Recipe) -> None:
     """Raise Unsupported for what LLaMA-Factory has no setting for."""
     names.check_method(recipe)
     if _sharding(recipe):  # it documents only DeepSpeed for sharding, weights included
-        launch.check_deepspeed(recipe)
+        process_layout.check_deepspeed(recipe)
         if optimizer(recipe.optimizer).rank_of:
             raise Unsupported(
                 "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
@@ -193,7 +193,7 @@ def check(recipe: Recipe) -> None:
         raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
     if recipe.quantization == "int8" and recipe.shard == "parameters":
         raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
-    if recipe.precision == "bf16" and recipe.method == "full" and launch.zero_stage(recipe) == 3:
+    if recipe.precision == "bf16" and recipe.method == "full" and process_layout.zero_stage(recipe) == 3:
         raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
 
 
@@ -219,7 +219,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         **({NEAT: True} if r.padding == "packing" and stage == "sft" else {}),
         "output_dir": "output",
         **KEYS.write(r, "micro_batch", "accumulation"),
-        **launch.reduction(r),
+        **process_layout.reduction(r),
         "num_train_epochs": float(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
@@ -269,7 +269,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
 
 
 def _sharding(recipe: Recipe) -> dict[str, Any]:
-    return {DEEPSPEED: launch.DEEPSPEED_FILE} if launch.backend(recipe) in ("fsdp", "deepspeed") else {}
+    return {DEEPSPEED: process_layout.DEEPSPEED_FILE} if process_layout.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
 def _dataset_info(layout: Layout) -> str:

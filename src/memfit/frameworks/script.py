@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import memfit.frameworks.names as names
-import memfit.frameworks.process_layout as launch
 from memfit._package import __version__
+from memfit.frameworks import process_layout
 from memfit.frameworks.script_data import DATA
 from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.nouns.job import AS_USUAL, Recipe, Training
@@ -25,7 +25,7 @@ ROWS = (
 
 
 def opening(
-    plan: Plan, how: launch.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
+    plan: Plan, how: process_layout.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
     """Return the script's lines above a framework's functions: docstring, imports, constants, arguments()."""
     unusual = _unusual(plan.job.training)
@@ -39,7 +39,7 @@ def opening(
     ]
 
 
-def _head(plan: Plan, what: str, versions: str, how: launch.Launch) -> list[str]:
+def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch) -> list[str]:
     """Return the docstring of the script, with the prediction and the two commands to type."""
     line = summary(plan)
     return [
@@ -134,13 +134,13 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _adapters(plan: Plan, saved: dict[str, str], kind: launch.Backend) -> list[str]:
+def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
     """Return the constants QUANTIZATION and LORA, if the recipe needs them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
         settings = names.bitsandbytes(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
-            settings["bnb_4bit_quant_storage"] = launch.numbers(recipe, kind).weights
+            settings["bnb_4bit_quant_storage"] = process_layout.numbers(recipe, kind).weights
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
     if recipe.method != "full":
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
@@ -197,7 +197,7 @@ LAST: tuple[Setting, ...] = (
 
 def batch(recipe: Recipe) -> list[Setting]:
     """Return micro-batch and accumulation, set to the constants of the script."""
-    reduction = launch.reduction(recipe).items()
+    reduction = process_layout.reduction(recipe).items()
     return [
         (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
         (names.KEYS["accumulation"].name, "ACCUMULATION", ""),
@@ -226,7 +226,7 @@ def compiled(recipe: Recipe) -> list[Setting]:
     return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
 
 
-def rejoins(plan: Plan, kind: launch.Backend) -> bool:
+def rejoins(plan: Plan, kind: process_layout.Backend) -> bool:
     """Return whether the script must join experts itself on resuming (issue 48805 of transformers 5.23)."""
     experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
@@ -287,14 +287,14 @@ PINS = {
 }
 
 
-def requirements(recipe: Recipe, framework: str, kind: launch.Backend) -> str:
+def requirements(recipe: Recipe, framework: str, kind: process_layout.Backend) -> str:
     """Return the text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
     return "".join(f"{PINS[name]}\n" for name in packages(recipe, framework, kind))
 
 
 def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:
     """Return the distributions that a script of `framework` needs and that are not installed."""
-    return tuple(name for name in packages(recipe, framework, launch.backend(recipe)) if not installed(name))
+    return tuple(name for name in packages(recipe, framework, process_layout.backend(recipe)) if not installed(name))
 
 
 def installed(name: str) -> bool:
@@ -308,7 +308,7 @@ def installed(name: str) -> bool:
     return True
 
 
-def packages(recipe: Recipe, framework: str, kind: launch.Backend) -> list[str]:
+def packages(recipe: Recipe, framework: str, kind: process_layout.Backend) -> list[str]:
     """Return the distributions that such a script needs."""
     needed = ["torch", "transformers", "accelerate", "datasets"]
     needed += ["trl"] if framework == "trl" else []

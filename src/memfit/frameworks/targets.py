@@ -11,8 +11,7 @@ from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, Refused, UnknownName
-from memfit.frameworks import axolotl, llamafactory, transformers, trl
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
@@ -37,13 +36,13 @@ def _with_launcher(key: str) -> Target:
     """Return a target: the script of the plan's trainer, started by accelerate, with ZeRO for "deepspeed"."""
 
     def export(plan: Plan) -> dict[str, str]:
-        return SCRIPTS[script_of(plan.recipe.trainer)](plan, launch.launch_of(plan.recipe, key))
+        return SCRIPTS[script_of(plan.recipe.trainer)](plan, process_layout.launch_of(plan.recipe, key))
 
-    return Target(key, export, lambda plan: launch.launch_of(plan.recipe, key).command)
+    return Target(key, export, lambda plan: process_layout.launch_of(plan.recipe, key).command)
 
 
 def _script(plan: Plan) -> str:
-    return launch.launch_of(plan.recipe).command
+    return process_layout.launch_of(plan.recipe).command
 
 
 TARGETS: dict[str, Target] = {
@@ -67,7 +66,7 @@ def target(key: str) -> Target:
     return TARGETS[name]
 
 
-def export(plan: Plan, key: str = "trl", how: launch.Launch | None = None) -> dict[str, str]:
+def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return {path: text} of the target's files and recipe.toml. Raises Unsupported.
 
     `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.

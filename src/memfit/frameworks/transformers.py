@@ -11,9 +11,9 @@ from typing import Any
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
-import memfit.frameworks.process_layout as launch
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
@@ -220,9 +220,9 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 '''
 
 
-def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
+def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
-    how = how or launch.launch_of(plan.recipe)
+    how = how or process_layout.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
     files = {
         "train.py": train(plan, how),
@@ -231,10 +231,10 @@ def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
     return files | accelerate.files(plan, how)
 
 
-def check(recipe: Recipe, kind: launch.Backend) -> None:
+def check(recipe: Recipe, kind: process_layout.Backend) -> None:
     """Raise Unsupported for recipes that transformers.Trainer cannot run."""
     names.check_method(recipe)
-    launch.check(recipe, kind)
+    process_layout.check(recipe, kind)
     if recipe.loss == "chunked":
         raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
     if recipe.padding == "packing":
@@ -245,7 +245,7 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
         )
 
 
-def train(plan: Plan, how: launch.Launch) -> str:
+def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
@@ -279,9 +279,9 @@ def _prepares(recipe: Recipe) -> bool:
     return recipe.quantization != "none" and recipe.shard != "parameters"
 
 
-def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
+def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
     settings: list[script.Setting] = [
-        ("dtype", literal(launch.numbers(recipe, kind).weights), saved.get("precision", "")),
+        ("dtype", literal(process_layout.numbers(recipe, kind).weights), saved.get("precision", "")),
         (ATTENTION, literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
     ]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
@@ -293,7 +293,7 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[s
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[str]:
+def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
     return [
         "def build(args: argparse.Namespace) -> Trainer:",
         *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
@@ -322,8 +322,8 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[s
     ]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
-    mixed = launch.numbers(recipe, kind).mixed
+def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    mixed = process_layout.numbers(recipe, kind).mixed
     return [
         *script.FIRST,
         *script.batch(recipe),

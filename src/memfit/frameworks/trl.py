@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.names as names
-import memfit.frameworks.process_layout as launch
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
+from memfit.frameworks import process_layout
 from memfit.frameworks.text import literal, savings
 from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LOSS, MODEL, ON
 from memfit.nouns.job import Recipe
@@ -19,20 +19,20 @@ CHECKPOINTING = CHECKPOINTINGS[1]  # the older name, which every TRL has
 _FUSED_SINCE = (1, 15)  # the first TRL with the fused loss that memfit's scripts rely on
 
 
-def export(plan: Plan, how: launch.Launch | None = None) -> dict[str, str]:
+def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
-    how = how or launch.launch_of(plan.recipe)
+    how = how or process_layout.launch_of(plan.recipe)
     check(plan.recipe, how.backend)
     files = {"train.py": train(plan, how), "requirements.txt": script.requirements(plan.recipe, "trl", how.backend)}
     return files | accelerate.files(plan, how)
 
 
-def check(recipe: Recipe, kind: launch.Backend) -> None:
+def check(recipe: Recipe, kind: process_layout.Backend) -> None:
     """Raise Unsupported for recipes that SFTTrainer cannot run."""
     names.check_method(recipe)
-    launch.check(recipe, kind)
+    process_layout.check(recipe, kind)
     if recipe.trainer.startswith("trl==") and trainer(recipe.trainer).since < _FUSED_SINCE:
         raise Unsupported(f"memfit writes scripts for TRL 1.15 and newer, not {recipe.trainer}", hint="--trainer trl")
     if recipe.method != "full" and "lm_head" in recipe.lora_targets:
@@ -41,7 +41,7 @@ def check(recipe: Recipe, kind: launch.Backend) -> None:
         )
 
 
-def train(plan: Plan, how: launch.Launch) -> str:
+def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
@@ -61,7 +61,7 @@ _WIDEN = """\
 """
 
 
-def _scales_bf16(recipe: Recipe, kind: launch.Backend) -> bool:
+def _scales_bf16(recipe: Recipe, kind: process_layout.Backend) -> bool:
     # trl#4901; DeepSpeed and FSDP2 cast trained weights themselves
     return recipe.quantization != "none" and recipe.precision == "fp16-mixed" and kind in ("plain", "ddp")
 
@@ -74,7 +74,7 @@ def _imports(recipe: Recipe) -> list[str]:
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
+def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
     return [
         *script.FIRST,
         (KEYS["sequence_length"].name, "MAX_LENGTH", ""),
@@ -96,8 +96,8 @@ def _checkpointing(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting
     return script.checkpointing(recipe, CHECKPOINTING, note)
 
 
-def _precision(recipe: Recipe, saved: dict[str, str], kind: launch.Backend) -> list[script.Setting]:
-    numbers = launch.numbers(recipe, kind)
+def _precision(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    numbers = process_layout.numbers(recipe, kind)
     model = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
     if numbers.mixed == "fp16":

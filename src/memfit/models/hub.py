@@ -14,7 +14,7 @@ from typing import Any, Literal
 from memfit import catalogue
 from memfit.catalogue import Entry, names
 from memfit.errors import BadInput, UnknownName, suggested
-from memfit.models import safetensors as checkpoint
+from memfit.models import safetensors
 from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 
@@ -125,19 +125,19 @@ def _local(path: Path, name: str, trust_config: bool) -> Architecture:
     model = architecture(config, name)
     if not path.is_dir():
         return model
-    shapes = checkpoint.shapes_in(path)
+    shapes = safetensors.shapes_in(path)
     if shapes is not None:
-        return _checked(model, checkpoint.count(shapes, model), f"the safetensors files in {path}", trust_config)
+        return _checked(model, safetensors.count(shapes, model), f"the safetensors files in {path}", trust_config)
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return model
     width = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
-    return _checked(model, checkpoint.total_of_index(read_json(index, MAX_INDEX), width), str(index), trust_config)
+    return _checked(model, safetensors.total_of_index(read_json(index, MAX_INDEX), width), str(index), trust_config)
 
 
 def _checked(model: Architecture, found: int | None, where: str, trust_config: bool) -> Architecture:
-    if found is not None and not trust_config and not checkpoint.agrees(found, model):
-        raise checkpoint.refuse(found, model, where)
+    if found is not None and not trust_config and not safetensors.agrees(found, model):
+        raise safetensors.refuse(found, model, where)
     return replace(model, checkpoint_parameters=found)
 
 
@@ -252,10 +252,10 @@ def _count_on_hub(name: str, token: str | None, model: Architecture) -> int | No
         summary = api.model_info(name, expand=["safetensors"], timeout=REACH_SECONDS).safetensors
         if summary is None:
             return None
-        if checkpoint.agrees(summary.total, model):
+        if safetensors.agrees(summary.total, model):
             return summary.total
         headers = api.get_safetensors_metadata(name).files_metadata.values()
         shapes = {n: (str(t.dtype), tuple(t.shape)) for file in headers for n, t in file.tensors.items()}
-        return checkpoint.count(shapes, model)
+        return safetensors.count(shapes, model)
     except Exception:  # no network, no safetensors, a broken header: use the config alone
         return None

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from memfit.errors import BadInput
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import process_layout
 from memfit.frameworks.accelerate import environment
 from memfit.nouns.job import Recipe
 from memfit.train.folder import LOG_FILE, OUTCOME_FILE, Run, saved_so_far
@@ -72,7 +72,7 @@ def with_earlier(outcome: Outcome, before: Outcome | None) -> Outcome:
 def command(run: Run, recipe: Recipe) -> list[str]:
     """Return the command that starts an attempt."""
     worker = ["-m", "memfit.train.worker", str(run.path)]
-    if launch.backend(recipe) == "plain":
+    if process_layout.backend(recipe) == "plain":
         return [sys.executable, *worker]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(recipe.num_gpus)]
     return [sys.executable, *torchrun, *worker]

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.catalogue.cards import CUSTOM, custom_gpu, find_gpu
-from memfit.documents import recipe_file
-from memfit.documents import watch_log as watch_file
+from memfit.documents import recipe_file, watch_log
 from memfit.errors import BadInput, Refused
-from memfit.frameworks import process_layout as launch
+from memfit.frameworks import process_layout
 from memfit.frameworks.recipe_toml import plan_of
 from memfit.frameworks.targets import export
 from memfit.frameworks.targets import write as write_files
@@ -40,7 +39,7 @@ GONE = ".gone"  # the earlier run while it is removed
 LOCK = ".lock"
 WRITTEN = (
     "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml",
-    "train.py", "requirements.txt", launch.ACCELERATE_FILE, launch.DEEPSPEED_FILE,
+    "train.py", "requirements.txt", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE,
 )  # fmt: skip
 
 
@@ -100,7 +99,7 @@ class Run:
     def watched(self) -> Watched | None:
         """Return the watch of all attempts under the present plan together, None if there is none."""
         path = self.path / MEMORY_FILE
-        runs = [r for r in watch_file.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
+        runs = [r for r in watch_log.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
         return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.allocator.replay import Timeline
-from memfit.documents import footprint_file as footprints
+from memfit.documents import footprint_file
 from memfit.explain.oom_message import messages
 from memfit.footprints import footprint_of_watch
 from memfit.live.holders.live_tensors import storages
@@ -336,7 +336,7 @@ def watch(
     model: Any = None,
     optimizer: Any = None,
     *,
-    predicted: footprints.Predicted | None = None,
+    predicted: footprint_file.Predicted | None = None,
     log: str | os.PathLike[str] | None = LOG,
     to: Iterable[str] = (),
     live: bool = False,
@@ -375,7 +375,7 @@ def watch(
     header = Header(
         name=name or Path(sys.argv[0] or "python").name, meter=meter.name, card=meter.card, total=meter.total,
         started=datetime.now(UTC).isoformat(timespec="seconds"), torch=torch.__version__.partition("+")[0],
-        predicted=footprints.of(predicted),
+        predicted=footprint_file.of(predicted),
     )  # fmt: skip
     path = _of_rank(log)
     check_log(path)  # before sinks open files and ports

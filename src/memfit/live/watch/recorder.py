@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit.allocator.replay import highest
-from memfit.documents import watch_log as watch_file
+from memfit.documents import watch_log
 from memfit.errors import BadInput
 from memfit.footprints.band import Alarms
 from memfit.live.watch.outputs import Screen, Sink
@@ -31,7 +31,7 @@ def check_log(path: Path | None) -> None:
             head = file.read(64)
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="name another log file") from None
-    if head and not watch_file.known(head):
+    if head and not watch_log.known(head):
         raise BadInput(f"{path} is no log of memfit watch: nothing is appended to it", hint="name another log file")
 
 
@@ -76,7 +76,7 @@ class Recorder:
         self.leaks: list[Leak] = []
         self.shares: tuple[tuple[Role, int], ...] = ()
         self.log = Log(log) if log is not None else None
-        self._write(watch_file.line(header))
+        self._write(watch_log.line(header))
 
     def add(self, sample: Sample) -> None:
         """Record one more sample."""
@@ -85,7 +85,7 @@ class Recorder:
             self.samples = thinned(self.samples)
         self.peaks[sample.phase] = highest(self.peaks.get(sample.phase, sample.peak), sample.peak)
         if self.log is not None:
-            self._write(watch_file.line(sample))
+            self._write(watch_log.line(sample))
         for sink in self.sinks:
             sink.sample(sample)
         for alarm in self.alarm_rules.look(sample):
@@ -95,7 +95,7 @@ class Recorder:
     def alarm(self, alarm: Alarm) -> None:
         """Record an alarm, and raise it everywhere."""
         self.alarms.append(alarm)
-        self._write(watch_file.line(alarm))
+        self._write(watch_log.line(alarm))
         for sink in self.sinks:
             sink.alarm(alarm)
         self._show(self.screen.alarm, alarm)
@@ -103,7 +103,7 @@ class Recorder:
     def leak(self, leak: Leak, phase: Phase) -> None:
         """Record a leak with its holders, and raise it as an alarm."""
         self.leaks.append(leak)
-        self._write(watch_file.line(leak))
+        self._write(watch_log.line(leak))
         text = f"live memory grows by {human(leak.per_step)} per {leak.unit}"
         self.alarm(Alarm("leak", leak.until, phase, leak.bytes, 0, text))
         self._show(self.screen.leak, leak)
@@ -112,7 +112,7 @@ class Recorder:
         """Record what lies on the card between steps, by role."""
         if shares != self.shares:
             self.shares = shares
-            self._write(watch_file.shares_line(shares))
+            self._write(watch_log.shares_line(shares))
 
     @property
     def status(self) -> Status:
