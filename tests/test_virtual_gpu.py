@@ -454,7 +454,7 @@ HELD = """
 import contextlib, threading, torch, memfit
 from memfit.virtual.device import device_guard
 
-smallest, asked, threads = engine._backward, [], []
+smallest, asked, threads = device_guard._backward, [], []
 
 def slow():
     state = smallest()
@@ -464,7 +464,7 @@ def slow():
     return lambda: None if asked else until
 
 with {mode}, memfit.virtual_gpu("l4") as card:
-    engine._backward = slow
+    device_guard._backward = slow
     before = len(card.ledger.ops)
     with torch.enable_grad(), torch.inference_mode(False):
         torch.ones(8, device="cuda", requires_grad=True).sum().backward()
