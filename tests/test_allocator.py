@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gzip
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+import allocator_programs
 from memfit.allocator import Allocator, OutOfMemory
 from memfit.allocator.blocks import PENDING, allocation_size, round_size
 from memfit.errors import Unsupported
@@ -23,18 +22,6 @@ PROGRAMS = sorted((DATA / "allocator_programs").glob("*.json.gz"))
 TAPES = sorted((DATA / "tapes").glob("*.tape.json.gz"))
 PLAIN = AllocSettings()
 EXPANDABLE = AllocSettings(expandable_segments=True)
-
-
-def _load_checker() -> ModuleType:
-    path = DATA.parents[1] / "benchmarks" / "allocator_programs.py"
-    spec = importlib.util.spec_from_file_location("allocator_programs", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CHECKER = _load_checker()
 
 
 def _read(path: Path) -> Any:
@@ -53,19 +40,19 @@ def _record(tape: Path) -> Any:
 def test_every_statistic_after_every_operation_is_pytorchs(path: Path) -> None:
     program = _read(path)
     assert len(program["ops"]) > 500
-    assert CHECKER.check_program(program) is None
+    assert allocator_programs.check_program(program) is None
 
 
 @pytest.mark.parametrize("path", TAPES, ids=lambda path: path.name)
 def test_training_runs_take_the_recorded_segments_and_peaks(path: Path) -> None:
-    assert CHECKER.check_tape(_read(path), _record(path)) is None
+    assert allocator_programs.check_tape(_read(path), _record(path)) is None
 
 
 @pytest.mark.parametrize("column", range(8))
 def test_the_checker_names_a_statistic_that_differs(column: int) -> None:
     program = _read(PROGRAMS[0])
     program["stats_after_each_op"][400][column] += 1
-    difference = CHECKER.check_program(program)
+    difference = allocator_programs.check_program(program)
     assert difference.startswith("operation 400 ") and program["stat_keys"][column] in difference
 
 
@@ -73,35 +60,35 @@ def test_the_checker_names_an_operation_that_ended_otherwise() -> None:
     program = _read(DATA / "allocator_programs" / "plain-3-small-card.json.gz")
     number = next(i for i, operation in enumerate(program["ops"]) if operation[0] == "oom")
     program["ops"][number][0] = "alloc"
-    assert "recorded alloc, here oom" in CHECKER.check_program(program)
+    assert "recorded alloc, here oom" in allocator_programs.check_program(program)
 
 
 @pytest.mark.parametrize("level", ["requested", "allocated", "reserved"])
 def test_the_checker_names_a_peak_that_differs(level: str) -> None:
     record = _record(TAPES[0])
     record["peak"][level] += 512
-    assert level in CHECKER.check_tape(_read(TAPES[0]), record)
+    assert level in allocator_programs.check_tape(_read(TAPES[0]), record)
 
 
 def test_the_checker_finds_a_segment_that_differs() -> None:
     tape = copy.deepcopy(_read(TAPES[0]))
     tape["size"][tape["op"].index("S")] += 2 * MIB
-    assert CHECKER.check_tape(tape, _record(TAPES[0])).startswith("segment call 0")
+    assert allocator_programs.check_tape(tape, _record(TAPES[0])).startswith("segment call 0")
 
 
 def test_the_checker_exits_with_one_at_a_difference_and_two_at_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert CHECKER.main([str(tmp_path)]) == 2
+    assert allocator_programs.main([str(tmp_path)]) == 2
     program = _read(PROGRAMS[0])
     with gzip.open(tmp_path / "good.json.gz", "wt") as stream:
         json.dump(program, stream)
-    assert CHECKER.main([str(tmp_path)]) == 0
+    assert allocator_programs.main([str(tmp_path)]) == 0
     program["stats_after_each_op"][7][0] += 1
     with gzip.open(tmp_path / "wrong.json.gz", "wt") as stream:
         json.dump(program, stream)
     capsys.readouterr()
-    assert CHECKER.main([str(tmp_path)]) == 1
+    assert allocator_programs.main([str(tmp_path)]) == 1
     assert "wrong.json.gz: operation 7 " in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import make_gpus
 from memfit.catalogue import cards
 from memfit.catalogue.cards import (
     CUSTOM,
@@ -102,13 +102,7 @@ def test_names_are_unique() -> None:
 
 
 def test_the_table_is_what_the_script_makes(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "make_gpus.py"
-    spec = importlib.util.spec_from_file_location("make_gpus", script)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    module.main(script.parent / "gpus.csv", tmp_path / "gpus.toml")
+    make_gpus.main(ROOT / "benchmarks" / "gpus.csv", tmp_path / "gpus.toml")
     assert (tmp_path / "gpus.toml").read_text() == cards.TABLE.read_text()
 
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import closed_form
 from memfit import Recipe, estimate, find_gpu
-from memfit.allocator.replay import replay
-from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.models.families import architecture
 from memfit.models.hub import resolve_config
-from memfit.nouns.footprint import Footprint
 from memfit.tables.cautions import cautions
-from memfit.virtual.tracing import trace_recipe
 from smoke import kinds_of_recipe, smoke
+from traced import both
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,22 +70,15 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def both(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> tuple[Footprint, Footprint]:
-    gpu, config = find_gpu(card), {**resolve_config(model), **changes}
-    tape, _ = trace_recipe(recipe, config, gpu)
-    traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
-    return estimate(architecture(config, model), recipe, gpu), traced
-
-
 @pytest.mark.parametrize(
     ("model", "recipe", "card", "changes"),
     smoke(CASES, lambda case: kinds_of_recipe(case[1])),
     ids=lambda v: v if isinstance(v, str) else getattr(v, "method", ""),
 )
 def test_every_phase_needs_what_the_trace_says(model: str, recipe: Recipe, card: str, changes: dict[str, Any]) -> None:
-    formula, traced = both(model, recipe, card, changes)
-    needs = {p.phase: p.levels for p in traced.phases}
-    compared = {p.phase: p.levels for p in formula.phases if p.phase in needs}
+    found = both(model, recipe, find_gpu(card), **changes)
+    needs = {p.phase: p.levels for p in found.traced.phases}
+    compared = {p.phase: p.levels for p in found.formula.phases if p.phase in needs}
     assert compared.keys() == needs.keys()
     for phase, levels in compared.items():
         off = levels.requested / needs[phase].requested - 1
@@ -121,10 +107,10 @@ FSDP2: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
 def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
     model: str, recipe: Recipe, changes: dict[str, Any]
 ) -> None:
-    formula, traced = both(model, recipe.but(**SHARDED), "a100-80gb", changes)
-    needs = {p.phase: p.levels for p in traced.phases}
+    found = both(model, recipe.but(**SHARDED), find_gpu("a100-80gb"), **changes)
+    needs = {p.phase: p.levels for p in found.traced.phases}
     assert needs.keys() >= {"load", "first_step", "step", "save", "eval", "resume"}
-    for phase, levels in ((p.phase, p.levels) for p in formula.phases if p.phase in needs):
+    for phase, levels in ((p.phase, p.levels) for p in found.formula.phases if p.phase in needs):
         assert levels.requested / needs[phase].requested - 1 >= -0.03, f"{phase}: requested"
         difference = levels.reserved / needs[phase].reserved - 1
         # resuming begins with an empty cache, which the closed form does not play where weights are sharded
@@ -170,6 +156,7 @@ def test_a_checkpoint_in_several_files_is_resumed(monkeypatch: pytest.MonkeyPatc
         "save_pretrained",
         lambda self, *args, **words: saved(self, *args, **{**words, "max_shard_size": "20MB"}),
     )
-    formula, traced = both("smollm2-135m", closed_form.FULL.but(sequence_length=64), "l4", {"num_hidden_layers": 2})
-    found = [next(p for p in f.phases if p.phase == "resume").levels.requested for f in (formula, traced)]
-    assert found[0] == pytest.approx(found[1], rel=0.01)
+    full = Recipe(trainer="transformers", sequence_length=64)
+    found = both("smollm2-135m", full, find_gpu("l4"), num_hidden_layers=2)
+    resumed = [next(p for p in f.phases if p.phase == "resume").levels.requested for f in (found.formula, found.traced)]
+    assert resumed[0] == pytest.approx(resumed[1], rel=0.01)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import explain_snapshots
+import oom_cases
 from memfit import cli
 from memfit.catalogue import Entry, config
 from memfit.catalogue.cards import list_gpus
@@ -467,16 +468,6 @@ def test_a_page_is_for_histories_and_overwrites_nothing(tmp_path: Path, capsys: 
 # ---- the benchmark -------------------------------------------------------------------------------------------------
 
 
-def _benchmark(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCHMARK = _benchmark("oom_cases")
 HEAD = "id,repo,framework,model,hardware,config,oom_message,phase,cause_class,cause,fix,cause_basis\n"
 
 
@@ -486,9 +477,9 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
         HEAD
         + "1,a/b,x,y,z,c,OOM,,logits_ce,cross_entropy of logits,fused loss,stated\n2,a/b,x,y,z,use_cache,OOM,,use_cache,-,-,-\n"
     )
-    one, two = BENCHMARK.scored(path)
+    one, two = oom_cases.scored(path)
     assert (one.first.cause, two.first.cause) == ("not-known", "kv-cache")
-    assert BENCHMARK.main([str(path)]) == 0  # nothing is wrong and certain
+    assert oom_cases.main([str(path)]) == 0  # nothing is wrong and certain
     assert "| logits | 1 | 0 | not-known |" in capsys.readouterr().out
 
 
@@ -497,7 +488,7 @@ def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFix
     ("name", "least"), [("oom_cases", 0.44), ("oom_cases_later", 0.31), ("oom_cases_held_out", 0.30)]
 )
 def test_reports_get_their_cause_and_none_a_wrong_certainty(name: str, least: float) -> None:
-    named, wrong, text = BENCHMARK.summary(BENCHMARK.scored(BENCHMARK.DATA / f"{name}.csv"))
+    named, wrong, text = oom_cases.summary(oom_cases.scored(oom_cases.DATA / f"{name}.csv"))
     assert named >= least and wrong == 0, text
 
 
@@ -527,7 +518,7 @@ def test_three_causes_at_most_and_what_would_tell_them_apart() -> None:
 
 
 def test_every_class_of_the_collection_is_a_cause() -> None:
-    assert set(BENCHMARK.CLASSES.values()) <= set(CAUSES)
+    assert set(oom_cases.CLASSES.values()) <= set(CAUSES)
 
 
 # ---- from tapes ----------------------------------------------------------------------------------------------------
@@ -572,8 +563,7 @@ def test_an_empty_tape_has_nobody() -> None:
 
 
 def test_a_leak_is_found_in_a_snapshot_by_its_stacks(tmp_path: Path) -> None:
-    maker = _benchmark("explain_snapshots")
-    maker.big(tmp_path / "x.pickle", 12)
+    explain_snapshots.big(tmp_path / "x.pickle", 12)
     first = explain(Evidence(memory=memory_of(read(tmp_path / "x.pickle"))))[0]
     assert (first.cause, first.confidence) == ("leak", "certain")
     assert first.line.startswith("model_")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import io
 import json
 import os
 import pickle
 import struct
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import snapshots
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import pickles, read
@@ -34,17 +33,6 @@ SNAPSHOTS = sorted([*OURS.glob("*.pickle.gz"), *SHARED.glob("*.pickle")])
 TAPES = ROOT / "tests" / "data" / "tapes"
 
 
-def _load_checker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("snapshots", ROOT / "benchmarks" / "snapshots.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CHECKER = _load_checker()
-
-
 def data_of(name: str) -> Any:
     return pickles.loads(gzip.decompress((OURS / name).read_bytes()))
 
@@ -54,7 +42,7 @@ def data_of(name: str) -> Any:
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_every_segment_and_every_final_block_is_the_recorded_one(path: Path) -> None:
-    assert CHECKER.check(CHECKER.read(path)) == ""
+    assert snapshots.check(snapshots.read(path)) == ""
 
 
 @pytest.mark.parametrize("name", ["plain-full.pickle.gz", "expandable-full.pickle.gz", "streams-full.pickle.gz"])
@@ -75,42 +63,42 @@ def test_the_ages_of_segments_are_learned_from_what_was_chosen() -> None:
     assert retrace(tape)[0] == ""
     by_address = Tape(tape.events, tape.source, tape.about, tuple(sorted(tape.start, key=lambda s: s.address)))
     _, allocator = retrace(by_address)
-    assert CHECKER.final_blocks(allocator) != CHECKER.final_blocks(retrace(tape)[1])
+    assert snapshots.final_blocks(allocator) != snapshots.final_blocks(retrace(tape)[1])
 
 
 def test_the_checker_sees_a_segment_and_a_block_that_differ() -> None:
     data = data_of("torch-2.7-empty.pickle.gz")
     first = next(e for e in data["device_traces"][0] if e["action"] == "segment_alloc")
-    assert CHECKER.check(pickle.dumps(data)) == ""
+    assert snapshots.check(pickle.dumps(data)) == ""
     first["size"] += 2 * MIB
-    assert "no segment of" in CHECKER_error(data)
+    assert "no segment of" in error_of(data)
     other = data_of("plain-full.pickle.gz")
     for segment in other["segments"]:
         if len(segment["blocks"]) > 1 and segment["blocks"][-1]["state"] == "inactive":
             segment["blocks"][-1]["size"] -= 512
             segment["blocks"].append({**segment["blocks"][-1], "size": 512})
             break
-    assert "final segments" in CHECKER.check(pickle.dumps(other))
+    assert "final segments" in snapshots.check(pickle.dumps(other))
 
 
-def CHECKER_error(data: Any) -> str:  # noqa: N802
+def error_of(data: Any) -> str:
     with pytest.raises(BadInput) as caught:
-        CHECKER.check(pickle.dumps(data))
+        snapshots.check(pickle.dumps(data))
     return caught.value.message
 
 
 def test_the_benchmark_exits_by_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert CHECKER.main([str(tmp_path)]) == 2
+    assert snapshots.main([str(tmp_path)]) == 2
     (tmp_path / "a.pickle.gz").write_bytes((OURS / "torch-2.7-empty.pickle.gz").read_bytes())
-    assert CHECKER.main([str(tmp_path)]) == 0
+    assert snapshots.main([str(tmp_path)]) == 0
     (tmp_path / "b.pickle").write_bytes(b"\x80\x04N.")
-    assert CHECKER.main([str(tmp_path)]) == 1
+    assert snapshots.main([str(tmp_path)]) == 1
     assert "b.pickle: this is no snapshot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(TAPES.glob("*.tape.json.gz")), ids=lambda path: path.name)
 def test_recorded_runs_are_read_with_their_phases_and_card(path: Path) -> None:
-    assert CHECKER.check_record(path) == ""
+    assert snapshots.check_record(path) == ""
     tape = read(path)
     assert tape.about["capacity"].isdecimal() and tape.source == "measured"
     assert sum(type(event) is Alloc for event in tape.events) > 500
@@ -148,9 +136,9 @@ def test_the_checker_sees_a_phase_that_differs(tmp_path: Path) -> None:
         "reserved_peak": 2 * MIB,
     }
     (tmp_path / "x.json").write_text(json.dumps({"phases": [row]}))
-    assert CHECKER.check_record(path) == ""
+    assert snapshots.check_record(path) == ""
     (tmp_path / "x.json").write_text(json.dumps({"phases": [row | {"allocated_peak": 1024}]}))
-    assert CHECKER.check_record(path).startswith("phase build: here")
+    assert snapshots.check_record(path).startswith("phase build: here")
 
 
 # --- histories made by hand ------------------------------------------------------------------------------------------
@@ -179,7 +167,7 @@ def test_an_old_snapshot_without_addresses_times_and_settings_is_read() -> None:
     tape = tape_of(snapshot(trace, final))
     assert tape.about == {"device": "0", "torch": "2.7", "capacity": str(20 * MIB)}
     assert [type(e) for e in tape.events] == [Mark, SegmentAlloc, Alloc, Alloc, Free]
-    assert CHECKER.final_blocks(retrace(tape, torch=(2, 7))[1]) == [
+    assert snapshots.final_blocks(retrace(tape, torch=(2, 7))[1]) == [
         [(5 * MIB, "inactive"), (6 * MIB, "active_allocated"), (9 * MIB, "inactive")]
     ]
 

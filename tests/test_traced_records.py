@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl")
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import oracle
 from memfit.virtual.repeated_blocks import depths

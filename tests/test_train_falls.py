@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,8 +22,6 @@ from memfit.train.oom_recovery import changes, lower  # noqa: E402
 from memfit.train.outcome import Event, Outcome, Shortage, Stage  # noqa: E402
 from memfit.train.supervise import cause, fall_of, supervise  # noqa: E402
 from runs import failing, history, lines, silent, weights  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 
 @pytest.mark.parametrize(

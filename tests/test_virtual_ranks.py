@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
