@@ -1,7 +1,10 @@
-"""The closed form against the trace over a grid of models and recipes: `python benchmarks/closed_form.py [--only TEXT]`.
+"""Hold the closed form against the trace over a grid of models and recipes.
+
+usage: python benchmarks/closed_form.py [--only TEXT]
 
 With --all-families the models are the smallest of every family in the catalogue, under FAMILY_RECIPES; --write makes
-docs/closed-form.md of them. Prints a row for every case: requested and reserved bytes of the worst phase by both, and the roles that differ most.
+docs/closed-form.md of them. Prints a row for every case: requested and reserved bytes of the worst phase by both, and
+the roles that differ most.
 Exits 1 if a case is out of BAND.
 """
 
@@ -43,8 +46,10 @@ RECIPES = (
     Recipe(trainer="torch", sequence_length=512, precision="fp32", optimizer="sgd-momentum"),
     Recipe(trainer="trl", loss="fused", method="lora", sequence_length=1024, checkpointing="full"),
     Recipe(trainer="transformers", method="lora", sequence_length=512, lora_rank=64, lora_dropout=0.05),
-    Recipe(trainer="trl", loss="fused", method="qlora", quantization="nf4-double", sequence_length=2048, checkpointing="full"),
-    Recipe(trainer="transformers", method="qlora", quantization="nf4", sequence_length=1024, micro_batch=2, checkpointing="full"),
+    Recipe(trainer="trl", loss="fused", method="qlora", quantization="nf4-double", sequence_length=2048,
+           checkpointing="full"),
+    Recipe(trainer="transformers", method="qlora", quantization="nf4", sequence_length=1024, micro_batch=2,
+           checkpointing="full"),
 )  # fmt: skip
 FULL = Recipe(trainer="transformers", sequence_length=512)
 LORA = Recipe(trainer="trl", loss="fused", method="lora", sequence_length=1024, checkpointing="full")
@@ -75,7 +80,10 @@ class Compared:
     def row(self) -> str:
         """A line of the page."""
         r = self.recipe
-        what = f"{r.method}, {r.micro_batch} x {r.sequence_length}{', checkpointing' if r.checkpointing != 'none' else ''}, {r.trainer}"
+        what = (
+            f"{r.method}, {r.micro_batch} x {r.sequence_length}"
+            f"{', checkpointing' if r.checkpointing != 'none' else ''}, {r.trainer}"
+        )
         off = " | ".join(f"{self.off(level):+.2%}" for level in BAND)
         return (
             f"| {self.family} | {self.model} | {what} | {off} | {'' if self.good else 'out of band: '}{self._roles()} |"
@@ -86,7 +94,10 @@ class Compared:
         what = f"{self.model} {r.trainer} {r.method} {r.precision} {r.optimizer} {r.micro_batch}x{r.sequence_length}"
         what += " checkpointing" if r.checkpointing != "none" else ""
         levels = ", ".join(f"{name} {self.off(name):+.2%}" for name in BAND)
-        return f"{what}: {levels} at {self.formula.instant} / {self.traced.instant}; {self._roles()} ({self.seconds:.1f} s)"
+        return (
+            f"{what}: {levels} at {self.formula.instant} / {self.traced.instant}; "
+            f"{self._roles()} ({self.seconds:.1f} s)"
+        )
 
     def _roles(self) -> str:
         """Roles whose bytes differ, in MiB. What lives for a moment is one thing: the two roads name it differently."""
@@ -179,13 +190,17 @@ def page(found: list[Compared], refused: list[str], gpu: Gpu) -> str:
     good = sum(case.good for case in found)
     return "\n".join([
         "# The closed form against the trace", "",
-        f"The smallest model of every family in the catalogue, as a whole, on the {gpu.name}, under two recipes: what `memfit estimate` says",
-        "of the training step's peak beside what `memfit trace` found, where PyTorch's, transformers', TRL's and PEFT's own code ran.",
+        f"The smallest model of every family in the catalogue, as a whole, on the {gpu.name}, under two recipes: "
+        "what `memfit estimate` says",
+        "of the training step's peak beside what `memfit trace` found, "
+        "where PyTorch's, transformers', TRL's and PEFT's own code ran.",
         f"The band is {BOUNDS}: {good} of {len(found)} are in it ({told}). What differs is told role by role, in MiB;",
         "`moving` are activations, gradients and temporaries together, which the two roads tell apart differently.",
-        "`python benchmarks/closed_form.py --all-families --write` makes this page; `tests/test_closed_form.py` holds a grid of recipes to",
+        "`python benchmarks/closed_form.py --all-families --write` makes this page; "
+        "`tests/test_closed_form.py` holds a grid of recipes to",
         "bands of their own.", "",
-        "| family | model | recipe | requested | reserved | roles that differ |", "|---|---|---|---:|---:|---|", *(case.row for case in found), "",
+        "| family | model | recipe | requested | reserved | roles that differ |",
+        "|---|---|---|---:|---:|---|", *(case.row for case in found), "",
         "Not compared:", "", *(f"- {line}" for line in refused), "",
     ])  # fmt: skip
 

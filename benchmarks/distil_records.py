@@ -1,7 +1,7 @@
-"""Distil recorded runs into tests/data/recorded_runs.json: the case, its versions, and requested bytes of the second step.
+"""Distil recorded runs into tests/data/recorded_runs.json: the case, its versions, requested bytes of the second step.
 
-usage: python benchmarks/distil_records.py FOLDER... --models FOLDER [--keep]   (record files as *.json; the configs they ran
-with; --keep adds to the runs that are there already)
+usage: python benchmarks/distil_records.py FOLDER... --models FOLDER [--keep]   (record files as *.json; the configs
+they ran with; --keep adds to the runs that are there already)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distil recorded FSDP2 and DDP runs into tests/data/sharded_runs.json: the case, its versions, and levels of the last step.
+"""Distil recorded FSDP2 and DDP runs into tests/data/sharded_runs.json: case, versions, and levels of the last step.
 
 usage: python benchmarks/distil_sharded.py FOLDER --models FOLDER   (record files as *.json; the configs they ran with)
 """
@@ -19,7 +19,8 @@ def distilled(record: dict[str, Any]) -> dict[str, Any]:
     last = f"s2.m{record['case']['accum']}"
     return {
         "id": record["id"], "case": record["case"], "versions": record["versions"],
-        "forward": phases[f"{last}.forward"]["requested_peak"], "backward": phases[f"{last}.backward"]["requested_peak"],
+        "forward": phases[f"{last}.forward"]["requested_peak"],
+        "backward": phases[f"{last}.backward"]["requested_peak"],
         "step": phases["s2.optimizer"]["requested_peak"], "reserved": max(p["reserved_peak"] for p in record["phases"]),
     }  # fmt: skip
 

@@ -38,8 +38,8 @@ class Peer:
 PEERS = (
     Peer(
         "ftuneai", "ftuneai[cli]", "ftuneai",
-        ("-m", "ftuneai", "estimate", "-m", MODEL, "--method", "qlora", "-q", "4bit", "-b", str(BATCH), "-s", str(SEQUENCE),
-         "-r", str(RANK), "--lora-target", "all_linear"),
+        ("-m", "ftuneai", "estimate", "-m", MODEL, "--method", "qlora", "-q", "4bit", "-b", str(BATCH),
+         "-s", str(SEQUENCE), "-r", str(RANK), "--lora-target", "all_linear"),
         "from ftuneai import Estimator",
         f"Estimator('{MODEL}', method='qlora', quantization='4bit', batch_size={BATCH}, seq_length={SEQUENCE}, "
         f"lora_rank={RANK}, lora_target='all_linear').estimate_memory()",

@@ -38,8 +38,9 @@ OURS = ("import", "estimate", "search", "plan", "replay")  # of perf_probes.py
 MEMFIT = {
     "memfit plan": ("plan", MODEL, "--gpu", CARD),
     "memfit estimate": (
-        "estimate", MODEL, "--gpu", CARD, "--method", "qlora", "--quantization", "nf4-double", "--checkpointing", "full",
-        "--micro-batch", str(BATCH), "--sequence-length", str(SEQUENCE), "--lora-rank", str(RANK),
+        "estimate", MODEL, "--gpu", CARD, "--method", "qlora", "--quantization", "nf4-double",
+        "--checkpointing", "full", "--micro-batch", str(BATCH), "--sequence-length", str(SEQUENCE),
+        "--lora-rank", str(RANK),
     ),
 }  # fmt: skip
 DOES = {
@@ -60,7 +61,7 @@ class Process:
     peak: int = 0  # bytes of resident memory, highest of all runs
 
     def run(self, env: Mapping[str, str]) -> None:
-        """One more run. wait4 gives this child's own peak; it starts at the parent's, which is why this file imports little."""
+        """Run it once more. wait4 gives the child's own peak, but no less than this process's: so it imports little."""
         start = time.perf_counter()
         child = subprocess.Popen(self.command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert child.stderr is not None
@@ -158,12 +159,13 @@ def _page(
         + _ratios(processes, inside)
         + "\n<!-- end summary -->",
         "## Whole processes",
-        f"Median of {rounds} runs each, taken in turns after one uncounted round (best in brackets). CPU is user + system time; "
-        "the peak is the highest resident memory of the process (`wait4`), never less than the measuring process's own. "
-        "A megabyte is 10^6 bytes.",
+        f"Median of {rounds} runs each, taken in turns after one uncounted round (best in brackets). CPU is user + "
+        "system time; the peak is the highest resident memory of the process (`wait4`), never less than the measuring "
+        "process's own. A megabyte is 10^6 bytes.",
         _whole(processes, pythons),
         "## Inside one process",
-        "One answer, asked again and again in a process that has everything imported and read: median of up to 400 calls, best of three processes.",
+        "One answer, asked again and again in a process that has everything imported and read: "
+        "median of up to 400 calls, best of three processes.",
         _calls(inside, pythons),
         "## Where the time of `memfit plan` goes",
         _parts(processes, inside),
@@ -207,8 +209,9 @@ def _ratios(processes: Mapping[str, Process], inside: Mapping[str, Mapping[str, 
     if not said:
         return "No peer was installed where this ran."
     return (
-        f"Against `memfit estimate` in the same run: {'; '.join(said)}. The process of `memfit estimate` also replays the run "
-        "through the allocator; calls are compared by closed form alone. Below 1 the peer is the faster or smaller one."
+        f"Against `memfit estimate` in the same run: {'; '.join(said)}. The process of `memfit estimate` also replays "
+        "the run through the allocator; calls are compared by closed form alone. Below 1 the peer is the faster or "
+        "smaller one."
     )
 
 
@@ -225,8 +228,8 @@ def _whole(processes: Mapping[str, Process], pythons: Mapping[str, str | None]) 
     for name, process in processes.items():
         wall = statistics.median(process.wall)
         rows.append(
-            f"| {name} | {wall:.3f} ({min(process.wall):.3f}) | {statistics.median(process.cpu):.3f} | {process.peak / MEGA:.0f} MB "
-            f"| {wall / ours:.2f} | {DOES[name]} |"
+            f"| {name} | {wall:.3f} ({min(process.wall):.3f}) | {statistics.median(process.cpu):.3f} "
+            f"| {process.peak / MEGA:.0f} MB | {wall / ours:.2f} | {DOES[name]} |"
         )
     return "\n".join([*rows, *_missing(pythons, columns=6)])
 
@@ -275,7 +278,10 @@ def _traces() -> str:
 def _machine() -> str:
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     day = datetime.now(UTC).strftime("%Y-%m-%d")
-    return f"{platform.machine()}, {os.cpu_count()} cores{load}, Python {platform.python_version()}, {platform.system()}, {day}{_revision()}"
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores{load}, "
+        f"Python {platform.python_version()}, {platform.system()}, {day}{_revision()}"
+    )
 
 
 def _revision() -> str:
@@ -291,11 +297,12 @@ def _revision() -> str:
 def _method(pythons: Mapping[str, str | None]) -> str:
     found = [f"{p.name} {version(p, python)}" for p in PEERS if (python := pythons[p.name]) is not None]
     lines = [
-        f"- Everybody is asked for QLoRA of {MODEL}, rank {RANK} on all linear layers, micro-batch {BATCH}, {SEQUENCE} tokens, checkpointing, "
-        "on an RTX 4090. `memfit plan` is asked for nothing but the model and the card.",
-        f"- Peers of this run: {', '.join(found) or 'none installed'}; `--peers-python` names the Python they are installed in.",
-        "- No network: the model's config.json lies in a Hugging Face cache made for the run, `HF_HUB_OFFLINE=1`. accelerate's question to "
-        "the Hub, whether the model exists, is answered locally; then its own code runs.",
+        f"- Everybody is asked for QLoRA of {MODEL}, rank {RANK} on all linear layers, micro-batch {BATCH}, {SEQUENCE} "
+        "tokens, checkpointing, on an RTX 4090. `memfit plan` is asked for nothing but the model and the card.",
+        f"- Peers of this run: {', '.join(found) or 'none installed'}; "
+        "`--peers-python` names the Python they are installed in.",
+        "- No network: the model's config.json lies in a Hugging Face cache made for the run, `HF_HUB_OFFLINE=1`. "
+        "accelerate's question to the Hub, whether the model exists, is answered locally; then its own code runs.",
         "- Modules are compiled in the first round, as pip does when it installs a wheel.",
         "- They answer different questions: how near each comes to measured peaks is in [accuracy](accuracy.md).",
         "- Not a test: no timing is asserted anywhere, because machines differ.",

@@ -1,13 +1,15 @@
-"""Runs whose memory runs out at random: `python benchmarks/recovery.py [N] [SEED]` trains N of them and prints how each ended.
+"""Train runs whose memory runs out at random, and print how each ended.
+
+usage: python benchmarks/recovery.py [N] [SEED]   (N runs)
 
 Each is a real training run on the CPU (a model of two layers), in this process, under one of four injected limits:
   small    the whole run has less memory than its recipe needs
   shrunk   from a random allocation in a random stage and step on, less memory is left, to the end
   spike    the same for one attempt
   save     memory runs out while a checkpoint is written, between two of its files
-The first three fail allocations of PyTorch's operators (see memfit.train.memory_limit); saving allocates nothing on a CPU,
-so `save` raises the same error from torch.save. A run passes when it is done, or stopped and then done when resumed with all
-memory, and every optimizer step trained exactly the samples of an undisturbed run.
+The first three fail allocations of PyTorch's operators (see memfit.train.memory_limit); saving allocates nothing on a
+CPU, so `save` raises the same error from torch.save. A run passes when it is done, or stopped and then done when
+resumed with all memory, and every optimizer step trained exactly the samples of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -215,7 +217,8 @@ def main(count: int, first: int) -> int:
         with silence():
             bench = Bench(Path(folder))
         print(
-            f"{'seed':>4}  {'limit':<7}{'injected in':<22}{'step':>4}  {'recipe':<10}{'ended':<8}{'falls':>5}  exact  fell in"
+            f"{'seed':>4}  {'limit':<7}{'injected in':<22}{'step':>4}  "
+            f"{'recipe':<10}{'ended':<8}{'falls':>5}  exact  fell in"
         )
         for seed in range(first, first + count):
             with silence():

@@ -1,4 +1,4 @@
-"""Hold published runs without a figure against the verdict: none that ran out of memory may fit, none that ran misfit."""
+"""Hold published runs without a figure to the verdict: what ran out of memory may not fit, what ran not misfit."""
 
 from __future__ import annotations
 

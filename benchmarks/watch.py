@@ -87,7 +87,8 @@ def page(rounds: list[tuple[float, float]], one: float, steps: int) -> str:
         f"| {watched / plain - 1:+.2%} | 1 % |\n"
         f"| one look at a card: counters, alarms, leak test, a line of the log | {one * 1e6:.0f} µs | 100 µs |\n"
         f"| that look as a share of a step of 100 ms | {one / 0.1:.3%} | 1 % |\n\n"
-        "The look was timed on the virtual card, whose counters are Python: the driver's call, once a second, is not in\n"
+        "The look was timed on the virtual card, whose counters are Python: "
+        "the driver's call, once a second, is not in\n"
         "it, and CUDA's counters were not timed. A search for a leak's holder costs three walks over Python's objects\n"
         "(about 0.1 s each for 200,000 of them), once per leak.\n<!-- end watch -->\n"
     )

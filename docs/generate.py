@@ -126,37 +126,40 @@ def quantizations() -> str:
 # what articles print, and what is right; the figures are computed below
 ARTICLES = (
     ("AdamW takes 8, 12 or 16 bytes per parameter.",
-     "All three exist: {pure:g} when weights, gradients and states are bf16 (`--precision bf16`); {wide:g} with fp32 states "
-     "beside them (`--optimizer adamw-32bit`); {master:g} with an fp32 copy of the weights (`bf16-master`) or fp32 weights "
-     "under autocast (`bf16-mixed`)."),
+     "All three exist: {pure:g} when weights, gradients and states are bf16 (`--precision bf16`); {wide:g} with fp32 "
+     "states beside them (`--optimizer adamw-32bit`); {master:g} with an fp32 copy of the weights (`bf16-master`) or "
+     "fp32 weights under autocast (`bf16-mixed`)."),
     ("An 8-bit optimizer stores 1 byte per parameter.",
      "That is one of two states. Both with their scales are {eight:.2f} bytes."),
     ("Mixed precision halves weights and gradients.",
-     "Autocast (`bf16=True` in a trainer) leaves weights, gradients and states as they are and halves activations only. "
-     "What halves the rest is to load the weights in 16 bits."),
+     "Autocast (`bf16=True` in a trainer) leaves weights, gradients and states as they are and halves activations "
+     "only. What halves the rest is to load the weights in 16 bits."),
     ("Activations are batch x sequence x width x layers x 2 bytes.",
-     "That is the input of each block, {inputs:.2f} GiB for Llama-2-7B at 2,048 tokens: what checkpointing leaves. Without "
-     "it a block keeps its other tensors too, {kept:.1f} GiB in all."),
+     "That is the input of each block, {inputs:.2f} GiB for Llama-2-7B at 2,048 tokens: what checkpointing leaves. "
+     "Without it a block keeps its other tensors too, {kept:.1f} GiB in all."),
     ("Checkpointing brings activations from O(layers) to O(√layers).",
-     "If one block in √layers is a checkpoint. The frameworks keep the input of every block: O(layers) with a small factor."),
+     "If one block in √layers is a checkpoint. "
+     "The frameworks keep the input of every block: O(layers) with a small factor."),
     ("Attention, and so a longer sequence, is quadratic in memory.",
-     "Only where the score matrix is made (`--attention eager`, or SDPA's math fallback). Fused kernels keep one number per "
-     "row and head: linear."),
+     "Only where the score matrix is made (`--attention eager`, or SDPA's math fallback). Fused kernels keep one "
+     "number per row and head: linear."),
     ("7B parameters in 4 bits are 3.5 GB.",
      "The payload, if every weight were packed. Embeddings, norms and head stay in 16 bits, and scales come on top: "
      "{packed:.2f} GB for Llama-2-7B."),
     ("LoRA costs the base plus gradients and states of the adapter.",
      "And the adapter itself. Its activations do not shrink at all."),
     ("QLoRA of a 7B model takes about 6 GB (rank 16 on attention, 4 x 2,048 tokens, checkpointing, paged 8-bit AdamW).",
-     "{qlora:.1f} GiB reserved with today's TRL. More than half of it is neither weights nor states, so micro-batch and "
-     "sequence decide."),
+     "{qlora:.1f} GiB reserved with today's TRL. More than half of it is neither weights nor states, so micro-batch "
+     "and sequence decide."),
     ("LoRA of a 70B model fits one card of 80 GB, QLoRA one of 40 GB.",
-     "The frozen 16-bit base alone is {base70:.0f} GiB. QLoRA reserves {qlora70:.1f} GiB at 2,048 tokens: a card of 48 GB."),
+     "The frozen 16-bit base alone is {base70:.0f} GiB. "
+     "QLoRA reserves {qlora70:.1f} GiB at 2,048 tokens: a card of 48 GB."),
     ("Frameworks add up to 30 % of overhead.",
-     "There is no such constant. Fragmentation depends on the order of allocations, so it is replayed; the CUDA context is "
-     "0.2 to 0.6 GiB."),
+     "There is no such constant. Fragmentation depends on the order of allocations, so it is replayed; the CUDA "
+     "context is 0.2 to 0.6 GiB."),
     ("Emptying the cache saves memory.",
-     "PyTorch gives back every cached block by itself before it fails. It helps other processes on the card, not this one."),
+     "PyTorch gives back every cached block by itself before it fails. "
+     "It helps other processes on the card, not this one."),
 )  # fmt: skip
 
 
@@ -176,7 +179,8 @@ def articles() -> str:
         estimated("llama-3.1-70b", "--gpu", "b200", "--method", "lora"),
     )
     figures = {
-        "pure": _static(precision="bf16"), "wide": _static(optimizer="adamw-32bit"), "master": _static(precision="bf16-master"),
+        "pure": _static(precision="bf16"), "wide": _static(optimizer="adamw-32bit"),
+        "master": _static(precision="bf16-master"),
         "eight": _static(precision="bf16-master", optimizer="adamw-8bit") - 8,
         "inputs": checkpointed_activations(resolve_model("llama-2-7b"), 1, 2048) / GIB,
         "kept": sum(k["bytes"] * k["count"] for k in plain["kept"]) / GIB,

@@ -1,4 +1,4 @@
-"""Runs of a second for tests: a model of two layers, a few distinct samples, on the CPU; disturbed on purpose, or in processes."""
+"""Make runs of a second for tests: two layers, a few distinct samples, on the CPU; disturbed, or in processes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from memfit.train.sample_counts import SampleLedger
 from memfit.units import GIB
 
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 RECIPE = Recipe(precision="fp32", micro_batch=4, sequence_length=32, loss="fused")
 TRAINING = Training(max_steps=6, save_steps=2, learning_rate=5e-3)
@@ -92,7 +92,9 @@ def lines(run: folder.Run, name: str = folder.SAMPLES_FILE) -> list[dict[str, An
 
 def history(run: folder.Run) -> list[dict[str, Any]]:
     """What the trainer logged, up to the last checkpoint."""
-    found: list[dict[str, Any]] = json.loads((run.last_good().path / "trainer_state.json").read_text())["log_history"]  # type: ignore[union-attr]
+    found: list[dict[str, Any]] = json.loads(
+        (run.last_good().path / "trainer_state.json").read_text()  # type: ignore[union-attr]
+    )["log_history"]
     return found
 
 
@@ -120,7 +122,7 @@ def stopping_at(step: int) -> Start:
 
 
 def failing(stage: str, step: int, times: int = 1, after: int = 0) -> Start:
-    """Its memory is gone in one stage of one step, at the first allocation that follows, or `after` so many; `times` over."""
+    """Take its memory in one stage of one step, at the next allocation or `after` so many; `times` over."""
     left = [times]
 
     def start(run: folder.Run, tell: Any) -> Outcome:
@@ -157,8 +159,8 @@ WAIT = 120  # seconds: longer than any attempt of these runs takes on a loaded m
 def forked(spoil: Spoiler = lambda rank, callbacks: None, processes: int = 2) -> Start:
     """What torchrun starts, without its imports: forks of a process that has made them, and used no virtual card.
 
-    `spoil` is called once in each process, with its rank and the list that its RunCallback will be in; what it returns is
-    called before every allocation. The output of the processes goes to log.txt.
+    `spoil` is called once in each process, with its rank and the list that its RunCallback will be in; what it returns
+    is called before every allocation. The output of the processes goes to log.txt.
     """
 
     def start(run: folder.Run, tell: Any) -> Outcome:

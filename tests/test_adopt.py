@@ -70,16 +70,20 @@ neat_packing: true
 image_max_pixels: 262144
 """
 TRAINER = {
-    "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_bnb_8bit", "bf16": True,
-    "gradient_checkpointing": True, "learning_rate": 1e-5, "logging_steps": 1, "save_strategy": "steps", "label_smoothing_factor": 0.1,
+    "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_bnb_8bit",
+    "bf16": True, "gradient_checkpointing": True, "learning_rate": 1e-5, "logging_steps": 1, "save_strategy": "steps",
+    "label_smoothing_factor": 0.1,
 }  # fmt: skip
 SFT = {
-    "output_dir": "out", "max_length": 4096, "packing": True, "per_device_train_batch_size": 2, "optim": "adamw_torch_fused",
-    "gradient_checkpointing_kwargs": {"offload": True}, "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
+    "output_dir": "out", "max_length": 4096, "packing": True, "per_device_train_batch_size": 2,
+    "optim": "adamw_torch_fused", "gradient_checkpointing_kwargs": {"offload": True},
+    "model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"},
 }  # fmt: skip
 DEEPSPEED = {
-    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True, "stage3_max_live_parameters": 2e9},
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
+                          "overlap_comm": True, "stage3_max_live_parameters": 2e9},
 }  # fmt: skip
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
@@ -106,13 +110,17 @@ KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
      QLORA | {"lora_dropout": 0.05, "sequence_length": 4096, "padding": "packing", "micro_batch": 2, "accumulation": 4,
               "checkpointing": "full", "attention": "flash", "trainer": "transformers", "compile": True}, ()),
     ("llamafactory", LLAMAFACTORY,
-     {"method": "lora", "lora_rank": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj"), "sequence_length": 3072,
-      "padding": "packing", "micro_batch": 1, "accumulation": 8, "checkpointing": "full", "trainer": "transformers"}, ("image_max_pixels",)),
+     {"method": "lora", "lora_rank": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj"),
+      "sequence_length": 3072, "padding": "packing", "micro_batch": 1, "accumulation": 8, "checkpointing": "full",
+      "trainer": "transformers"},
+     ("image_max_pixels",)),
     ("transformers", TRAINER,
-     {"micro_batch": 4, "accumulation": 2, "optimizer": "adamw-8bit", "checkpointing": "full", "trainer": "transformers"},
+     {"micro_batch": 4, "accumulation": 2, "optimizer": "adamw-8bit", "checkpointing": "full",
+      "trainer": "transformers"},
      ("label_smoothing_factor",)),
     ("transformers", SFT,
-     {"micro_batch": 2, "sequence_length": 4096, "padding": "packing", "checkpointing": "offload", "attention": "flash", "loss": "fused"}, ()),
+     {"micro_batch": 2, "sequence_length": 4096, "padding": "packing", "checkpointing": "offload", "attention": "flash",
+      "loss": "fused"}, ()),
     ("deepspeed", DEEPSPEED,
      {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master"},
      ("zero_optimization.stage3_max_live_parameters",)),
@@ -154,19 +162,26 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bf16": False, "fp16": True}, {"precision": "fp16-mixed"}),
     ({"bf16": False}, {"precision": "fp32"}),
     ({"batch_size": 12, "micro_batch_size": 3}, {"micro_batch": 3, "accumulation": 4}),
-    ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4}, {"method": "qlora", "quantization": "int8", "lora_rank": 4, "lora_alpha": 8}),
+    ({"adapter": "lora", "load_in_8bit": True, "lora_r": 4},
+     {"method": "qlora", "quantization": "int8", "lora_rank": 4, "lora_alpha": 8}),
     ({"gradient_checkpointing": "offload"}, {"checkpointing": "offload"}),
     ({"gradient_checkpointing": True, "activation_offloading": "legacy"}, {"checkpointing": "offload"}),
-    ({"gradient_checkpointing": True, "selective_checkpointing": {"save": ["attention"]}}, {"checkpointing": "selective"}),
-    ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, {"loss": "fused", "trainer": "axolotl"}),
+    ({"gradient_checkpointing": True, "selective_checkpointing": {"save": ["attention"]}},
+     {"checkpointing": "selective"}),
+    ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
+     {"loss": "fused", "trainer": "axolotl"}),
     ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True}, {"loss": "fused", "trainer": "axolotl"}),
-    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True, "liger_glu_activation": True, "liger_rope": True},
+    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True,
+      "liger_glu_activation": True, "liger_rope": True},
      {"loss": "fused", "trainer": "transformers"}),
     ({"chunked_cross_entropy": True}, {"loss": "chunked"}),
-    ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
+    ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
+     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
     ({"deepspeed": "deepspeed_configs/zero1.json"}, {"shard": "optimizer", "precision": "bf16-master"}),
-    ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}}, {"shard": "gradients", "precision": "bf16-master"}),
-    ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
+    ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}},
+     {"shard": "gradients", "precision": "bf16-master"}),
+    ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}},
+     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
 ]  # fmt: skip
 
 
@@ -185,9 +200,11 @@ TRAINER_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_length": 1024, "fp16": True}, {"precision": "fp16-mixed", "checkpointing": "full", "loss": "fused"}),
     ({"max_length": 1024, "bf16": False}, {"precision": "fp32", "checkpointing": "full", "loss": "fused"}),
     ({"packing": False, "activation_checkpointing": False}, {"precision": "bf16-mixed", "loss": "fused"}),
-    ({"packing": False, "gradient_checkpointing_kwargs": {"selective": True}}, {"precision": "bf16-mixed", "checkpointing": "selective", "loss": "fused"}),
+    ({"packing": False, "gradient_checkpointing_kwargs": {"selective": True}},
+     {"precision": "bf16-mixed", "checkpointing": "selective", "loss": "fused"}),
     ({"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "gradient_checkpointing": False},
-     {"method": "qlora", "quantization": "nf4", "lora_dropout": 0.05, "lora_targets": ("q_proj", "v_proj"), "loss": "fused"}),
+     {"method": "qlora", "quantization": "nf4", "lora_dropout": 0.05, "lora_targets": ("q_proj", "v_proj"),
+      "loss": "fused"}),
     ({"optim": "sgd", "optim_args": "momentum=0.9", "packing": False},
      {"optimizer": "sgd-momentum", "precision": "bf16-mixed", "checkpointing": "full", "loss": "fused"}),
 ]  # fmt: skip
@@ -232,9 +249,12 @@ COMPILED: list[tuple[dict[str, Any], dict[str, Any], bool, tuple[str, ...]]] = [
     ({"distributed_type": "NO"}, {"dynamo_backend": "INDUCTOR"}, True, ()),
     ({"distributed_type": "NO"}, {"dynamo_backend": False}, False, ()),
     ({"distributed_type": "NO"}, {"dynamo_config": {"dynamo_backend": "NO"}}, False, ()),
-    ({"distributed_type": "NO"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}}, True, ()),
+    ({"distributed_type": "NO"},
+     {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}},
+     True, ()),
     ({"distributed_type": "NO"}, {"dynamo_config": {"dynamo_backend": "TENSORRT"}}, False, ("dynamo_config",)),
-    ({"distributed_type": "NO"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}}, True, ("dynamo_config",)),
+    ({"distributed_type": "NO"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}},
+     True, ("dynamo_config",)),
 ]  # fmt: skip
 
 
@@ -382,13 +402,16 @@ def test_files_that_are_no_small_text_are_refused(tmp_path: Path) -> None:
             adopt(path)
 
 
-KEYS = ["base_model", "adapter", "lora_r", "deepspeed", "fsdp_config", "optimizer", "bf16", "plugins", "datasets", "stage", "fp16",
-        "model_name_or_path", "finetuning_type", "lora_target", "output_dir", "optim", "model_init_kwargs", "zero_optimization",
-        "distributed_type", "deepspeed_config", "num_processes", "mixed_precision", "gradient_checkpointing", "schema", "recipe",
-        "activation_checkpointing_kwargs", "micro_batch_size", "per_device_train_batch_size", "load_in_4bit", "quantization_bit"]  # fmt: skip
+KEYS = ["base_model", "adapter", "lora_r", "deepspeed", "fsdp_config", "optimizer", "bf16", "plugins", "datasets",
+        "stage", "fp16", "model_name_or_path", "finetuning_type", "lora_target", "output_dir", "optim",
+        "model_init_kwargs", "zero_optimization", "distributed_type", "deepspeed_config", "num_processes",
+        "mixed_precision", "gradient_checkpointing", "schema", "recipe", "activation_checkpointing_kwargs",
+        "micro_batch_size", "per_device_train_batch_size", "load_in_4bit", "quantization_bit"]  # fmt: skip
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=9) | st.sampled_from(["auto", "zero2", "lora", "FSDP"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYS, "device", "enabled", "stage"]), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=9)
+    | st.sampled_from(["auto", "zero2", "lora", "FSDP"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from([*KEYS, "device", "enabled", "stage"]), inner, max_size=3),
     max_leaves=6,
 )  # fmt: skip
 

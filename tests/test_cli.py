@@ -25,9 +25,9 @@ RUN = (MODEL, "--gpu", CARD)
 Ran = Callable[..., tuple[int, str, str]]
 COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
-RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets",
-          "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding", "--checkpointing",
-          "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
+RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
+          "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
+          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
           "--alloc-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {

@@ -71,7 +71,13 @@ def test_a_person_sees_the_formulas_answer_first_and_the_trace_after(
 @pytest.mark.usefixtures("person")
 def test_where_the_trace_disagrees_the_next_finalist_is_taken(tracing: Stub, capsys: Any) -> None:
     first: list[Recipe] = []
-    seen = tracing(lambda recipe: "misfit" if first in ([], [recipe]) and not first.append(recipe) else None)  # type: ignore[func-returns-value]
+    seen = tracing(
+        lambda recipe: (
+            "misfit"
+            if first in ([], [recipe]) and not first.append(recipe)  # type: ignore[func-returns-value]
+            else None
+        )
+    )
     assert cli.main(PLAN) == 0
     out, err = capsys.readouterr()
     assert len(seen) == 2 and seen[0] != seen[1]

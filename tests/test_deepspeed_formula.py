@@ -27,8 +27,9 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     offloaded, master = case["offload"] != "none", case["tune"] == "full" and not case["pure"]
     shard: Any = "none" if case["world"] == 1 and offloaded else SHARDS[case["stage"]]
     return Recipe(
-        method=case["tune"], precision="bf16-master" if master else "bf16", micro_batch=case["mb"], accumulation=case["accum"],
-        sequence_length=case["seq"], checkpointing="full" if case["ckpt"] else "none", loss="full", trainer="transformers",
+        method=case["tune"], precision="bf16-master" if master else "bf16",
+        micro_batch=case["mb"], accumulation=case["accum"], sequence_length=case["seq"],
+        checkpointing="full" if case["ckpt"] else "none", loss="full", trainer="transformers",
         num_gpus=case["world"], shard=shard, offload=case["offload"],
     )  # fmt: skip
 
@@ -67,7 +68,8 @@ def test_reserved_bytes(run: dict[str, Any]) -> None:
 
 
 COMMON: dict[str, Any] = {
-    "method": "full", "precision": "bf16-master", "micro_batch": 1, "checkpointing": "full", "loss": "full", "trainer": "transformers",
+    "method": "full", "precision": "bf16-master", "micro_batch": 1, "checkpointing": "full", "loss": "full",
+    "trainer": "transformers",
 }  # fmt: skip
 TRACED = (  # MiB requested and reserved in a later step on 8 cards, at 2048 tokens
     ("llama-3.2-1b", {"shard": "none"}, 23587.6, 25594),
@@ -97,7 +99,7 @@ def test_one_card_with_a_master_copy_widens_its_gradients() -> None:
 
 @given(st.integers(1, 64), st.booleans(), st.booleans(), st.sampled_from(["smollm2-135m", "llama-3-8b"]))
 def test_what_the_coordinator_holds(gpus: int, recomputed: bool, evaluated: bool, name: str) -> None:
-    """Never more than the model, nor than its limit, which a second pass may fill again, and the largest weight it met last."""
+    """Never more than the model, nor, over two passes, than twice its limit and the largest weight met last."""
     model = resolve_model(name)
     found, events = zero.levels(model, gpus, 0, frozenset(), recomputed, True, evaluated)
     largest = max(w.numel for w in model.weights)

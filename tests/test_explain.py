@@ -47,46 +47,72 @@ def m(number: float) -> int:
 
 
 NOW = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of "
-    "which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.43 GiB memory in use. Of the allocated memory "
-    "21.50 GiB is allocated by PyTorch, and 300.50 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
-    "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB "
+    "of which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.43 GiB memory in use. Of the "
+    "allocated memory 21.50 GiB is allocated by PyTorch, and 300.50 MiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation."
 )
 MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "1.x": ("RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 8.00 GiB total capacity; 7.20 GiB already allocated; "
-            "0 bytes free; 7.30 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb",
+    "1.x": ("RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 8.00 GiB total capacity; 7.20 GiB "
+            "already allocated; 0 bytes free; 7.30 GiB reserved in total by PyTorch) If reserved memory is >> "
+            "allocated memory try setting max_split_size_mb",
             {"kind": "cuda", "tried": m(20), "total": g(8), "allocated": g(7.2), "free": 0, "reserved": g(7.3),
              "unallocated": g(7.3) - g(7.2), "advises_expandable": True}),
-    "1.3": ("CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 11.91 GiB total capacity; 5.52 GiB already allocated; 2.06 MiB free; 184.00 KiB cached)",
-            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "unallocated": 184 * 1024, "reserved": g(5.52) + 184 * 1024}),
-    "2.0 several": ("CUDA out of memory. Tried to allocate 64.00 MiB (GPU 2; 31.75 GiB total capacity; 28.28 GiB already allocated; 1.95 GiB free; 29.00 GiB reserved in total by PyTorch)",
+    "1.3": ("CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 11.91 GiB total capacity; 5.52 GiB already "
+            "allocated; 2.06 MiB free; 184.00 KiB cached)",
+            {"tried": m(1.12), "total": g(11.91), "free": m(2.06), "unallocated": 184 * 1024,
+             "reserved": g(5.52) + 184 * 1024}),
+    "2.0 several": ("CUDA out of memory. Tried to allocate 64.00 MiB (GPU 2; 31.75 GiB total capacity; 28.28 GiB "
+                    "already allocated; 1.95 GiB free; 29.00 GiB reserved in total by PyTorch)",
                     {"tried": m(64), "total": g(31.75), "free": g(1.95), "allocated": g(28.28)}),
-    "2.1 misspelt": ("CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacty of 14.75 GiB of which 3.78 GiB is free. Process 4711 has 10.96 GiB memory in use. Of the allocated memory 10.50 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.",
-                     {"tried": g(9.47), "total": g(14.75), "free": g(3.78), "others": ((4711, g(10.96)),), "allocated": g(10.5)}),
+    "2.1 misspelt": ("CUDA out of memory. Tried to allocate 9.47 GiB. GPU 0 has a total capacty of 14.75 GiB of which "
+                     "3.78 GiB is free. Process 4711 has 10.96 GiB memory in use. Of the allocated memory 10.50 GiB is "
+                     "allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated.",
+                     {"tried": g(9.47), "total": g(14.75), "free": g(3.78), "others": ((4711, g(10.96)),),
+                      "allocated": g(10.5)}),
     "now": (NOW, {"tried": g(2), "total": g(23.64), "free": g(1.2), "in_process": g(22.43), "allocated": g(21.5),
                   "unallocated": m(300.5), "reserved": g(21.5) + m(300.5), "advises_expandable": True}),
-    "private pools": ("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total capacity of 79.15 GiB of which 1.00 MiB is free. Process 1 has 40.00 GiB memory in use. Including non-PyTorch memory, this process has 39.00 GiB memory in use. 70.00 GiB allowed; Of the allocated memory 30.00 GiB is allocated by PyTorch, with 4.50 GiB allocated in private pools (e.g., CUDA Graphs), and 1.00 GiB is reserved by PyTorch but unallocated.",
-                      {"private": g(4.5), "allowed": g(70), "others": ((1, g(40)),), "in_process": g(39), "unallocated": g(1)}),
-    "hip": ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 191.98 GiB of which 500.00 MiB is free. Of the allocated memory 180.00 GiB is allocated by PyTorch, and 2.00 GiB is reserved by PyTorch but unallocated.",
+    "private pools": ("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total capacity of 79.15 GiB of "
+                      "which 1.00 MiB is free. Process 1 has 40.00 GiB memory in use. Including non-PyTorch memory, "
+                      "this process has 39.00 GiB memory in use. 70.00 GiB allowed; Of the allocated memory 30.00 GiB "
+                      "is allocated by PyTorch, with 4.50 GiB allocated in private pools (e.g., CUDA Graphs), and 1.00 "
+                      "GiB is reserved by PyTorch but unallocated.",
+                      {"private": g(4.5), "allowed": g(70), "others": ((1, g(40)),), "in_process": g(39),
+                       "unallocated": g(1)}),
+    "hip": ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of "
+            "191.98 GiB of which 500.00 MiB is free. Of the allocated memory 180.00 GiB is allocated by PyTorch, and "
+            "2.00 GiB is reserved by PyTorch but unallocated.",
             {"kind": "hip", "tried": g(1.5), "total": g(191.98), "free": m(500), "allocated": g(180)}),
-    "xpu": ("XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 15.91 GiB. Of the allocated memory 12.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.",
+    "xpu": ("XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 15.91 GiB. Of the allocated "
+            "memory 12.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.",
             {"kind": "xpu", "tried": g(4), "total": g(15.91), "allocated": g(12)}),
-    "mps": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: 18.13 GB). Tried to allocate 1.50 GB on private pool.",
+    "mps": ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max "
+            "allowed: 18.13 GB). Tried to allocate 1.50 GB on private pool.",
             {"kind": "mps", "tried": g(1.5), "allocated": g(17.85), "total": g(18.13)}),
-    "tensorflow": ("OOM when allocating tensor with shape[32,512,128,128] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Conv2D]",
+    "tensorflow": ("OOM when allocating tensor with shape[32,512,128,128] and type float on "
+                   "/job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Conv2D]",
                    {"kind": "tensorflow", "tried": g(1), "total": None}),
-    "jax": ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", {"kind": "jax", "tried": g(16)}),
-    "cuda error": ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be reported", {"kind": "driver", "tried": None}),
+    "jax": ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate "
+            "17179869184 bytes.", {"kind": "jax", "tried": g(16)}),
+    "cuda error": ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be reported",
+                   {"kind": "driver", "tried": None}),
     "cuda driver": ("RuntimeError: CUDA driver error: out of memory", {"kind": "driver"}),
-    "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {"kind": "cublas"}),
+    "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+               {"kind": "cublas"}),
     "cudnn": ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", {"kind": "cudnn"}),
-    "nccl": ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", {"kind": "nccl"}),
+    "nccl": ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled cuda error\n"
+             "Last error:\nCuda failure 2 'out of memory'", {"kind": "nccl"}),
     "bitsandbytes": ("Error out of memory at line 380 in file /src/csrc/pythonInterface.cpp", {"kind": "bitsandbytes"}),
-    "vllm": ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.", {"kind": "vllm"}),
-    "vllm free": ("ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB).", {"kind": "vllm"}),
-    "cpu": ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 94371840 bytes. Error code 12", {"kind": "host", "tried": 94371840}),
+    "vllm": ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+             "initializing the engine.", {"kind": "vllm"}),
+    "vllm free": ("ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory "
+                  "utilization (0.9, 71.2 GiB).", {"kind": "vllm"}),
+    "cpu": ("RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 94371840 bytes. Error code 12", {"kind": "host", "tried": 94371840}),
     "killed": ("Loading checkpoint shards:  50%\nKilled\n", {"kind": "host"}),
-    "elastic": ("torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 3 (pid: 1207)", {"kind": "host"}),
+    "elastic": ("torch.distributed.elastic.multiprocessing.api: failed (exitcode: -9) local_rank: 3 (pid: 1207)",
+                {"kind": "host"}),
     "deepspeed": ("[launch.py:321:sigkill_handler] exits with return code = -9", {"kind": "host"}),
 }  # fmt: skip
 
@@ -176,35 +202,84 @@ def frame(path: str, line: int, function: str, code: str) -> str:
 LIB = "/usr/lib/python3.12/site-packages/"
 TRACE = "Traceback (most recent call last):\n" + frame("/home/me/train.py", 41, "<module>", "trainer.train()")
 CASES: dict[str, tuple[str, Cause]] = {
-    "cross entropy": (TRACE + frame(LIB + "transformers/loss/loss_utils.py", 67, "ForCausalLMLoss", "loss = fixed_cross_entropy(logits, shift_labels)") + frame(LIB + "transformers/loss/loss_utils.py", 36, "fixed_cross_entropy", "loss = nn.functional.cross_entropy(source, target)") + NOW, "logits"),
-    "eval gather": (TRACE + frame(LIB + "transformers/trainer.py", 4300, "evaluation_loop", "all_preds.add(logits)") + frame(LIB + "transformers/trainer_pt_utils.py", 120, "nested_concat", "return torch_pad_and_concatenate(tensors, new_tensors)") + NOW, "eval-logits"),
-    "adam": (TRACE + frame(LIB + "torch/optim/adamw.py", 600, "_multi_tensor_adamw", "exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)") + NOW, "optimizer-step"),
-    "adam init": (TRACE + frame(LIB + "torch/optim/adamw.py", 150, "_init_group", 'state["exp_avg"] = torch.zeros_like(p)') + NOW, "optimizer-states"),
-    "resume": (TRACE + frame(LIB + "transformers/trainer.py", 3300, "_load_optimizer_and_scheduler", 'torch.load(os.path.join(checkpoint, "optimizer.pt"), map_location=map_location)') + NOW, "resume-states"),
-    "save": (TRACE + frame(LIB + "torch/distributed/fsdp/_state_dict_utils.py", 300, "_full_pre_state_dict_hook", "_unshard_fsdp_state_params(module)") + NOW, "save-gather"),
-    "eager": (TRACE + frame(LIB + "transformers/models/llama/modeling_llama.py", 190, "eager_attention_forward", "attn_weights = nn.functional.softmax(attn_weights, dim=-1)") + NOW, "attention"),
-    "replicas": (TRACE + frame(LIB + "torch/nn/parallel/data_parallel.py", 190, "forward", "outputs = self.parallel_apply(replicas, inputs, module_kwargs)") + NOW, "data-parallel"),
-    "fragmented": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 57.00 GiB is allocated by PyTorch, and 20.50 GiB is reserved by PyTorch but unallocated.", "fragmentation"),
-    "another process": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.00 GiB is free. Process 4711 has 14.00 GiB memory in use. Including non-PyTorch memory, this process has 8.60 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "other-process"),
-    "contexts of ranks": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.90 GiB of which 10.00 MiB is free. " + "".join(f"Process {n} has 871.00 MiB memory in use. " for n in range(7)) + "Including non-PyTorch memory, this process has 9.00 GiB memory in use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "ranks-on-one-gpu"),
-    "windows": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB of which 0 bytes is free. Process 17 has 17179869184.00 GiB memory in use. Of the allocated memory 11.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "spill"),
-    "nccl": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.", "nccl"),
-    "ZeRO's states": (TRACE + frame(LIB + "deepspeed/runtime/zero/stage3.py", 367, "_setup_for_real_optimizer", "self.initialize_optimizer_states()") + "training a 6B model on 8 * 3090 24G, zero-3\n" + NOW, "optimizer-states"),
-    "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in _merge_lora(layer, name)\n" + NOW, "merge"),
-    "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
-    "DDP's buckets": (TRACE + frame(LIB + "torch/nn/parallel/distributed.py", 798, "__init__", "self._ddp_init_helper(") + frame(LIB + "torch/nn/parallel/distributed.py", 1096, "_ddp_init_helper", "self.reducer = dist.Reducer(") + "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 51.77 GiB (GPU 4; 79.14 GiB total capacity; 51.83 GiB already allocated; 26.74 GiB free; 51.84 GiB reserved in total by PyTorch)", "replicated"),
-    "generating": (TRACE + frame(LIB + "transformers/generation/utils.py", 3200, "_sample", "outputs = model_forward(**model_inputs, return_dict=True)") + frame(LIB + "transformers/cache_utils.py", 450, "update", "self.key_cache[layer_idx] = torch.cat([self.key_cache[layer_idx], key_states], dim=-2)") + NOW, "eval-generate"),
+    "cross entropy": (TRACE + frame(LIB + "transformers/loss/loss_utils.py", 67, "ForCausalLMLoss",
+                                    "loss = fixed_cross_entropy(logits, shift_labels)")
+                      + frame(LIB + "transformers/loss/loss_utils.py", 36, "fixed_cross_entropy",
+                              "loss = nn.functional.cross_entropy(source, target)") + NOW, "logits"),
+    "eval gather": (TRACE + frame(LIB + "transformers/trainer.py", 4300, "evaluation_loop", "all_preds.add(logits)")
+                    + frame(LIB + "transformers/trainer_pt_utils.py", 120, "nested_concat",
+                            "return torch_pad_and_concatenate(tensors, new_tensors)") + NOW, "eval-logits"),
+    "adam": (TRACE + frame(LIB + "torch/optim/adamw.py", 600, "_multi_tensor_adamw",
+                           "exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)") + NOW, "optimizer-step"),
+    "adam init": (TRACE + frame(LIB + "torch/optim/adamw.py", 150, "_init_group",
+                                'state["exp_avg"] = torch.zeros_like(p)') + NOW, "optimizer-states"),
+    "resume": (TRACE + frame(LIB + "transformers/trainer.py", 3300, "_load_optimizer_and_scheduler",
+                             'torch.load(os.path.join(checkpoint, "optimizer.pt"), map_location=map_location)') + NOW,
+               "resume-states"),
+    "save": (TRACE + frame(LIB + "torch/distributed/fsdp/_state_dict_utils.py", 300, "_full_pre_state_dict_hook",
+                           "_unshard_fsdp_state_params(module)") + NOW, "save-gather"),
+    "eager": (TRACE + frame(LIB + "transformers/models/llama/modeling_llama.py", 190, "eager_attention_forward",
+                            "attn_weights = nn.functional.softmax(attn_weights, dim=-1)") + NOW, "attention"),
+    "replicas": (TRACE + frame(LIB + "torch/nn/parallel/data_parallel.py", 190, "forward",
+                               "outputs = self.parallel_apply(replicas, inputs, module_kwargs)") + NOW,
+                 "data-parallel"),
+    "fragmented": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which "
+                   "1.00 GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the "
+                   "allocated memory 57.00 GiB is allocated by PyTorch, and 20.50 GiB is reserved by PyTorch but "
+                   "unallocated.", "fragmentation"),
+    "another process": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of "
+                        "which 1.00 GiB is free. Process 4711 has 14.00 GiB memory in use. Including non-PyTorch "
+                        "memory, this process has 8.60 GiB memory in use. Of the allocated memory 8.00 GiB is "
+                        "allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.",
+                        "other-process"),
+    "contexts of ranks": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.90 GiB of "
+                          "which 10.00 MiB is free. "
+                          + "".join(f"Process {n} has 871.00 MiB memory in use. " for n in range(7))
+                          + "Including non-PyTorch memory, this process has 9.00 GiB memory in use. Of the allocated "
+                          "memory 8.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but "
+                          "unallocated.", "ranks-on-one-gpu"),
+    "windows": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB of which 0 "
+                "bytes is free. Process 17 has 17179869184.00 GiB memory in use. Of the allocated memory 11.00 GiB is "
+                "allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.", "spill"),
+    "nccl": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 "
+             "GiB is free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated "
+             "memory 70.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.",
+             "nccl"),
+    "ZeRO's states": (TRACE + frame(LIB + "deepspeed/runtime/zero/stage3.py", 367, "_setup_for_real_optimizer",
+                                    "self.initialize_optimizer_states()")
+                      + "training a 6B model on 8 * 3090 24G, zero-3\n" + NOW, "optimizer-states"),
+    "merging": ("Merging 4bit and LoRA weights to 16bit...\n[/usr/lib/unsloth/save.py](https://localhost:8080/#) in "
+                "_merge_lora(layer, name)\n" + NOW, "merge"),
+    "rich's frames": ("│ /x/site-packages/transformers/trainer.py:2348 in _save_checkpoint │\n"
+                      "│ undo_layout(self.state.CxB, int8)\n" + NOW, "merge"),
+    "DDP's buckets": (TRACE + frame(LIB + "torch/nn/parallel/distributed.py", 798, "__init__", "self._ddp_init_helper(")
+                      + frame(LIB + "torch/nn/parallel/distributed.py", 1096, "_ddp_init_helper",
+                              "self.reducer = dist.Reducer(")
+                      + "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 51.77 GiB (GPU 4; 79.14 "
+                      "GiB total capacity; 51.83 GiB already allocated; 26.74 GiB free; 51.84 GiB reserved in total "
+                      "by PyTorch)", "replicated"),
+    "generating": (TRACE + frame(LIB + "transformers/generation/utils.py", 3200, "_sample",
+                                 "outputs = model_forward(**model_inputs, return_dict=True)")
+                   + frame(LIB + "transformers/cache_utils.py", 450, "update",
+                           "self.key_cache[layer_idx] = torch.cat([self.key_cache[layer_idx], key_states], dim=-2)")
+                   + NOW, "eval-generate"),
     "host": (MESSAGES["elastic"][0], "host-ram"),
-    "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n" for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))), "ranks-on-one-gpu"),
+    "nvidia-smi": ("".join(f"|    {gpu}   N/A  N/A   {pid}      C   .../bin/python3   {size}MiB |\n"
+                           for gpu, pid, size in ((5, 26598, 2885), (5, 26599, 1387), (6, 26599, 2889))),
+                   "ranks-on-one-gpu"),
     "before 1.4": (MESSAGES["1.3"][0], "other-process"),
     "before 1.4, many": ("DDP on 8x K80: " + MESSAGES["1.3"][0], "ranks-on-one-gpu"),
-    "alike processes": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free. Process 1 has 26.00 GiB memory in use. Process 2 has 25.00 GiB memory in use. Process 3 has 26.00 GiB memory in use.", "ranks-on-one-gpu"),
+    "alike processes": ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+                        "which 1.00 GiB is free. Process 1 has 26.00 GiB memory in use. Process 2 has 25.00 GiB memory "
+                        "in use. Process 3 has 26.00 GiB memory in use.", "ranks-on-one-gpu"),
     "reserved against allocated": ("reserved 14,060 MiB, allocated 266 MiB at cycle 100", "fragmentation"),
     "four bytes a weight": ("Mistral-7B from_pretrained takes 28 GB", "wrong-dtype"),
-    "tokens times words": ("SFT of Llama-3-8B, batch 4, seq 8192: CUDA out of memory. Tried to allocate 15.66 GiB", "logits"),
+    "tokens times words": ("SFT of Llama-3-8B, batch 4, seq 8192: CUDA out of memory. Tried to allocate 15.66 GiB",
+                           "logits"),
     "a card's name": ("full fine-tune of a 13B model on one RTX 3090: out of memory", "capacity"),
     "vllm": (MESSAGES["vllm"][0], "inference-engine"),
-    "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn", "input-grads"),
+    "peft and checkpointing": ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
+                               "input-grads"),
     "arithmetic": ("full fine-tune of Qwen2.5-32B with ZeRO-3 on 8x A800 80GB: CUDA out of memory", "capacity"),
     "nothing": ("CUDA error: out of memory", "not-known"),
     "another text": ("all is well: epoch 3, loss 0.1", "not-known"),
@@ -217,7 +292,10 @@ def test_the_cause_is_named(name: str) -> None:
     assert explain(read_text(text))[0].cause == cause
 
 
-PIECES = "Tried to allocate 900.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which 100.00 MiB is free. Of the allocated memory 22.00 GiB is allocated by PyTorch, and 960.00 MiB is reserved by PyTorch but unallocated."
+PIECES = (
+    "Tried to allocate 900.00 MiB. GPU 0 has a total capacity of 24.00 GiB of which 100.00 MiB is free. Of the "
+    "allocated memory 22.00 GiB is allocated by PyTorch, and 960.00 MiB is reserved by PyTorch but unallocated."
+)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +309,8 @@ def test_who_asked_last_and_a_few_pieces_are_no_certainty(text: str, confidence:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ('  File "/home/me/train.py", line 41, in main\n    loss.backward()', ("/home/me/train.py", 41, "main", "loss.backward()")),
+        ('  File "/home/me/train.py", line 41, in main\n    loss.backward()',
+         ("/home/me/train.py", 41, "main", "loss.backward()")),
         ("File ~/work/train.py:41, in main(args, **kwargs)", ("~/work/train.py", 41, "main", "")),
         ("[/usr/lib/train.py](https://localhost:8080/#) in main(args)\n", ("/usr/lib/train.py", 0, "main", "")),
         ("│ /home/me/train.py:41 in main                       │", ("/home/me/train.py", 41, "main", "")),
@@ -305,7 +384,12 @@ def test_what_was_only_said_is_never_certain(text: str, cause: Cause) -> None:
     assert (found.cause, found.confidence) == (cause, "likely")
 
 
-BACKWARD = TRACE + frame(LIB + "transformers/trainer.py", 3800, "training_step", "self.accelerator.backward(loss)") + frame(LIB + "torch/autograd/graph.py", 825, "_engine_run_backward", "return Variable._execution_engine.run_backward(")  # fmt: skip
+BACKWARD = (
+    TRACE
+    + frame(LIB + "transformers/trainer.py", 3800, "training_step", "self.accelerator.backward(loss)")
+    + frame(LIB + "torch/autograd/graph.py", 825, "_engine_run_backward",
+            "return Variable._execution_engine.run_backward(")
+)  # fmt: skip
 OF_LOGITS = (
     "CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 23.64 GiB of which 3.10 GiB is free."
 )
@@ -474,8 +558,8 @@ HEAD = "id,repo,framework,model,hardware,config,oom_message,phase,cause_class,ca
 def test_the_benchmark_reads_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.csv"
     path.write_text(
-        HEAD
-        + "1,a/b,x,y,z,c,OOM,,logits_ce,cross_entropy of logits,fused loss,stated\n2,a/b,x,y,z,use_cache,OOM,,use_cache,-,-,-\n"
+        HEAD + "1,a/b,x,y,z,c,OOM,,logits_ce,cross_entropy of logits,fused loss,stated\n"
+        "2,a/b,x,y,z,use_cache,OOM,,use_cache,-,-,-\n"
     )
     one, two = oom_cases.scored(path)
     assert (one.first.cause, two.first.cause) == ("not-known", "kv-cache")
@@ -493,8 +577,8 @@ def test_reports_get_their_cause_and_none_a_wrong_certainty(name: str, least: fl
 
 
 WORDS_ALONE = (
-    "we train a small network on one card and keep the losses of all steps to plot them later, the memory in use grows a little with "
-    "each step and after some thousand steps the run stops: out of memory",
+    "we train a small network on one card and keep the losses of all steps to plot them later, the memory in use grows "
+    "a little with each step and after some thousand steps the run stops: out of memory",
     "it runs out of memory only when evaluation is enabled, a few steps later",
     "the second rank also puts a context on the first card, out of memory",
     "CUDA out of memory",
@@ -535,7 +619,8 @@ def test_what_is_alive_when_memory_runs_out_is_grouped_and_measured() -> None:
         *(Alloc(10 + i, 20 * MIB, "activations", f"layers.{i}.mlp: mm (x.py:5)") for i in range(3)),
     ]
     tape = Tape(
-        (Mark("load", "load"), Alloc(0, 40 * MIB, "parameters", "w (x.py:1)"), *step, Free(10), Oom(60 * MIB)), "measured",
+        (Mark("load", "load"), Alloc(0, 40 * MIB, "parameters", "w (x.py:1)"), *step, Free(10), Oom(60 * MIB)),
+        "measured",
         {"capacity": str(120 * MIB)},
     )  # fmt: skip
     found = memory_of(tape)

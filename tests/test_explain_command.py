@@ -16,7 +16,10 @@ from memfit.nouns.finding import Finding, Remedy
 from memfit.report.explain import explain_view
 from memfit.units import GIB
 
-NOW = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.20 GiB is free."
+NOW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB "
+    "of which 1.20 GiB is free."
+)
 Captured = pytest.CaptureFixture[str]
 
 
@@ -38,7 +41,8 @@ def test_who_says_that_memory_ran_out_is_not_told_otherwise(text: str, tmp_path:
     ("content", "said"),
     [
         (b"step 1 loss 2.31\nstep 2 loss 2.20\ndone\n", "no out-of-memory in it"),
-        (b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nKeyError: 1\n', "no out-of-memory in it"),
+        (b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nKeyError: 1\n',
+         "no out-of-memory in it"),
         (b"\x7fELF\x02\x01\0\0 orphan process", "is a binary file"),
     ],
 )  # fmt: skip
@@ -82,7 +86,8 @@ def test_without_a_model_the_answer_says_how_to_price_it(tmp_path: Path, capsys:
 def test_a_run_that_made_all_logits_had_no_fused_loss(tmp_path: Path, capsys: Captured) -> None:
     log = tmp_path / "train.log"
     log.write_text(
-        f'  File "/venv/site-packages/transformers/loss/loss_utils.py", line 60, in ForCausalLMLoss\n    logits = logits.float()\n{NOW}'
+        '  File "/venv/site-packages/transformers/loss/loss_utils.py", line 60, in ForCausalLMLoss\n'
+        f"    logits = logits.float()\n{NOW}"
     )
     code, out, err = run(capsys, str(log), "--model", "qwen2.5-0.5b", "--micro-batch", "4", "--json")
     (fused, *_) = json.loads(out)["findings"][0]["remedies"]
@@ -104,9 +109,11 @@ def test_a_remedy_that_saves_nothing_is_named_as_such() -> None:
     ("text", "asked"),
     [
         ("it ran out of memory", ("when it failed", "whole message", "traceback")),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is free. in evaluation_loop",
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is "
+         "free. in evaluation_loop",
          ("traceback",)),
-        ('File "train.py", line 3, in main\n    loss.backward()\ntorch.OutOfMemoryError: CUDA out of memory.', ("whole message",)),
+        ('File "train.py", line 3, in main\n    loss.backward()\ntorch.OutOfMemoryError: CUDA out of memory.',
+         ("whole message",)),
         ("rank 3 exited with exit code -9. Killed", ("when it failed",)),  # leaves neither sizes nor frames
         ("slurmstepd: error: Detected 1 oom-kill event(s). Killed", ()),  # says its cause itself
     ],
@@ -125,9 +132,9 @@ def test_what_a_report_lacks_is_asked_for(
 
 
 PROCESSES = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 15.12 MiB is "
-    "free. Process 3021 has {} memory in use. Process 77120 has {} memory in use. Of the allocated memory 15.80 GiB is allocated by "
-    "PyTorch, and 310.22 MiB is reserved by PyTorch but unallocated."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB "
+    "of which 15.12 MiB is free. Process 3021 has {} memory in use. Process 77120 has {} memory in use. Of the "
+    "allocated memory 15.80 GiB is allocated by PyTorch, and 310.22 MiB is reserved by PyTorch but unallocated."
 )
 
 
@@ -145,8 +152,9 @@ def test_the_other_process_is_the_one_that_is_not_ours(
 @pytest.mark.parametrize("asked", ["86.00 MiB", "512.00 MiB"])
 def test_a_card_full_of_tensors_is_not_in_pieces(asked: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "log.txt").write_text(
-        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.64 GiB of which 42.06 MiB is "
-        "free. Of the allocated memory 23.05 GiB is allocated by PyTorch, and 70.41 MiB is reserved by PyTorch but unallocated."
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.64 "
+        "GiB of which 42.06 MiB is free. Of the allocated memory 23.05 GiB is allocated by PyTorch, and 70.41 MiB is "
+        "reserved by PyTorch but unallocated."
     )
     code, out, _ = run(capsys, str(tmp_path / "log.txt"))
     assert (
@@ -161,18 +169,22 @@ def test_a_card_full_of_tensors_is_not_in_pieces(asked: str, tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("text", "remedy", "not_so"),
     [
-        ("ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (28512).",
+        ("ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored "
+         "in KV cache (28512).",
          "a larger gpu_memory_utilization", "a smaller vllm_gpu_memory"),
-        ("RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared "
-         "memory. Please try to raise your shared memory limit.", "--shm-size", "sbatch"),
-        ("slurmstepd: error: Detected 1 oom-kill event(s). Some of your processes may have been killed by the cgroup out-of-memory handler.",
+        ("RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
+         "workers are out of shared memory. Please try to raise your shared memory limit.", "--shm-size", "sbatch"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s). Some of your processes may have been killed by the cgroup "
+         "out-of-memory handler.",
          "sbatch --mem", "--shm-size"),
-        ("OOM when allocating tensor with shape[32,512,128,128] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator "
-         "GPU_0_bfc [Op:Conv2D]", "TensorBoard's profiler", "_record_memory_history"),
-        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+        ("OOM when allocating tensor with shape[32,512,128,128] and type float on "
+         "/job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Conv2D]",
+         "TensorBoard's profiler", "_record_memory_history"),
+        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 "
+         "bytes.",
          "jax.profiler.save_device_memory_profile", "_record_memory_history"),
-        ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: 18.13 GB). Tried to "
-         "allocate 1.50 GB on private pool.", "torch.mps", "_record_memory_history"),
+        ("RuntimeError: MPS backend out of memory (MPS allocated: 17.85 GB, other allocations: 384.00 KB, max allowed: "
+         "18.13 GB). Tried to allocate 1.50 GB on private pool.", "torch.mps", "_record_memory_history"),
     ],
 )  # fmt: skip
 def test_a_message_that_asks_for_something_gets_it(
@@ -185,18 +197,21 @@ def test_a_message_that_asks_for_something_gets_it(
 
 def test_scores_of_attention_are_recognised_by_their_size(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "log.txt").write_text(
-        "ColossalAI Llama2 7B, batch_size=16, max_length=4096, flash attention off, in forward. CUDA out of memory. Tried to allocate 32.00 GiB "
-        "(GPU 6; 79.20 GiB total capacity; 54.76 GiB already allocated; 22.56 GiB free; 55.44 GiB reserved in total by PyTorch)"
+        "ColossalAI Llama2 7B, batch_size=16, max_length=4096, flash attention off, in forward. CUDA out of memory. "
+        "Tried to allocate 32.00 GiB (GPU 6; 79.20 GiB total capacity; 54.76 GiB already allocated; 22.56 GiB free; "
+        "55.44 GiB reserved in total by PyTorch)"
     )
     _, out, _ = run(capsys, str(tmp_path / "log.txt"))
     assert "ATTENTION" in out and "32.0 GiB are 16 x 32 heads x 4,096 x 4,096 x 4 B" in out
 
 
 FOREACH = (
-    'Traceback (most recent call last):\n  File "run.py", line 20, in main\n    optimizer.step()\n  File "/x/site-packages/torch/optim/adamw.py", '
-    "line 600, in _multi_tensor_adamw\n    torch._foreach_sqrt(exp_avg_sqs)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate "
-    "224.00 MiB. GPU 0 has a total capacity of 44.53 GiB of which 58.94 MiB is free. Of the allocated memory 43.90 GiB is allocated by PyTorch, "
-    "and 90.20 MiB is reserved by PyTorch but unallocated."
+    'Traceback (most recent call last):\n  File "run.py", line 20, in main\n    optimizer.step()\n'
+    '  File "/x/site-packages/torch/optim/adamw.py", line 600, in _multi_tensor_adamw\n'
+    "    torch._foreach_sqrt(exp_avg_sqs)\n"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total capacity of 44.53 GiB "
+    "of which 58.94 MiB is free. Of the allocated memory 43.90 GiB is allocated by PyTorch, and 90.20 MiB is reserved "
+    "by PyTorch but unallocated."
 )
 
 
@@ -224,7 +239,10 @@ def test_a_recipe_that_does_not_fit_is_not_sold_as_one_that_does(tmp_path: Path,
 
 def test_one_change_has_one_price(tmp_path: Path, capsys: Captured) -> None:
     layer = "/x/site-packages/transformers/models/llama/modeling_llama.py"
-    trace = f'Traceback (most recent call last):\n  File "{layer}", line 7, in forward\n    hidden_states = self.mlp(hidden_states)\n'
+    trace = (
+        f'Traceback (most recent call last):\n  File "{layer}", line 7, in forward\n'
+        "    hidden_states = self.mlp(hidden_states)\n"
+    )
     small = NOW.replace("2.00 GiB", "344.00 MiB").replace("1.20 GiB", "211.00 MiB")
     (tmp_path / "log.txt").write_text(trace + small)
     for method in ("lora", "full"):
@@ -248,8 +266,9 @@ def test_one_change_has_one_price(tmp_path: Path, capsys: Captured) -> None:
 )
 def test_attention_written_by_hand_is_known_by_its_product(code: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "log.txt").write_text(
-        f'Traceback (most recent call last):\n  File "train.py", line 40, in attn\n    {code}\ntorch.OutOfMemoryError: CUDA out of memory. '
-        "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 39.39 GiB of which 12.00 GiB is free."
+        f'Traceback (most recent call last):\n  File "train.py", line 40, in attn\n    {code}\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of "
+        "39.39 GiB of which 12.00 GiB is free."
     )
     _, out, _ = run(capsys, str(tmp_path / "log.txt"))
     assert "ATTENTION" in out and "train.py:40" in out

@@ -1,4 +1,4 @@
-"""memfit explain on histories: what was there before the first event, and what a peak is made of when nothing failed."""
+"""Explain histories: what was there before the first event, and what a peak is made of when nothing failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from memfit.report.explain import explain_view
 from memfit.units import MIB
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"  # where they lie beside the repository
-ENGINE = [{"name": "torch::autograd::generated::BmmBackward0::apply(std::vector<at::Tensor>&&)", "filename": "??", "line": 0},
+ENGINE = [{"name": "torch::autograd::generated::BmmBackward0::apply(std::vector<at::Tensor>&&)",
+           "filename": "??", "line": 0},
           {"name": "torch::autograd::Engine::thread_main()", "filename": "??", "line": 0}]  # fmt: skip
 STEP = [{"name": "step", "filename": "/lib/torch/optim/adamw.py", "line": 9}]
 CLEAR = [{"name": "zero_grad", "filename": "/lib/torch/optim/optimizer.py", "line": 9}]
@@ -32,7 +33,8 @@ CODE = [{"name": "forward", "filename": "/home/me/model.py", "line": 7}]
 
 @pytest.mark.parametrize(
     ("death", "role"),
-    [(ENGINE, "activations"), (CLEAR, "gradients"), (STEP, "optimizer_states"), (CODE, "temporaries"), ([], "temporaries")],
+    [(ENGINE, "activations"), (CLEAR, "gradients"), (STEP, "optimizer_states"), (CODE, "temporaries"),
+     ([], "temporaries")],
 )  # fmt: skip
 def test_the_stack_of_its_death_tells_what_an_older_tensor_was(death: object, role: Role) -> None:
     births = Allocations()
@@ -118,7 +120,7 @@ def test_a_tensor_for_each_parameter_is_a_second_list_of_them() -> None:
     ],
 )
 def test_recorded_snapshots_are_explained(name: str, cause: Cause, line: str, unknown: int) -> None:
-    """Their programs: inference without a backward, training with eager attention, zeroth-order steps, one attention."""
+    """They are of inference without a backward, training with eager attention, zeroth-order steps, one attention."""
     if not SHARED.is_dir():
         pytest.skip("the snapshots lie beside the repository")
     memory = memory_of(read(SHARED / name))

@@ -1,4 +1,4 @@
-"""memfit.explain_oom on programs whose request says more than their traceback: states half made, logits, a far larger batch."""
+"""Explain programs whose request says more than their traceback: states half made, logits, a far larger batch."""
 
 from __future__ import annotations
 

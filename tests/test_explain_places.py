@@ -1,7 +1,7 @@
-"""Every place at which programs of the libraries allocate, as the traceback they would fail with: what is certain of it is so.
+"""Explain every place at which programs of the libraries allocate, as the traceback they would fail with there.
 
-The tracebacks are those of the installed libraries, taken on a virtual card. A traceback tells who asked last; so a cause is
-certain only where what is done at that place is the cause.
+The tracebacks are those of the installed libraries, taken on a virtual card. A traceback tells who asked last; so a
+cause is certain only where what is done at that place is the cause.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from memfit.virtual.device.card import Card  # noqa: E402
 
 PROGRAMS = sorted((Path(__file__).parent / "data" / "places").glob("*.py"))
 MESSAGE = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 23.64 GiB of which 20.56 MiB is "
-    "free. Including non-PyTorch memory, this process has 23.60 GiB memory in use. Of the allocated memory 22.85 GiB is allocated by PyTorch, "
-    "and 290.12 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 23.64 GiB "
+    "of which 20.56 MiB is free. Including non-PyTorch memory, this process has 23.60 GiB memory in use. Of the "
+    "allocated memory 22.85 GiB is allocated by PyTorch, and 290.12 MiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation.  See documentation for Memory Management  "
     "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf)"
 )
 # cause -> words of the places that do what it says, in the innermost frames: path, function and code

@@ -1,4 +1,4 @@
-"""memfit explain on logs as they are: longer than memory, with several failures in them, and with names that steer terminals."""
+"""Explain logs as they are: longer than memory, with several failures in them, and with names that steer terminals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from memfit.explain.text.failures import split
 from memfit.units import MIB
 
 Captured = pytest.CaptureFixture[str]
-OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU {} has a total capacity of 79.11 GiB of which 6.75 GiB is free."
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. "
+    "GPU {} has a total capacity of 79.11 GiB of which 6.75 GiB is free."
+)
 LOSS = (
     'Traceback (most recent call last):\n  File "/home/u/train.py", line 118, in <module>\n    trainer.train()\n'
-    '  File "/v/site-packages/transformers/loss/loss_utils.py", line 36, in ForCausalLMLoss\n    logits = logits.float()\n'
+    '  File "/v/site-packages/transformers/loss/loss_utils.py", line 36, in ForCausalLMLoss\n'
+    "    logits = logits.float()\n"
 )
 RESUME = (
-    'Traceback (most recent call last):\n  File "/home/u/train.py", line 31, in <module>\n    ckpt = torch.load("out/step400.pt", map_location="cuda")\n'
+    'Traceback (most recent call last):\n  File "/home/u/train.py", line 31, in <module>\n'
+    '    ckpt = torch.load("out/step400.pt", map_location="cuda")\n'
     '  File "/v/site-packages/torch/serialization.py", line 1422, in _load\n    result = unpickler.load()\n'
 )
 NOISE = b"[rank1] watchdog teardown line " + b"x" * 40 + b"\n"
@@ -104,12 +109,15 @@ def test_windows_logs_are_read_at_any_length() -> None:
 
 
 @pytest.mark.parametrize("said", [
-    "no available memory for the cache blocks", "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "failed to cuda calloc async",
-    "error out of memory at line 90 in file", "hip out of memory", "cudaerrormemoryallocation", "cuda_error_out_of_memory", "tried to allocate",
-    "defaultcpuallocator: can't allocate memory", "unable to allocate 3.1 gib for an array", "memoryerror", "oom-kill", "killed", "sigkill",
-    "exit code -9", "exitcode: 137", "signal 9 ", "return code = -9", "cannot allocate memory", "warming up sampler with",
-    "free memory on device 0 (1 gib) on startup is less than", "larger than the maximum number of tokens that can be stored in kv cache",
-    "to serve at least one request with the model's max seq len", "allocating 64.00 mib on device 0: cudamalloc failed", "out of resource: shared memory",
+    "no available memory for the cache blocks", "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed", "failed to cuda calloc async", "error out of memory at line 90 in file",
+    "hip out of memory", "cudaerrormemoryallocation", "cuda_error_out_of_memory", "tried to allocate",
+    "defaultcpuallocator: can't allocate memory", "unable to allocate 3.1 gib for an array", "memoryerror", "oom-kill",
+    "killed", "sigkill", "exit code -9", "exitcode: 137", "signal 9 ", "return code = -9", "cannot allocate memory",
+    "warming up sampler with", "free memory on device 0 (1 gib) on startup is less than",
+    "larger than the maximum number of tokens that can be stored in kv cache",
+    "to serve at least one request with the model's max seq len",
+    "allocating 64.00 mib on device 0: cudamalloc failed", "out of resource: shared memory",
 ])  # fmt: skip
 def test_whatever_begins_a_message_has_a_word_that_is_looked_for(said: str) -> None:
     import re
@@ -147,11 +155,14 @@ WOVEN = "".join(
         (RANKS + "Restarting\n" + RANKS.replace("9.27", "7.03").replace("8.11", "7.01"), 2),
         (EVAL + EVAL, 1),  # printed again by the launcher
         (EVAL + "rank 1 exited with exit code -9\n", 1),
-        (EVAL + "During handling of the above exception, another exception occurred:\n\n" + RESUME + OOM.format("0.50", 0), 1),
+        (EVAL + "During handling of the above exception, another exception occurred:\n\n" + RESUME
+         + OOM.format("0.50", 0), 1),
         (EVAL + CHAINED, 1),
         (EVAL + CHAINED + "restarting, attempt 2\nstep 1 loss 2\n" + RESUME + OOM.format("0.50", 0), 2),
-        (EVAL + "restarting, attempt 2\nstep 1 loss 2\nslurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\nKilled\n", 2),
-        (EVAL + "step 1 loss 2\nstep 2 loss 2\nSignal 9 (SIGKILL) received by PID 102\n", 1),  # stdout comes after stderr
+        (EVAL + "restarting, attempt 2\nstep 1 loss 2\n"
+         "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\nKilled\n", 2),
+        # stdout comes after stderr
+        (EVAL + "step 1 loss 2\nstep 2 loss 2\nSignal 9 (SIGKILL) received by PID 102\n", 1),
         (ranked(0, EVAL) + "  5%|x  | 10/200 [00:10<00:20, 1.2it/s]\n" + ranked(1, RESUME + OOM.format("0.50", 1)), 1),
         ("İ" * 900 + EVAL + AGAIN, 2),
         ("step 1 loss 2.0\n", 1),

@@ -200,15 +200,17 @@ def test_trl_precision(recipe: dict[str, Any], dtype: str, autocast: dict[str, b
 
 def test_trl_carries_the_recipe() -> None:
     found = trl_calls(
-        method="qlora", quantization="nf4-double", lora_rank=8, lora_alpha=24, lora_dropout=0.1, lora_targets=("attention",),
-        micro_batch=3, accumulation=5, sequence_length=777, padding="packing", checkpointing="offload", attention="flash",
-        optimizer="paged-adamw-8bit",
+        method="qlora", quantization="nf4-double", lora_rank=8, lora_alpha=24, lora_dropout=0.1,
+        lora_targets=("attention",), micro_batch=3, accumulation=5, sequence_length=777, padding="packing",
+        checkpointing="offload", attention="flash", optimizer="paged-adamw-8bit",
     )  # fmt: skip
     assert found["LoraConfig"] == {
-        "r": 8, "lora_alpha": 24, "lora_dropout": 0.1, "target_modules": ["k_proj", "o_proj", "q_proj", "v_proj"], "task_type": "CAUSAL_LM",
+        "r": 8, "lora_alpha": 24, "lora_dropout": 0.1, "target_modules": ["k_proj", "o_proj", "q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
     }  # fmt: skip
     assert found["BitsAndBytesConfig"] == {
-        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
     }  # fmt: skip
     config = found["SFTConfig"]
     assert (config["max_length"], config["per_device_train_batch_size"], config["gradient_accumulation_steps"]) == (
@@ -441,11 +443,14 @@ def test_optimizer_names_go_both_ways(tmp_path: Path) -> None:
 
 AXOLOTL = {
     "text.jsonl": {"type": "completion"}, "lines.txt": {"type": "completion", "ds_type": "text"},
-    "messages.jsonl": {"field_messages": "messages", "message_property_mappings": {"role": "role", "content": "content"}},
-    "conversations.jsonl": {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}},
+    "messages.jsonl": {"field_messages": "messages",
+                       "message_property_mappings": {"role": "role", "content": "content"}},
+    "conversations.jsonl": {"field_messages": "conversations",
+                            "message_property_mappings": {"role": "from", "content": "value"}},
     "questions.csv": {"ds_type": "csv", "type": {"field_instruction": "question", "field_output": "answer",
                                                  "format": "{instruction}", "no_input_format": "{instruction}"}},
-    "instructions.jsonl": {"type": "alpaca", "ds_type": "json"}, "ids.jsonl": None, "instructions.tsv": None, "chat-pairs.jsonl": None,
+    "instructions.jsonl": {"type": "alpaca", "ds_type": "json"},
+    "ids.jsonl": None, "instructions.tsv": None, "chat-pairs.jsonl": None,
 }  # fmt: skip
 FACTORY = {
     "text.jsonl": {"formatting": "alpaca", "columns": {"prompt": "text"}},
@@ -505,7 +510,8 @@ def test_a_dataset_on_the_hub_has_no_file_type() -> None:
 
 
 @pytest.mark.parametrize(("model", "data", "warned"), [
-    ("org/llama-8b", "messages.jsonl", True), ("org/llama-8b", "instructions.jsonl", True), ("org/llama-8b", "text.jsonl", False),
+    ("org/llama-8b", "messages.jsonl", True), ("org/llama-8b", "instructions.jsonl", True),
+    ("org/llama-8b", "text.jsonl", False),
     ("org/llama-8b-instruct", "messages.jsonl", False), ("org/llama-8b", "", False),
 ])  # fmt: skip
 def test_chats_on_a_base_model_are_warned_of(tmp_path: Path, model: str, data: str, warned: bool) -> None:
@@ -521,11 +527,16 @@ def test_data_that_cannot_be_looked_at_is_taken_for_chats(path: str) -> None:
 
 
 TEMPLATES = [
-    ("meta-llama/Llama-3.1-8B-Instruct", "llama3"), ("meta-llama/Llama-3.1-8B", "default"), ("Qwen/Qwen2.5-7B-Instruct", "qwen"),
-    ("Qwen/Qwen3-8B", "qwen3"), ("Qwen/Qwen3-8B-Base", "default"), ("google/gemma-2-9b-it", "gemma2"), ("google/gemma-2-9b", "default"),
-    ("meta-llama/Llama-2-7b-chat-hf", "llama2"), ("microsoft/phi-4", "phi4"), ("mistralai/Mistral-7B-Instruct-v0.3", "mistral"),
-    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseekr1"), ("openai/gpt-oss-20b", "gpt_oss"), ("org/own-instruct", None),
-    ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_nothink"), ("google/gemma-7b-it", "gemma"), ("google/gemma-3-4b-it", "gemma3"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama3"), ("meta-llama/Llama-3.1-8B", "default"),
+    ("Qwen/Qwen2.5-7B-Instruct", "qwen"),
+    ("Qwen/Qwen3-8B", "qwen3"), ("Qwen/Qwen3-8B-Base", "default"),
+    ("google/gemma-2-9b-it", "gemma2"), ("google/gemma-2-9b", "default"),
+    ("meta-llama/Llama-2-7b-chat-hf", "llama2"), ("microsoft/phi-4", "phi4"),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistral"),
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseekr1"),
+    ("openai/gpt-oss-20b", "gpt_oss"), ("org/own-instruct", None),
+    ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_nothink"), ("google/gemma-7b-it", "gemma"),
+    ("google/gemma-3-4b-it", "gemma3"),
 ]  # fmt: skip
 
 
@@ -569,14 +580,16 @@ def test_any_name_stays_data(model: str, dataset: str, alloc_conf: str) -> None:
 
 
 KNOWN_CALLS = {
-    "os.environ.setdefault", "LoraConfig", "argparse.ArgumentParser", "parser.add_argument", "parser.parse_args", "Path(data).exists",
-    "Path", "load_dataset", "arguments", "build", "SFTConfig", "SFTTrainer", "load", "trainer.train", "trainer.save_model", "main", "load_tokenizer",
-    "chat", "sample", "message.get", "row.get", "part.get", "roles.get", "READERS.get", "json.loads", "found.append", "isinstance", "len",
-    "set", "any", "next", "print", "SystemExit", "data.endswith", "rows.filter", "usable.map", "samples[0].values", "' and '.join",
-    "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text", "read", "types",
-    "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate", "turns.append",
-    "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip", "text.lstrip().startswith", "text.splitlines", "x.strip",
-    "kind.startswith", "checkpoint_of", "last_checkpoint", "Path(output).glob", "max", "int", "path.rpartition", "trainer.is_world_process_zero",
+    "os.environ.setdefault", "LoraConfig", "argparse.ArgumentParser", "parser.add_argument", "parser.parse_args",
+    "Path(data).exists", "Path", "load_dataset", "arguments", "build", "SFTConfig", "SFTTrainer", "load",
+    "trainer.train", "trainer.save_model", "main", "load_tokenizer", "chat", "sample", "message.get", "row.get",
+    "part.get", "roles.get", "READERS.get", "json.loads", "found.append", "isinstance", "len", "set", "any", "next",
+    "print", "SystemExit", "data.endswith", "rows.filter", "usable.map", "samples[0].values", "' and '.join",
+    "'\\n\\n'.join", "''.join", "AutoTokenizer.from_pretrained", "Path(data).suffix.lower", "Path(data).read_text",
+    "read", "types", "Path(data).open", "csv.reader", "str", "type", "dict", "dict.fromkeys", "zip", "all", "enumerate",
+    "turns.append", "Dataset.from_list", "Features", "List", "Value", "rows.features.values", "text.lstrip",
+    "text.lstrip().startswith", "text.splitlines", "x.strip", "kind.startswith", "checkpoint_of", "last_checkpoint",
+    "Path(output).glob", "max", "int", "path.rpartition", "trainer.is_world_process_zero",
 }  # fmt: skip
 
 
@@ -666,30 +679,38 @@ DATA = {
     "list.json": json.dumps([{"text": f"the number {i}", "prompt": "ignored"} for i in range(12)]),
     "lines.txt": "".join(f"the number {i}\n" for i in range(12)),
     "messages.jsonl": _lines([{"messages": _TURNS, "id": i} for i in range(12)]),
-    "parts.jsonl": _lines([{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, _TURNS[1]]}] * 12),
+    "parts.jsonl": _lines(
+        [{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, _TURNS[1]]}] * 12),
     "conversations.jsonl": _lines([{"conversations": _SHARED}] * 12),
     "conversations-roles.jsonl": _lines([{"conversations": _TURNS}] * 12),
     "pairs.jsonl": _lines([{"prompt": f"is it {i}?", "completion": " it is"} for i in range(12)]),
     "chat-pairs.jsonl": _lines([{"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 12),
     "responses.jsonl": _lines([{"prompt": "is it?", "response": " it is"}] * 12),
     "questions.csv": "question,answer\n" + "is it?, it is\n" * 12,
-    "instructions.jsonl": _lines([{"instruction": "add", "input": f"{i} and 1", "output": f"{i + 1}"} for i in range(12)]),
+    "instructions.jsonl": _lines([{"instruction": "add", "input": f"{i} and 1", "output": f"{i + 1}"}
+                                  for i in range(12)]),
     "instructions.tsv": "instruction\toutput\n" + "say it\tit\n" * 12,
     "ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256]}] * 12),
-    "keyed-parts.jsonl": _lines([_parts({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "it is 42"})] * 12),
+    "keyed-parts.jsonl": _lines([_parts({"type": "thinking", "thinking": "hm"},
+                                        {"type": "text", "text": "it is 42"})] * 12),
     "cached-parts.jsonl": _lines([_parts({"type": "text", "text": "it is 42", "cache_control": {"type": "x"}})] * 12),
     "tool-chat-pairs.jsonl": _lines([{"prompt": _TURNS[:1], "completion": _TURNS[1:], "tools": _TOOLS}] * 12),
-    "tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": _TOOLS}] * 6 + [{"messages": _TURNS, "tools": None}] * 6),
+    "tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": _TOOLS}] * 6
+                                  + [{"messages": _TURNS, "tools": None}] * 6),
     "tool-text-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS)}] * 12),
     "template-messages.jsonl": _lines([{"messages": _TURNS, "chat_template_kwargs": {"tools": _TOOLS}}] * 12),
-    "empty-tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS) if i % 2 == 0 else ""} for i in range(12)]),
-    "some-template-messages.jsonl": _lines([{"messages": _TURNS, **({"chat_template_kwargs": {"tools": _TOOLS}} if i % 2 == 0 else {})} for i in range(12)]),
+    "empty-tool-messages.jsonl": _lines([{"messages": _TURNS, "tools": json.dumps(_TOOLS) if i % 2 == 0 else ""}
+                                         for i in range(12)]),
+    "some-template-messages.jsonl": _lines(
+        [{"messages": _TURNS, **({"chat_template_kwargs": {"tools": _TOOLS}} if i % 2 == 0 else {})}
+         for i in range(12)]),
     "number-pairs.jsonl": _lines([{"prompt": i, "completion": i * 2} for i in range(12)]),
     "number-text.jsonl": _lines([{"text": i} for i in range(12)]),
     "ended-text.jsonl": _lines([{"text": f"the number {i}<eos>"} for i in range(12)]),
     "ended-pairs.jsonl": _lines([{"prompt": "is it?", "completion": " it is<eos>"}] * 12),
     "masked-ids.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 0, 1, 1]}] * 12),
-    "system-instructions.jsonl": _lines([{"system": "SYS", "instruction": "add", "output": "2", "history": [["q", "a"]]}] * 12),
+    "system-instructions.jsonl": _lines(
+        [{"system": "SYS", "instruction": "add", "output": "2", "history": [["q", "a"]]}] * 12),
     "system-conversations.jsonl": _lines([{"system": "SYS", "conversations": _SHARED}] * 12),
     "number-questions.csv": "question,answer\n" + "".join(f"{i} - {i}?,0\n" for i in range(12)),
     "NA-QUESTIONS.CSV": "question,answer\n" + "is there?,NA\nis it?,None\nwill it?,False\n" * 4,
@@ -775,8 +796,10 @@ def check_run(output: Path, stdout: str, method: str) -> None:
 
 RUNS = [
     ("trl", Recipe(method="lora", padding="packing", optimizer="sgd-momentum"), "messages.jsonl"),
-    ("trl", Recipe(method="qlora", quantization="nf4-double", precision="fp16-mixed", checkpointing="full"), "instructions.tsv"),
-    ("transformers", Recipe(method="qlora", quantization="nf4", checkpointing="full", optimizer="adafactor"), "pairs.jsonl"),
+    ("trl", Recipe(method="qlora", quantization="nf4-double", precision="fp16-mixed", checkpointing="full"),
+     "instructions.tsv"),
+    ("transformers", Recipe(method="qlora", quantization="nf4", checkpointing="full", optimizer="adafactor"),
+     "pairs.jsonl"),
 ]  # fmt: skip
 
 
@@ -815,7 +838,8 @@ NO_SAMPLES, NO_FILE = "odd.jsonl", "gone.jsonl"
 REFUSED = {
     NO_SAMPLES: _lines([{"body": "x"}]),
     "preferences.jsonl": _lines([{"messages": _TURNS[:1], "chosen": "a", "rejected": "b"}] * 3),
-    "mixed-pairs.jsonl": _lines([{"prompt": "p", "completion": "c"}, {"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 3),
+    "mixed-pairs.jsonl": _lines([{"prompt": "p", "completion": "c"},
+                                 {"prompt": _TURNS[:1], "completion": _TURNS[1:]}] * 3),
     "uneven-labels.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "labels": [1, 2]}] * 3),
     "uneven-mask.jsonl": _lines([{"input_ids": [1, 2, 3, 256], "completion_mask": [0, 1]}] * 3),
     "roleless.jsonl": _lines([{"messages": [{"content": "hi"}, {"content": "ho"}]}] * 3),
@@ -832,11 +856,13 @@ HANDED = [
 
 # file -> what its first sample is, learned and not; "" where only what is learned is looked at
 LEARNED = {
-    "keyed-parts.jsonl": "### assistant\nit is 42", "cached-parts.jsonl": "### assistant\nit is 42", "tool-chat-pairs.jsonl": '"name": "look_up"',
-    "tool-messages.jsonl": '"name": "look_up"', "tool-text-messages.jsonl": '"name": "look_up"',
-    "template-messages.jsonl": '"name": "look_up"', "system-instructions.jsonl": "### system\nSYS\n### user\nq\n### assistant\na",
-    "system-conversations.jsonl": "### system\nSYS\n", "number-questions.csv": "0 - 0?0", "NA-QUESTIONS.CSV": "is there?NA",
-    "number-questions.jsonl": "is it?True", "dated-pairs.jsonl": "when?2026-11-10", "dated-pairs.json": "when?2026-11-10",
+    "keyed-parts.jsonl": "### assistant\nit is 42", "cached-parts.jsonl": "### assistant\nit is 42",
+    "tool-chat-pairs.jsonl": '"name": "look_up"', "tool-messages.jsonl": '"name": "look_up"',
+    "tool-text-messages.jsonl": '"name": "look_up"', "template-messages.jsonl": '"name": "look_up"',
+    "system-instructions.jsonl": "### system\nSYS\n### user\nq\n### assistant\na",
+    "system-conversations.jsonl": "### system\nSYS\n", "number-questions.csv": "0 - 0?0",
+    "NA-QUESTIONS.CSV": "is there?NA", "number-questions.jsonl": "is it?True",
+    "dated-pairs.jsonl": "when?2026-11-10", "dated-pairs.json": "when?2026-11-10",
 }  # fmt: skip
 
 

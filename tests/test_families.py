@@ -296,6 +296,9 @@ def test_hostile_configs_end_in_our_errors(family: str, data: st.DataObject) -> 
 
 def test_every_decoder_row_has_a_catalogued_model_or_a_live_check() -> None:
     catalogued = {entry.family for entry in MODELLED}
-    inside = {str(catalogue.config(entry).get("text_config", {}).get("model_type")) for entry in MODELLED}  # type: ignore[attr-defined]
+    inside = {
+        str(catalogue.config(entry).get("text_config", {}).get("model_type"))  # type: ignore[attr-defined]
+        for entry in MODELLED
+    }
     live = {"arcee", "camembert", "codegen", "ernie4_5", "exaone4", "granitemoe", "kimi_k2", "qwen3_5_moe_text"}
     assert set(DIALECTS) - catalogued - inside <= live

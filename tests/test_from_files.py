@@ -1,4 +1,4 @@
-"""A file is one thing to every command: what `estimate --from` judges is where `plan --from` starts, and it only climbs."""
+"""A file is one thing to every command: `plan --from` starts at what `estimate --from` judges, and only climbs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,38 @@ ZERO = {"stage": 2}
 # (format, name of the file, what it says, flags that go with it, effective batch)
 FILES: list[tuple[str, str, Any, tuple[str, ...], int]] = [
     ("recipe", "recipe.toml", Recipe(micro_batch=4, accumulation=3, precision="bf16-mixed"), (), 12),
-    ("recipe", "recipe.toml", Recipe(method="qlora", quantization="nf4", checkpointing="offload", micro_batch=8), (), 8),
+    ("recipe", "recipe.toml", Recipe(method="qlora", quantization="nf4", checkpointing="offload", micro_batch=8),
+     (), 8),
     ("axolotl", "axolotl.yaml", AXOLOTL, (), 8),
     ("axolotl", "axolotl.yaml", AXOLOTL, ("--gpu", "4xrtx-4090"), 32),
-    ("axolotl", "axolotl.yaml", AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "optimizer": "paged_adamw_8bit"}, (), 8),
-    ("axolotl", "axolotl.yaml", AXOLOTL | {"micro_batch_size": 2, "optimizer": "lion_32bit", "gradient_checkpointing": "offload"}, (), 4),
+    ("axolotl", "axolotl.yaml", AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "optimizer": "paged_adamw_8bit"},
+     (), 8),
+    ("axolotl", "axolotl.yaml",
+     AXOLOTL | {"micro_batch_size": 2, "optimizer": "lion_32bit", "gradient_checkpointing": "offload"}, (), 4),
     ("llamafactory", "sft.yaml", FACTORY, (), 16),
     ("llamafactory", "sft.yaml", FACTORY | {"finetuning_type": "lora", "fp16": True, "bf16": False}, (), 16),
     ("transformers", "args.json", TRAINER, (), 16),
-    ("transformers", "args.json", TRAINER | {"max_length": 512, "use_peft": True, "load_in_4bit": True}, ("--micro-batch", "2"), 8),
+    ("transformers", "args.json", TRAINER | {"max_length": 512, "use_peft": True, "load_in_4bit": True},
+     ("--micro-batch", "2"), 8),
     ("transformers", "args.json", {"output_dir": "out"}, (), 8),
-    ("accelerate", "accelerate.yaml", {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "bf16", "fsdp_config": {}}, (), 16),
+    ("accelerate", "accelerate.yaml",
+     {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "bf16", "fsdp_config": {}}, (), 16),
     ("accelerate", "accelerate.yaml", {"distributed_type": "NO", "mixed_precision": "no"}, (), 16),
-    ("deepspeed", "ds_config.json", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "zero_optimization": ZERO}, ("--gpu", "4xrtx-4090"), 64),
-    ("deepspeed", "ds_config.json", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
-                                     "zero_optimization": ZERO, "bf16": {"enabled": True}}, (), 64),
-    ("deepspeed", "ds_config.json", {"train_batch_size": 32, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 0}}, (), 32),
-    ("deepspeed", "ds_config.json", {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, ("--gpu", "2xl4"), 8),
+    ("deepspeed", "ds_config.json",
+     {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "zero_optimization": ZERO},
+     ("--gpu", "4xrtx-4090"), 64),
+    ("deepspeed", "ds_config.json",
+     {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+      "zero_optimization": ZERO, "bf16": {"enabled": True}}, (), 64),
+    ("deepspeed", "ds_config.json",
+     {"train_batch_size": 32, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 0}}, (), 32),
+    ("deepspeed", "ds_config.json",
+     {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+     ("--gpu", "2xl4"), 8),
     ("deepspeed", "ds_config.json", {"train_batch_size": 8, "bf16": {"enabled": True},
                                      "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), 8),
-    ("accelerate", "accelerate.yaml", {"distributed_type": "FSDP", "num_processes": 1, "mixed_precision": "bf16", "fsdp_config": {}}, (), 16),
+    ("accelerate", "accelerate.yaml",
+     {"distributed_type": "FSDP", "num_processes": 1, "mixed_precision": "bf16", "fsdp_config": {}}, (), 16),
     ("deepspeed", "ds_config.json", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}, (), 16),
 ]  # fmt: skip
 
@@ -72,7 +84,11 @@ def test_every_format_is_tried() -> None:
     assert {row[0] for row in FILES} == {f.name for f in FORMATS}
 
 
-@pytest.mark.parametrize(("name", "says", "more", "batch"), [row[1:] for row in FILES], ids=[f"{r[0]}-{i}" for i, r in enumerate(FILES)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says", "more", "batch"),
+    [row[1:] for row in FILES],
+    ids=[f"{r[0]}-{i}" for i, r in enumerate(FILES)],
+)
 def test_plan_starts_where_estimate_stands_and_never_goes_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, says: Any, more: tuple[str, ...], batch: int
 ) -> None:

@@ -192,7 +192,8 @@ BACKENDS = {
 }
 INPUTS = {"hub": (), "data": ("data",), "model": ("model",), "all": ("data", "eval-data", "model")}
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-          "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 256}  # fmt: skip
+          "num_hidden_layers": 2, "num_attention_heads": 4,
+          "vocab_size": 300, "max_position_embeddings": 256}  # fmt: skip
 
 
 @pytest.fixture
@@ -358,7 +359,8 @@ def test_a_job_does_not_end_with_another_of_its_machine(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = TARGETS["torchrun"].write(spec_of(planned(BACKENDS["plain"])))["launch.sh"]
     trains = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
-    trains += "for _ in range(1200):\n    if other.exists():\n        break\n    time.sleep(0.05)\n"  # an end, where none comes
+    # with an end, where none comes
+    trains += "for _ in range(1200):\n    if other.exists():\n        break\n    time.sleep(0.05)\n"
     env = {"PATH": f"{Path(sys.executable).parent}:/bin:/usr/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     jobs = []
     for mine, other in (("a", "b"), ("b", "ended")):

@@ -1,4 +1,4 @@
-"""Models whose layers run as Liger's kernels: the byte account against traces of liger-kernel 0.8.5, torch 2.13, transformers 5.23."""
+"""Hold models under Liger's kernels against traces of liger-kernel 0.8.5, torch 2.13 and transformers 5.23."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memfit.tables.liger_kernels import LIGER
 
 FULL: dict[str, Any] = {"sequence_length": 512, "micro_batch": 2}
 LORA: dict[str, Any] = {"method": "lora", "sequence_length": 1024}
-# requested bytes of the worst step of `memfit trace MODEL --gpu a100-80gb --trainer transformers --loss fused`: norms, gated
-# products and rotation in turn in place, copied, by head, on parts of one tensor, left as they are, and experts
+# requested bytes of the worst step of `memfit trace MODEL --gpu a100-80gb --trainer transformers --loss fused`: norms,
+# gated products and rotation in turn in place, copied, by head, on parts of one tensor, left as they are, and experts
 TRACED: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("smollm2-135m", FULL, 1486045530),
     ("smollm2-135m", LORA, 1037737200),

@@ -171,7 +171,8 @@ def test_nothing_is_left_out_where_everything_works(card: str) -> None:
 @pytest.mark.parametrize(
     ("wanted", "card"),
     [({"precision": "bf16"}, "t4"), ({"shard": "parameters"}, "h100"), ({"optimizer": "adamw-8bit"}, "gaudi2"),
-     ({"attention": "flash"}, "arc-b60"), ({"offload": "optimizer"}, "gb10"), ({"quantization": "int8", "method": "qlora"}, "v100-16gb")],
+     ({"attention": "flash"}, "arc-b60"), ({"offload": "optimizer"}, "gb10"),
+     ({"quantization": "int8", "method": "qlora"}, "v100-16gb")],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_and_not_planned(wanted: dict[str, Any], card: str) -> None:
     with pytest.raises(BadInput) as caught:

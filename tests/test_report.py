@@ -270,8 +270,8 @@ def test_names_cannot_steer_the_terminal() -> None:
 
 GRID = [
     Recipe(method=method, precision=precision, quantization="nf4-double" if method == "qlora" else "none",
-           checkpointing=ck, optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256, offload=offload, shard=shard,
-           num_gpus=4 if shard != "none" else 1, trainer=trainer, loss=loss)
+           checkpointing=ck, optimizer=opt, accumulation=accumulation, micro_batch=2, sequence_length=256,
+           offload=offload, shard=shard, num_gpus=4 if shard != "none" else 1, trainer=trainer, loss=loss)
     for (method, precision), ck, opt, (accumulation, offload, shard), (trainer, loss) in product(
         (("full", "bf16"), ("full", "bf16-master"), ("lora", "bf16"), ("qlora", "bf16")),
         ("none", "full"),
@@ -416,8 +416,8 @@ COMMON = (
 
 
 OTHER_WORDS = (
-    "requested", "allocated", "reserved", "device", "headroom", "band", "ladder", "rung", "usable", "verdict", "trainer",
-    "roofline", "NCCL", "optimizer",
+    "requested", "allocated", "reserved", "device", "headroom", "band", "ladder", "rung", "usable", "verdict",
+    "trainer", "roofline", "NCCL", "optimizer",
 )  # fmt: skip
 
 

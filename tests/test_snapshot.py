@@ -1,4 +1,4 @@
-"""Snapshots of torch.cuda.memory: replayed to the recorded segments and blocks, read without trust, recognised by content."""
+"""Replay snapshots of torch.cuda.memory to the recorded segments and blocks, read without trust, known by content."""
 
 from __future__ import annotations
 

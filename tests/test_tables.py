@@ -28,9 +28,9 @@ SMALL = Weight("norm.weight", (1024,), "norm")
 STATE_BYTES = {
     "adamw": (4, 8), "adamw-foreach": (4, 8), "adamw-forloop": (4, 8), "adamw-in-backward": (4, 8),
     "adamw-8bit": (2.03125, 2.03125), "adamw-32bit": (8, 8), "paged-adamw-32bit": (0, 0),
-    "paged-adamw-8bit": (0.03125, 0.03125), "adafactor": (0.0049, 0.0049), "lion": (4, 4), "lion-8bit": (1.015625, 1.015625),
-    "sgd": (0, 0), "sgd-momentum": (2, 4), "adamw-4bit": (1.0625, 1.0625), "adamw-8bit-torchao": (2.03125, 2.03125),
-    "muon": (2, 4),
+    "paged-adamw-8bit": (0.03125, 0.03125), "adafactor": (0.0049, 0.0049),
+    "lion": (4, 4), "lion-8bit": (1.015625, 1.015625), "sgd": (0, 0), "sgd-momentum": (2, 4),
+    "adamw-4bit": (1.0625, 1.0625), "adamw-8bit-torchao": (2.03125, 2.03125), "muon": (2, 4),
 }  # fmt: skip
 
 
@@ -125,14 +125,16 @@ GEMMA2, GPT2, MIXTURE, LLAMA4 = (
 BROKEN = [
     Recipe(method="qlora"), Recipe(quantization="nf4"), Recipe(method="lora", quantization="nf4"),
     Recipe(attention="flash", precision="fp32"), Recipe(shard="optimizer"),
-    Recipe(method="qlora", quantization="nf4", offload="parameters"), Recipe(offload="optimizer", optimizer="adamw-8bit"),
+    Recipe(method="qlora", quantization="nf4", offload="parameters"),
+    Recipe(offload="optimizer", optimizer="adamw-8bit"),
     Recipe(optimizer="adamw-in-backward", trainer="torch", accumulation=2), Recipe(optimizer="adamw-in-backward"),
     Recipe(method="lora", optimizer="galore"), Recipe(method="lora", precision="bf16-master"),
     Recipe(method="qlora", quantization="int8", precision="bf16-mixed"), Recipe(offload="optimizer"),
-    Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit"), Recipe(shard="gradients", num_gpus=2, optimizer="galore"),
+    Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit"),
+    Recipe(shard="gradients", num_gpus=2, optimizer="galore"),
     Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
-    Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"), Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"),
-    Recipe(trainer="transformers", loss="fused"),
+    Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"),
+    Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"), Recipe(trainer="transformers", loss="fused"),
 ]  # fmt: skip
 
 
@@ -151,8 +153,10 @@ def test_combinations_that_depend_on_card_or_model() -> None:
 
 
 def test_every_rule_can_be_broken() -> None:
-    cases = [*((r, GPT2, GPU) for r in BROKEN), (Recipe(), GPT2, OLD), (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
-             (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU), (Recipe(method="lora"), LLAMA4, GPU),
+    cases = [*((r, GPT2, GPU) for r in BROKEN), (Recipe(), GPT2, OLD),
+             (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
+             (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU),
+             (Recipe(method="lora"), LLAMA4, GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}
@@ -171,8 +175,8 @@ def test_values_outside_their_domain_are_refused(changes: dict[str, object]) -> 
 
 
 ANY_WIDTH = (64, 80, 96, 128, 192, 256)
-# What the real PyTorch 2.13 chose: cards, dtypes, head widths -> without a mask, with a bool mask, grouped heads, grouped
-# heads with a mask, dropout of 0.1
+# What the real PyTorch 2.13 chose: cards, dtypes, head widths -> without a mask, with a bool mask, grouped heads,
+# grouped heads with a mask, dropout of 0.1
 MEASURED_KERNELS = [
     (((7, 5),), ("fp16",), ANY_WIDTH, "efficient efficient math math efficient"),
     (((7, 5),), ("bf16",), (36, *ANY_WIDTH), "math math math math math"),
@@ -213,7 +217,8 @@ def test_a_kernel_that_is_switched_off_is_passed_over() -> None:
 
 @pytest.mark.parametrize("recipe", [
     Recipe(precision=p, method=m, shard=s, num_gpus=n)
-    for p in get_args(Precision) for m in get_args(Method) for s, n in (("none", 1), ("none", 2), ("parameters", 2), ("gradients", 2))
+    for p in get_args(Precision) for m in get_args(Method)
+    for s, n in (("none", 1), ("none", 2), ("parameters", 2), ("gradients", 2))
 ], ids=str)  # fmt: skip
 def test_every_precision_has_a_meaning_under_every_backend(recipe: Recipe) -> None:
     meant = meaning(recipe)

@@ -1,4 +1,4 @@
-"""Real runs on the CPU, as they should be: they learn, resume to the bit, count every sample, save adapters and a model card."""
+"""Real runs on the CPU learn, resume to the bit, count every sample, and save adapters and a model card."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def test_an_outcome_keeps_the_peaks_of_the_attempts_it_continues() -> None:
 
 
 def test_what_train_py_warns_of_is_heard(made: tuple[Path, Path], tmp_path: Path) -> None:
-    """Once, through the pipe to the supervising process: a row without text, and a failure after a step that was saved."""
+    """Once, through the pipe to the supervising process: a row without text, a failure after a step that was saved."""
     data = tmp_path / "some.jsonl"
     data.write_text("".join(json.dumps({"text": "a" * (i % 5)}) + "\n" for i in range(20)))
     run, told = runs.make_run(tmp_path / "run", (made[0], data), max_steps=2, save_steps=1), list[Event]()

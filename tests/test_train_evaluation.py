@@ -1,4 +1,7 @@
-"""Evaluations on the way: their worst batch is tried first, one that fails or is broken off is made up, what they need decides what is tried next."""
+"""Evaluations on the way: their worst batch is tried first, and what they need decides what is tried next.
+
+One that fails or is broken off is made up.
+"""
 
 from __future__ import annotations
 

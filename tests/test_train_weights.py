@@ -1,4 +1,4 @@
-"""Weights of a checkpoint are those that were saved, whatever saving made of them: resumed runs end as undisturbed ones."""
+"""Weights of a checkpoint are those that were saved, whatever saving made of them: a resumed run ends undisturbed."""
 
 from __future__ import annotations
 

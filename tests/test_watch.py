@@ -262,7 +262,11 @@ def test_tensors_are_counted_at_every_step_at_the_most(card: Card) -> None:
 
 
 def test_an_unknown_phase_is_refused(card: Card) -> None:
-    with watched(model_of().cuda()) as watch, pytest.raises(ValueError, match="none of load"), watch.phase("lunch"):  # type: ignore[arg-type]
+    with (
+        watched(model_of().cuda()) as watch,
+        pytest.raises(ValueError, match="none of load"),
+        watch.phase("lunch"),  # type: ignore[arg-type]
+    ):
         pass
 
 

@@ -42,7 +42,7 @@ def test_a_transformers_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[st
         output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
         eval_strategy="steps", eval_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
     )  # fmt: skip
-    Trainer(Tiny(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback]).train()  # type: ignore[arg-type]
+    Trainer(Tiny(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback]).train()
     assert callback.watch is not None
     found = phases(callback.watch.recorder.samples)
     assert found[:5] == [("load", 0), ("first_step", 1), ("step", 2), ("eval", 2), ("save", 2)]

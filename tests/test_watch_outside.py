@@ -1,4 +1,4 @@
-"""memfit watch from outside: exit code, signals and memory of the child; a recorded NVML driver; a log that is shown."""
+"""See memfit watch from outside: exit code, signals and memory of the child; a recorded NVML driver; a log shown."""
 
 from __future__ import annotations
 
@@ -465,7 +465,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise NVMLError("Driver Not Loaded")
 
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=init, NVMLError=NVMLError))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=init, NVMLError=NVMLError))
     with pytest.raises(BadInput, match="does not answer: Driver Not Loaded"):
         processes.nvml()
 

@@ -120,7 +120,9 @@ def test_prometheus_by_a_recorded_library(monkeypatch: pytest.MonkeyPatch) -> No
     module = ModuleType("prometheus_client")
     module.Gauge = module.Counter = Metric  # type: ignore[attr-defined]
     module.CollectorRegistry = object  # type: ignore[attr-defined]
-    module.start_http_server = lambda port, registry: (served.append(port), (Recorded(), None))[1]  # type: ignore[attr-defined]
+    module.start_http_server = (  # type: ignore[attr-defined]
+        lambda port, registry: (served.append(port), (Recorded(), None))[1]
+    )
     monkeypatch.setitem(sys.modules, "prometheus_client", module)
     feed("prometheus")
     assert served == [9400]

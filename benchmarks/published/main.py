@@ -107,11 +107,14 @@ def reasons(refused: Counter[tuple[str, str]]) -> list[str]:
 
 
 METHOD = """\
-Published peaks of real training runs, each mapped by its stated framework, method, optimizer, lengths and precision to a
+Published peaks of real training runs, \
+each mapped by its stated framework, method, optimizer, lengths and precision to a
 recipe and a trainer profile (`benchmarks/published/`), and predicted without looking at the figure. Quality A: every
 field is known and the script is exact; B: one or two fields are inferred; C: rough, rounded or self-contradicting.
-"Compared" is the level the source measured: allocated, reserved, or device (nvidia-smi). Nothing is fitted. Where a run's
-samples have many lengths, what it reserves depends on their order, which no source states: 24 possible orders of the whole
+"Compared" is the level the source measured: allocated, reserved, or device (nvidia-smi). Nothing is fitted. \
+Where a run's
+samples have many lengths, what it reserves depends on their order, which no source states: \
+24 possible orders of the whole
 run are simulated, and the prediction is half a standard deviation above their mean, which seven of ten stay below.
 
 `python benchmarks/accuracy.py [CSV]` makes this page again; a CSV of the same columns may be given.
@@ -125,8 +128,10 @@ def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[T
     summary = [
         f"On {len(best)} published runs of quality A, on real GPUs: mean absolute error "
         f"{mean(abs(r.error) for r in best):.1%}, median {median(abs(r.error) for r in best):.1%}, worst "
-        f"{min(r.error for r in best):+.1%} under and {max(r.error for r in best):+.1%} over. Tensor bytes of recorded runs of",
-        f"PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); traced, {oracle['within']} of {oracle['records']} are",
+        f"{min(r.error for r in best):+.1%} under and {max(r.error for r in best):+.1%} over. "
+        "Tensor bytes of recorded runs of",
+        "PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); "
+        f"traced, {oracle['within']} of {oracle['records']} are",
         f"within 0.1 % of tensor bytes and 2 % of reserved bytes in every phase, {oracle['equal']} equal to the byte",
         "(`benchmarks/oracle.py`). Every row:",
         "[docs/accuracy.md](docs/accuracy.md).",

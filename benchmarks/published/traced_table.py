@@ -16,22 +16,29 @@ DATA = Path(__file__).parent / "traced.json"
 LEVELS = {"smi": "device", "unknown": "allocated"}
 
 TEXT = """\
-The same runs by their frameworks' own code on the virtual GPU (`benchmarks/published/traced/`): litgpt's finetune scripts,
-torchtune's recipes, transformers' Trainer, PEFT's loop. "Own" is the earliest release that can be installed and knows the
-model, under PyTorch 2.13; "today" is the current release. The figures are kept in `benchmarks/published/traced.json` with
+The same runs by their frameworks' own code on the virtual GPU (`benchmarks/published/traced/`): \
+litgpt's finetune scripts,
+torchtune's recipes, transformers' Trainer, PEFT's loop. \
+"Own" is the earliest release that can be installed and knows the
+model, under PyTorch 2.13; "today" is the current release. \
+The figures are kept in `benchmarks/published/traced.json` with
 versions and date; `python -m published.traced.main` in `benchmarks` makes them again. What differs between the two, and
 from the measurement:
 
 - litgpt: RMSNorm keeps its normed input in 32 bits in 0.5.13 and in 16 bits in 0.3.0 (2.6 % of a full fine-tune); with
-  bitsandbytes 0.42 most 4-bit rows need 2 to 24 % more than with 0.50, which saves no input of a frozen 4-bit layer. Why a
+  bitsandbytes 0.42 most 4-bit rows need 2 to 24 % more than with 0.50, which saves no input of a frozen 4-bit layer. \
+Why a
   few quantised rows need more today (Gemma: 10 %) was not looked into. One row (thunder) runs a loop written by hand,
   because no release holds the file it was measured with.
-- torchtune: compiled as the rows were, by Inductor itself (docs/trace.md). Its blocks on packed data keep what the published
-  run kept to 0.1 %, with and without checkpointing. AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
+- torchtune: compiled as the rows were, by Inductor itself (docs/trace.md). \
+Its blocks on packed data keep what the published
+  run kept to 0.1 %, with and without checkpointing. \
+AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   plans two fp32 temporaries for the step of the embedding, and the missing 1.5 GiB are as large as a third.
   Rows 010, 011 and 013 lie 6 to 9 % too high, as they did uncompiled: not explained.
 - PEFT: samples are at most 768 tokens long, and that is what is traced; how long the longest was is not published.
-- The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. Two habits of that PyTorch are
+- The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. \
+Two habits of that PyTorch are
   put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).
 """
 
@@ -79,8 +86,10 @@ def lines(found: list[Traced]) -> list[str]:
     for group, quality, some in groups:
         errors = [t.error(t.own) for t in some]
         table.append(
-            f"| {group} | {quality} | {len(some)} | {_mean(errors)} | {min(0.0, *errors):+.1%} | {max(0.0, *errors):+.1%} "
-            f"| {_mean([t.error(t.today) for t in some if t.today])} | {_mean([t.error(t.closed) for t in some if t.closed])} |"
+            f"| {group} | {quality} | {len(some)} | {_mean(errors)} "
+            f"| {min(0.0, *errors):+.1%} | {max(0.0, *errors):+.1%} "
+            f"| {_mean([t.error(t.today) for t in some if t.today])} "
+            f"| {_mean([t.error(t.closed) for t in some if t.closed])} |"
         )
     listing = [
         "| row | quality | traced | today | closed form | measured | error | own releases |",

@@ -57,7 +57,8 @@ def run(row: Row) -> None:
             "output_dir": folder, "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation,
             "fp16": "AMP" in row.weight_dtype, "gradient_checkpointing": row.checkpointing == "on", "max_steps": STEPS,
             "report_to": [], "save_strategy": "no", "logging_strategy": "no",
-            "optim": "adafactor" if row.optimizer == "Adafactor" else "adamw_hf" if "HF" in row.optimizer else "adamw_torch",
+            "optim": "adafactor" if row.optimizer == "Adafactor" else "adamw_hf" if "HF" in row.optimizer
+            else "adamw_torch",
         }  # fmt: skip
         optimizer = eight_bit(model) if "bnb" in row.optimizer else None
         data = Samples(fixed_length(row), batch * accumulation * (STEPS + 1))

@@ -1,4 +1,4 @@
-"""litgpt's own scripts: Fabric as `setup` makes it, then `main` of finetune/lora.py, full.py, adapter.py or adapter_v2.py."""
+"""Run litgpt's own scripts: Fabric as `setup` makes it, then `main` of the file of finetune/ that the row names."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def run(row: Row) -> None:
     with tempfile.TemporaryDirectory() as folder, patched(script, stand_ins(script)):
         words = {
             "fabric": fabric, "devices": 1, "seed": 1, "config": config, "data": data, "checkpoint_dir": Path(folder),
-            "out_dir": Path(folder), "train": train, "eval": evaluation, "optimizer": optimizer_of(row), "resume": False,
+            "out_dir": Path(folder), "train": train, "eval": evaluation, "optimizer": optimizer_of(row),
+            "resume": False,
         }  # fmt: skip
         script.main(**accepted(script.main, words))
 
@@ -158,14 +159,14 @@ def stand_ins(script: Any) -> dict[str, Any]:
         """Nothing to read or write."""
 
     files = (
-        "load_checkpoint", "copy_config_files", "save_hyperparameters", "save_prompt_style", "merge_lora", "save_lora_checkpoint",
-        "save_adapter_checkpoint", "save_adapter_v2_checkpoint", "generate_example",
+        "load_checkpoint", "copy_config_files", "save_hyperparameters", "save_prompt_style", "merge_lora",
+        "save_lora_checkpoint", "save_adapter_checkpoint", "save_adapter_v2_checkpoint", "generate_example",
     )  # fmt: skip
     return {"Tokenizer": Tokenizer} | {name: nothing for name in files if hasattr(script, name)}
 
 
 def pretrain(row: Row) -> None:
-    """extensions/thunder/pretrain.py, which no release contains, run eagerly: litgpt's model under the loop of that file."""
+    """Run litgpt's model eagerly under the loop of extensions/thunder/pretrain.py, a file that no release contains."""
     import lightning
     from litgpt.config import Config
     from litgpt.model import GPT

@@ -1,4 +1,4 @@
-"""bitsandbytes before 0.43 on the card: no registered operators yet, its Python code calls the native library itself."""
+"""Run bitsandbytes before 0.43 on the card: its Python code calls the native library, not registered operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT's method comparison: the loop of its run.py around transformers and PEFT, on padded batches of the longest length."""
+"""Run PEFT's method comparison: the loop of its run.py, on padded batches of the longest length."""
 
 from __future__ import annotations
 

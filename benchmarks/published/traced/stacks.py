@@ -1,4 +1,4 @@
-"""Which releases run a row: the earliest that can be installed and know its model, and the current ones to compare with."""
+"""Name the releases that run a row: the earliest installable that know its model, and the current ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
-    ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"), ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"),
+    ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
+    ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""torchtune's own recipes: full_finetune_single_device and lora_finetune_single_device with the config files it ships."""
+"""Run torchtune's own recipes, full_ and lora_finetune_single_device, with the config files it ships."""
 
 from __future__ import annotations
 
@@ -99,12 +99,14 @@ def changes(row: Row, length: int, folder: str) -> Any:
     here, batch = __name__, row.number("micro_batch", 2)
     accumulation = min(row.number("grad_accum", 1), 2)
     made: dict[str, Any] = {
-        "output_dir": folder, "batch_size": batch, "gradient_accumulation_steps": accumulation, "epochs": 1, "compile": _compiled(row),
-        "max_steps_per_epoch": STEPS, "enable_activation_checkpointing": row.checkpointing.startswith("on"),
+        "output_dir": folder, "batch_size": batch, "gradient_accumulation_steps": accumulation, "epochs": 1,
+        "compile": _compiled(row), "max_steps_per_epoch": STEPS,
+        "enable_activation_checkpointing": row.checkpointing.startswith("on"),
         "enable_activation_offloading": "offload" in row.checkpointing,
         "tokenizer": {"_component_": f"{here}.Tokenizer", "path": "none"},
         "checkpointer": {"_component_": f"{here}.Checkpointer"}, "resume_from_checkpoint": False,
-        "dataset": {"_component_": f"{here}.Samples", "packed": False, "length": length, "count": batch * accumulation * STEPS},
+        "dataset": {"_component_": f"{here}.Samples", "packed": False, "length": length,
+                    "count": batch * accumulation * STEPS},
         "optimizer_in_bwd": "optimizer_in_bwd" in row.optimizer,
     }  # fmt: skip
     if "Paged" in row.optimizer:

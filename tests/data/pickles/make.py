@@ -1,4 +1,4 @@
-"""Writes the corpus of hostile pickles beside itself: `python tests/data/pickles/make.py`. Reading them must do nothing."""
+"""Write the corpus of hostile pickles beside this file (`python tests/data/pickles/make.py`): none may do anything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ CORPUS: dict[str, bytes] = {
     "deep_lists": P4 + b"]" * 50_000 + b"a" * 49_999 + b".",
     # more than the file explains
     "memo_bomb": P4 + b"Nr\xff\xff\xff\xff.",
-    "memo_laughs": P4 + b"]\x94" + b"".join(b"](" + b"h" + bytes([n]) + (b"h" + bytes([n])) * 9 + b"e\x94" for n in range(40)) + b".",
+    "memo_laughs": P4 + b"]\x94"
+    + b"".join(b"](" + b"h" + bytes([n]) + (b"h" + bytes([n])) * 9 + b"e\x94" for n in range(40)) + b".",
     "doubling_tuples": P4 + b")" + b"2\x86" * 5_000 + b".",
     # gigantic lengths
     "text_of_32_tib": P4 + b"\x8d" + q(1 << 45) + b"x.",

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 family, experts = sys.argv[1:]
 sizes = {
     "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
-    "output_router_logits": True, "head_dim": 32,
+    "num_key_value_heads": 4, "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512, "output_router_logits": True, "head_dim": 32,
 }  # fmt: skip
 config = AutoConfig.for_model(family, **sizes)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=experts).cuda()

@@ -25,7 +25,8 @@ data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=2
 halves = data.train_test_split(test_size=0.2, seed=0)
 arguments = TrainingArguments(
     "trainer-output", per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=3, bf16=True,
-    eval_strategy="steps", eval_steps=1, save_steps=2, save_total_limit=1, logging_steps=1, report_to=[], dataloader_num_workers=2,
+    eval_strategy="steps", eval_steps=1, save_steps=2, save_total_limit=1, logging_steps=1, report_to=[],
+    dataloader_num_workers=2,
 )  # fmt: skip
 trainer = Trainer(
     model=model, args=arguments, train_dataset=halves["train"], eval_dataset=halves["test"],
